@@ -1,0 +1,116 @@
+"""The three ways the demo trains one model on the same batches: plain PyTorch, RoundPipe exact, RoundPipe async.
+
+Called by demo.train_demo. Knows training loops, not what is printed or drawn. All three take the same microbatches,
+the same loss, the same torch optimizer and the same learning rates, so that what differs is only who carries it out.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from demo.corpus import Batch
+from demo.meter import Meter
+from roundpipe import RoundPipe, RoundPipeRunConfig
+
+PEAK_LEARNING_RATE = 3e-3
+WARM_UP_STEPS = 10
+MAX_GRAD_NORM = 1.0
+
+
+class StepMode(enum.Enum):
+    """When an iteration sees the update of the one before."""
+
+    EXACT = "exact"
+    ASYNC = "async"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every run is asked to do."""
+
+    batches: list[Batch]
+    num_microbatch: int
+
+    def loss_fn(self, scores: Tensor, next_byte_ids: Tensor) -> Tensor:
+        """A microbatch's share of the mean over the batch; right for microbatches of unequal size too."""
+        batch_tokens = self.batches[0].byte_ids.numel()
+        return functional.cross_entropy(scores.flatten(0, 1), next_byte_ids.flatten(), reduction="sum") / batch_tokens
+
+    def step_fn(self, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+        """Clip, update, move the learning rate on, clear."""
+        optimizer = torch.optim.AdamW(parameters, lr=PEAK_LEARNING_RATE, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_factor)
+
+        def step() -> None:
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_GRAD_NORM)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Up in a line, then down along half a cosine to a tenth."""
+        warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
+        return warm_up * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / len(self.batches))))
+
+
+def train_plain(model: nn.Module, task: Task, device: torch.device) -> Meter:
+    """The reference: the loop one writes without RoundPipe, microbatch after microbatch."""
+    model.to(device)
+    step = task.step_fn(model.parameters())
+    with Meter("plain PyTorch", len(task.batches)) as meter:
+        for batch in task.batches:
+            losses = []
+            inputs = batch.byte_ids.to(device).tensor_split(task.num_microbatch)
+            labels = batch.next_byte_ids.to(device).tensor_split(task.num_microbatch)
+            for byte_ids, next_byte_ids in zip(inputs, labels, strict=True):
+                loss = task.loss_fn(model(byte_ids), next_byte_ids)
+                loss.backward()
+                losses.append(loss.detach().cpu())
+            step()
+            meter.record(sum(losses[1:], losses[0]), batch.byte_ids.numel())
+    return meter
+
+
+def train_roundpipe(model: RoundPipe, task: Task, mode: StepMode) -> Meter:
+    """The same loop, carried out by a pool of devices."""
+    step = task.step_fn(model.optim_parameters())
+    config = RoundPipeRunConfig(num_microbatch=task.num_microbatch)
+    with Meter(f"RoundPipe {mode.value}", len(task.batches)) as meter:
+        for batch in task.batches:
+            loss = model.forward_backward(
+                input_args=(batch.byte_ids,), label=batch.next_byte_ids, loss_fn=task.loss_fn, run_config=config
+            )
+            model.step(step, is_async=mode is StepMode.ASYNC)
+            meter.record(loss, batch.byte_ids.numel())
+        model.synchronize()
+    return meter
+
+
+@torch.no_grad()
+def generate(model: RoundPipe, prompt: str, num_byte: int, context: int, seed: int) -> str:
+    """Continue `prompt` byte by byte; the bytes are drawn from the model's own (sharpened) scores."""
+    generator = torch.Generator().manual_seed(seed)
+    byte_ids = torch.tensor([list(prompt.encode())])
+    model.eval()
+    for _ in range(num_byte):
+        scores = model(byte_ids[:, -context:], roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+        probabilities = (scores[0, -1] / 0.6).softmax(dim=0)
+        next_byte_id = torch.multinomial(probabilities, 1, generator=generator)
+        byte_ids = torch.cat([byte_ids, next_byte_id[None]], dim=1)
+    model.train()
+    return "".join(map(printable, byte_ids[0].tolist()))
+
+
+def printable(byte_id: int) -> str:
+    """The character of a byte; an untrained model writes bytes that are none."""
+    character = chr(byte_id)
+    return character if character == "\n" or (character.isascii() and character.isprintable()) else "?"

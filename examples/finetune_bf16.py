@@ -1,0 +1,87 @@
+"""bf16 weights with float32 optimizer copies, gradient accumulation, a checkpoint, and a resumed run that agrees."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from roundpipe import RoundPipe, RoundPipeRunConfig, optim
+
+NUM_MICROBATCH = 4
+CALLS_PER_STEP = 2  # gradients add up over this many calls before one update
+CHECKPOINT_STEP = 6
+NUM_STEP = 12
+
+
+def build() -> tuple[RoundPipe, optim.AdamW]:
+    """The model to tune (here a small random one) and its optimizer; the first two layers stay as they are."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
+    network = nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 1)).to(torch.bfloat16)
+    network[:2].requires_grad_(False)
+    config = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH)
+    model = RoundPipe(network, optim_dtype=torch.float32, model_run_config=config)
+    return model, optim.AdamW(model.optim_parameters(), lr=1e-3)
+
+
+def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+    return functional.mse_loss(outputs.float(), labels) / (NUM_MICROBATCH * CALLS_PER_STEP)
+
+
+def train(model: RoundPipe, optimizer: optim.AdamW, steps: range) -> list[float]:
+    def step_fn() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        loss = 0.0
+        for _ in range(CALLS_PER_STEP):
+            points = torch.randn(32, 16, generator=generator)
+            label = points.sum(dim=1, keepdim=True).tanh()
+            inputs = (points.to(torch.bfloat16),)
+            loss += model.forward_backward(input_args=inputs, label=label, loss_fn=loss_fn).item()
+        model.step(step_fn, is_async=False)
+        losses.append(loss)
+    model.synchronize()
+    return losses
+
+
+def save(path: Path, model: RoundPipe, optimizer: optim.AdamW) -> None:
+    """Weights, the optimizer's float32 copies of them, and its moments: what a resumed run needs to agree."""
+    copies = {name: copy.detach() for name, copy in model.optim_named_parameters()}
+    torch.save({"model": model.state_dict(), "copies": copies, "optimizer": optimizer.state_dict()}, path)
+
+
+def load(path: Path, model: RoundPipe, optimizer: optim.AdamW) -> None:
+    checkpoint = torch.load(path)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    with torch.no_grad():
+        for name, copy in model.optim_named_parameters():
+            copy.copy_(checkpoint["copies"][name])
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint.pt"
+        model, optimizer = build()
+        with model:
+            train(model, optimizer, range(CHECKPOINT_STEP))
+            save(path, model, optimizer)
+            straight = train(model, optimizer, range(CHECKPOINT_STEP, NUM_STEP))
+        model, optimizer = build()
+        with model:
+            load(path, model, optimizer)
+            resumed = train(model, optimizer, range(CHECKPOINT_STEP, NUM_STEP))
+    for step, (loss, again) in enumerate(zip(straight, resumed, strict=True), start=CHECKPOINT_STEP):
+        print(f"step {step:3}  loss {loss:.6f}  resumed {again:.6f}")
+    if straight != resumed:
+        raise SystemExit("the resumed run went another way")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Train models far larger than GPU memory on one server, with a plain PyTorch training loop."""
+
+from roundpipe import optim
+from roundpipe.api.model import RoundPipe
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.context import OptimizerCtx, doing_recompute, get_recompute_data, save_for_recompute
+from roundpipe.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    HostMemoryError,
+    MergeError,
+    ModelChangedError,
+    OwnershipError,
+    PlanError,
+    RecomputeError,
+    RoundPipeError,
+    SplitError,
+    StaleGraphError,
+    UsageError,
+)
+from roundpipe.microbatch import RoundPipePackedData
+from roundpipe.optim.clip import clip_grad_norm_
+from roundpipe.optim.grad_scaler import GradScaler
+from roundpipe.plan import ModelExecutePlan
+
+__all__ = [
+    "ArgumentTypeError",
+    "ClosedError",
+    "ConfigError",
+    "DeviceError",
+    "GradScaler",
+    "HostMemoryError",
+    "MergeError",
+    "ModelChangedError",
+    "ModelExecutePlan",
+    "OptimizerCtx",
+    "OwnershipError",
+    "PlanError",
+    "RecomputeError",
+    "RoundPipe",
+    "RoundPipeError",
+    "RoundPipePackedData",
+    "RoundPipeRunConfig",
+    "SplitError",
+    "StaleGraphError",
+    "UsageError",
+    "clip_grad_norm_",
+    "doing_recompute",
+    "get_recompute_data",
+    "optim",
+    "save_for_recompute",
+]

@@ -1,0 +1,1 @@
+"""What users touch: RoundPipe, and the engine behind it."""

@@ -1,0 +1,25 @@
+"""The only home of device APIs: a small protocol, CUDA and virtual CPU devices behind it."""
+
+from roundpipe.devices.discover import (
+    DeviceSpec,
+    default_specs,
+    host_pinner,
+    open_devices,
+    parse_devices,
+    wait_for_producers,
+)
+from roundpipe.devices.interface import Device, Event, HostPinner, Mark, StreamKind
+
+__all__ = [
+    "Device",
+    "DeviceSpec",
+    "Event",
+    "HostPinner",
+    "Mark",
+    "StreamKind",
+    "default_specs",
+    "host_pinner",
+    "open_devices",
+    "parse_devices",
+    "wait_for_producers",
+]

@@ -1,0 +1,160 @@
+"""CUDA devices. The only file that names torch.cuda.
+
+Opened by devices.discover; spoken to through devices.interface by everybody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from roundpipe.devices.interface import Device, Event, HostPinner, Mark, StreamKind
+from roundpipe.waiting import wait_for_event
+
+logger = logging.getLogger("roundpipe")
+
+# Workers that share a GPU share its generator: a layer's random stream owns it while the layer's kernels are launched.
+_generator_locks: dict[int, threading.Lock] = {}
+_generator_locks_guard = threading.Lock()
+_MEMORY_SHARE = 0.92  # of the memory we may use; the rest is for fragmentation and library workspaces
+
+
+def device_count() -> int:
+    return torch.cuda.device_count()
+
+
+def synchronize_current_stream(device: torch.device) -> None:
+    torch.cuda.current_stream(device).synchronize()
+
+
+class CudaEvent:
+    def __init__(self, event: torch.cuda.Event, where: str) -> None:
+        self.raw = event
+        self._where = where
+
+    def done(self) -> bool:
+        return bool(self.raw.query())
+
+    def wait(self) -> None:
+        wait_for_event(self.done, f"{self._where} to reach an event")
+
+
+class CudaMark:
+    def __init__(self, event: torch.cuda.Event, origin: torch.cuda.Event, origin_s: float) -> None:
+        self._event, self._origin, self._origin_s = event, origin, origin_s
+
+    def seconds(self) -> float:
+        wait_for_event(lambda: bool(self._event.query()), "a time mark")
+        return self._origin_s + float(self._origin.elapsed_time(self._event)) / 1e3
+
+
+class CudaDevice(Device):
+    """A worker's view of one GPU: streams of its own, the memory shared with `share` workers in all."""
+
+    def __init__(self, index: int, name: str, share: int) -> None:
+        self.name = name
+        self.torch_device = torch.device("cuda", index)
+        self._index = index
+        self._share = share
+        with torch.cuda.device(index):
+            self._streams = {kind: torch.cuda.Stream(index) for kind in StreamKind}
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record(self._streams[StreamKind.COMPUTE])
+            self._origin.synchronize()
+        self._origin_s = time.perf_counter()
+        with _generator_locks_guard:
+            self._generator_lock = _generator_locks.setdefault(index, threading.Lock())
+
+    @property
+    def draws_on_host(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        with torch.cuda.device(self._index), torch.cuda.stream(self._streams[StreamKind.COMPUTE]):
+            yield
+
+    @contextlib.contextmanager
+    def random_stream(self, seed: int) -> Iterator[None]:
+        generator = torch.cuda.default_generators[self._index]
+        with self._generator_lock:
+            users_state = generator.get_state()
+            generator.manual_seed(seed)
+            try:
+                yield
+            finally:
+                generator.set_state(users_state)
+
+    def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu", pin_memory=True)
+
+    def device_empty_strided(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, stream: StreamKind
+    ) -> torch.Tensor:
+        with torch.cuda.stream(self._streams[stream]):
+            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.torch_device)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: StreamKind) -> None:
+        queue = self._streams[stream]
+        with torch.cuda.stream(queue), torch.no_grad():
+            destination.copy_(source, non_blocking=True)
+        for tensor in (destination, source):
+            if tensor.is_cuda:
+                tensor.record_stream(queue)
+
+    def record(self, stream: StreamKind) -> Event:
+        event = torch.cuda.Event()
+        event.record(self._streams[stream])
+        return CudaEvent(event, f"{self.name} ({stream.value})")
+
+    def stream_wait(self, stream: StreamKind, event: Event) -> None:
+        if isinstance(event, CudaEvent):
+            self._streams[stream].wait_event(event.raw)
+        else:
+            event.wait()
+
+    def lend(self, tensor: torch.Tensor, stream: StreamKind) -> None:
+        tensor.record_stream(self._streams[stream])
+
+    def poison(self, buffer: torch.Tensor, after: Sequence[Event]) -> None:
+        return
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._streams[StreamKind.COMPUTE])
+        return CudaMark(event, self._origin, self._origin_s)
+
+    def memory_limit_bytes(self) -> int | None:
+        free, total = torch.cuda.mem_get_info(self._index)
+        reachable = free + torch.cuda.memory_reserved(self._index)
+        fraction_of = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        if fraction_of is not None:
+            reachable = min(reachable, int(total * fraction_of(self._index)))
+        return int(reachable * _MEMORY_SHARE) // self._share
+
+    def allocated_bytes(self) -> int | None:
+        return int(torch.cuda.memory_allocated(self._index))
+
+
+class CudaPinner(HostPinner):
+    """Registers host memory with the driver where it is: exactly the bytes asked for."""
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
+        if int(status) != 0:
+            logger.warning(
+                "could not pin %d bytes of host memory (CUDA error %d); copies from it will be slower. "
+                "Read-only mappings cannot be pinned, and `ulimit -l` may be too low.",
+                num_bytes,
+                int(status),
+            )
+            return False
+        return True
+
+    def unpin(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,106 @@
+"""Turns what the user says about devices into opened devices.
+
+Called by runtime.pool and api. Queries the machine only when asked, never at import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from roundpipe.devices import cuda
+from roundpipe.devices.interface import Device, HostPinner
+from roundpipe.devices.virtual import NoPinner, VirtualDevice
+from roundpipe.errors import ArgumentTypeError, DeviceError
+
+ENVIRONMENT_VARIABLE = "ROUNDPIPE_DEVICES"
+_ENTRY = re.compile(r"^\s*(?P<kind>cpu|cuda)(?::(?P<index>\d+))?\s*(?:\*\s*(?P<count>\d+))?\s*$")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSpec:
+    """One worker's device: a kind and, for CUDA, which GPU."""
+
+    kind: str
+    index: int
+
+
+def parse_devices(devices: object) -> tuple[DeviceSpec, ...]:
+    """The pool a `devices=` argument asks for; None asks the environment variable, then the machine."""
+    if devices is None:
+        return default_specs()
+    entries = devices.split(",") if isinstance(devices, str) else devices
+    if isinstance(entries, torch.device) or not isinstance(entries, Sequence):
+        raise ArgumentTypeError(f'devices must be a list such as ["cuda:0", "cuda:1"] or ["cpu"] * 4, got {devices!r}.')
+    specs = tuple(spec for entry in entries for spec in _parse_entry(entry, devices))
+    return _checked(specs, devices)
+
+
+def default_specs() -> tuple[DeviceSpec, ...]:
+    """From `ROUNDPIPE_DEVICES`, or every visible GPU, or one virtual device."""
+    text = os.environ.get(ENVIRONMENT_VARIABLE)
+    if text:
+        specs = tuple(spec for entry in text.split(",") for spec in _parse_entry(entry, text))
+        return _checked(specs, f"{ENVIRONMENT_VARIABLE}={text}")
+    visible = cuda.device_count()
+    return tuple(DeviceSpec("cuda", index) for index in range(visible)) or (DeviceSpec("cpu", 0),)
+
+
+def open_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
+    """Devices in the order given; a GPU named k times becomes k workers that share its memory."""
+    shares = Counter(specs)
+    opened: Counter[DeviceSpec] = Counter()
+    devices: list[Device] = []
+    for position, spec in enumerate(specs):
+        if spec.kind == "cpu":
+            devices.append(VirtualDevice(position))
+            continue
+        suffix = f"/{opened[spec]}" if shares[spec] > 1 else ""
+        devices.append(cuda.CudaDevice(spec.index, f"cuda:{spec.index}{suffix}", shares[spec]))
+        opened[spec] += 1
+    return devices
+
+
+def host_pinner(specs: Sequence[DeviceSpec]) -> HostPinner:
+    return cuda.CudaPinner() if any(spec.kind == "cuda" for spec in specs) else NoPinner()
+
+
+def wait_for_producers(tensors: Sequence[torch.Tensor]) -> None:
+    """Block until what the calling thread has queued on GPUs for these tensors has run."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        cuda.synchronize_current_stream(device)
+
+
+def _parse_entry(entry: object, whole: object) -> list[DeviceSpec]:
+    if isinstance(entry, torch.device):
+        entry = str(entry)
+    if not isinstance(entry, str):
+        raise ArgumentTypeError(
+            f'devices={whole!r}: {entry!r} is neither a string such as "cuda:0" nor a torch.device.'
+        )
+    match = _ENTRY.match(entry)
+    if match is None:
+        raise DeviceError(f'devices={whole!r}: cannot read {entry!r}; write "cpu", "cpu*4", "cuda:0" or "cuda:0*2".')
+    count = int(match["count"] or 1)
+    index = int(match["index"] or 0) if match["kind"] == "cuda" else 0
+    return [DeviceSpec(match["kind"], index)] * count
+
+
+def _checked(specs: tuple[DeviceSpec, ...], asked: object) -> tuple[DeviceSpec, ...]:
+    if not specs:
+        raise DeviceError(f"devices={asked!r} names no device; leave it out to use every GPU, or name at least one.")
+    kinds = {spec.kind for spec in specs}
+    if len(kinds) > 1:
+        raise DeviceError(f"devices={asked!r} mixes CPU and CUDA devices; a pool is of one kind.")
+    if kinds == {"cuda"}:
+        present = cuda.device_count()
+        missing = sorted({spec.index for spec in specs if spec.index >= present})
+        if missing:
+            names = ", ".join(f"cuda:{index}" for index in missing)
+            raise DeviceError(f"devices={asked!r}: there is no {names} here; {present} CUDA device(s) are visible.")
+    return specs

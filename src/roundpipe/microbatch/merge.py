@@ -1,0 +1,202 @@
+"""Puts the outputs of the microbatches together, or packs them leaf by leaf.
+
+Called by api once per call, after the pipeline. `merge_outputs` reads the values, so they must have arrived;
+`pack_outputs` hands them on with their events. Knows nothing of devices and of how the inputs were split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roundpipe.errors import MergeError
+from roundpipe.microbatch.markers import (
+    Chunk,
+    Reducer,
+    check_merge_output,
+    is_custom_function,
+    is_replicate,
+    noting_function,
+)
+from roundpipe.microbatch.packed import ArrivalEvent, RoundPipePackedData
+from roundpipe.microbatch.tree import Node, children_as_spec, children_if_alike, open_node, outline, shown
+
+LeafMerge = Callable[[Sequence[Any], str], Any]
+ROOT = "output"
+
+
+def merge_outputs(outputs: Sequence[Any], merge_output: Any = None) -> Any:
+    """One output from those of all microbatches, in order, as `merge_output` says (None, True: automatic)."""
+    check_merge_output(merge_output)
+    if not outputs:
+        raise MergeError("there are no microbatch outputs to merge; a call has at least one microbatch")
+    if is_custom_function(merge_output):
+        with noting_function("merge_output", merge_output):
+            return merge_output(list(outputs))
+    if merge_output is False:
+        return pack_outputs(outputs, [None] * len(outputs))
+    return _merge(outputs, None if merge_output is True else merge_output, ROOT)
+
+
+def pack_outputs(outputs: Sequence[Any], events: Sequence[ArrivalEvent | None]) -> Any:
+    """The structure of one output with RoundPipePackedData leaves; `events` has one entry per microbatch."""
+    assert len(outputs) == len(events) > 0, (len(outputs), len(events))
+    return _merge_alike(outputs, ROOT, lambda values, _path: RoundPipePackedData(values, events))
+
+
+def _merge(values: Sequence[Any], spec: Any, path: str) -> Any:
+    if spec is None:
+        return _merge_alike(values, path, _merge_leaf)
+    if is_replicate(spec):
+        return _merge_alike(values, path, _first_if_equal)
+    if isinstance(spec, Chunk):
+        return _merge_chunked(values, spec.split_dim, path)
+    if isinstance(spec, Reducer):
+        return _reduce(values, spec, path)
+    return _merge_with_tree(values, spec, path)
+
+
+def _merge_with_tree(values: Sequence[Any], spec: Any, path: str) -> Any:
+    node = open_node(values[0])
+    parts = None if node is None else children_as_spec(node, spec)
+    if node is None or parts is None:
+        raise MergeError(
+            f"the merge spec for {path} does not match it: the spec is {outline(spec)}, the output is "
+            f"{outline(values[0])}. Give every entry its own Chunk(dim), Replicate or Reducer, or None for automatic"
+        )
+    columns = _columns(node, values, path)
+    places = zip(columns, parts, node.names, strict=True)
+    return node.rebuild([_merge(column, part, path + name) for column, part, name in places])
+
+
+def _merge_alike(values: Sequence[Any], path: str, merge_leaf: LeafMerge) -> Any:
+    """Walk the outputs side by side and merge each leaf with `merge_leaf`."""
+    node = open_node(values[0])
+    if node is None:
+        for index, value in enumerate(values):
+            if open_node(value) is not None:
+                raise _structure_error(values[0], value, index, path)
+        return merge_leaf(values, path)
+    places = zip(_columns(node, values, path), node.names, strict=True)
+    return node.rebuild([_merge_alike(column, path + name, merge_leaf) for column, name in places])
+
+
+def _columns(node: Node, values: Sequence[Any], path: str) -> list[tuple[Any, ...]]:
+    """For each child of `node`, the first of `values`, its values in all microbatches."""
+    rows = []
+    for index, value in enumerate(values):
+        row = children_if_alike(node, value)
+        if row is None:
+            raise _structure_error(node.value, value, index, path)
+        rows.append(row)
+    return list(zip(*rows, strict=True))
+
+
+def _structure_error(first: Any, other: Any, index: int, path: str) -> MergeError:
+    return MergeError(
+        f"the microbatches return different structures at {path}: microbatch 0 {outline(first)}, microbatch {index} "
+        f"{outline(other)}. Return the same structure every time, or merge with a function (merge_output=fn)"
+    )
+
+
+def _merge_leaf(values: Sequence[Any], path: str) -> Any:
+    """Automatic: tensors concatenated along dim 0, 0-dim tensors averaged, anything else equal."""
+    if not any(isinstance(value, torch.Tensor) for value in values):
+        return _first_if_equal(values, path)
+    _check_all_tensors(values, path)
+    if all(value.dim() == 0 for value in values):
+        return _mean(values, path)
+    return _concatenate(values, 0, path)
+
+
+def _merge_chunked(values: Sequence[Any], dim: int, path: str) -> Any:
+    """Chunk on a leaf needs tensors; over a whole subtree it concatenates those with a dimension."""
+    if open_node(values[0]) is not None:
+        return _merge_alike(values, path, lambda leaves, place: _merge_covered_leaf(leaves, dim, place))
+    if not isinstance(values[0], torch.Tensor):
+        raise MergeError(f"Chunk({dim}) for {path}, which is no tensor but {type(values[0]).__name__}; use Replicate")
+    return _merge_alike(values, path, lambda leaves, place: _concatenate(leaves, dim, place))
+
+
+def _merge_covered_leaf(values: Sequence[Any], dim: int, path: str) -> Any:
+    if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
+        return _concatenate(values, dim, path)
+    return _merge_leaf(values, path)
+
+
+def _concatenate(values: Sequence[Any], dim: int, path: str) -> torch.Tensor:
+    _check_all_tensors(values, path)
+    first: torch.Tensor = values[0]
+    if not -first.dim() <= dim < first.dim():
+        raise MergeError(
+            f"{path} cannot be concatenated along dim {dim}: its shape {tuple(first.shape)} has {first.dim()} "
+            "dimension(s); choose one of them, or use Reducer(init_value, fn)"
+        )
+    dim = dim % first.dim()
+    rests = {(*value.shape[:dim], *value.shape[dim + 1 :]) if value.dim() == first.dim() else None for value in values}
+    if len(rests) > 1:
+        shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        raise MergeError(
+            f"{path} cannot be concatenated along dim {dim}: the microbatches have shapes {shapes}. Pad them alike, "
+            "choose another dimension with Chunk(dim), or merge with a function (merge_output=fn)"
+        )
+    return first if len(values) == 1 else torch.cat(list(values), dim=dim)
+
+
+def _mean(values: Sequence[torch.Tensor], path: str) -> torch.Tensor:
+    if all(value.is_floating_point() or value.is_complex() for value in values):
+        return torch.stack(list(values)).mean()
+    first: torch.Tensor = _first_if_equal(values, path)
+    return first
+
+
+def _reduce(values: Sequence[Any], reducer: Reducer, path: str) -> Any:
+    # A reduce_fn may add in place; the marker's own start value must serve the next call unchanged.
+    start = pytree.tree_map(_cloned, reducer.init_value)
+    with noting_function(f"Reducer for {path}", reducer.reduce_fn):
+        return reduce(reducer.reduce_fn, values, start)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _check_all_tensors(values: Sequence[Any], path: str) -> None:
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor) is not isinstance(values[0], torch.Tensor):
+            raise _structure_error(values[0], value, index, path)
+
+
+def _first_if_equal(values: Sequence[Any], path: str) -> Any:
+    for index, value in enumerate(values):
+        if not _equal(values[0], value):
+            raise MergeError(
+                f"{path} must be equal in all microbatches but is {shown(values[0])} in microbatch 0 and "
+                f"{shown(value)} in microbatch {index}. Merge it with Reducer(init_value, fn) or a function "
+                "(merge_output=fn)"
+            )
+    return values[0]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """Equality that also takes NaN for itself and objects whose == answers with a tensor or array."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) != isinstance(right, torch.Tensor):
+        return False
+    if getattr(left, "shape", None) != getattr(right, "shape", None):
+        return False
+    return _all_true(lambda: left == right) or _all_true(lambda: (left == right) | ((left != left) & (right != right)))
+
+
+def _all_true(compare: Callable[[], Any]) -> bool:
+    """Whether a comparison holds everywhere; objects that cannot be compared are not equal."""
+    try:
+        answer = compare()
+        return bool(answer.all()) if hasattr(answer, "all") else bool(answer)
+    except Exception:
+        return False

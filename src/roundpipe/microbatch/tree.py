@@ -1,0 +1,145 @@
+"""Nested values (tuples, lists, dicts, nodes registered with torch's pytree), opened one level at a time.
+
+Used by markers, split and merge to walk a value beside its spec and to name each place in messages. Knows nothing of
+markers or microbatches, only that a RoundPipePackedData is a leaf although it is a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from roundpipe.microbatch.packed import RoundPipePackedData
+
+
+@dataclass(frozen=True)
+class Node:
+    """An inner node: its children and how each is reached from it, such as `[0]`, `['mask']` or `.loss`."""
+
+    value: Any
+    children: tuple[Any, ...]
+    names: tuple[str, ...]
+    structure: pytree.TreeSpec
+
+    def rebuild(self, children: Sequence[Any]) -> Any:
+        """A node of the same kind with other children."""
+        return pytree.tree_unflatten(list(children), self.structure)
+
+
+def open_node(value: Any) -> Node | None:
+    """The node one level deep, or None when `value` is a leaf."""
+    if isinstance(value, RoundPipePackedData):
+        return None
+    children, structure = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if len(children) == 1 and children[0] is value:
+        return None
+    return Node(value, tuple(children), _child_names(value, len(children)), structure)
+
+
+def _child_names(value: Any, num_children: int) -> tuple[str, ...]:
+    if isinstance(value, Mapping) and len(value) == num_children:
+        return tuple(f"[{key!r}]" for key in value)
+    try:
+        keyed, _ = pytree.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+    except ValueError:  # registered without a way to name its children
+        return tuple(f"[{index}]" for index in range(num_children))
+    return tuple(pytree.keystr(path) for path, _ in keyed)
+
+
+def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every leaf below `value` in flattening order, with its path starting from `path`."""
+    node = open_node(value)
+    if node is None:
+        yield path, value
+        return
+    for name, child in zip(node.names, node.children, strict=True):
+        yield from leaves_with_path(child, path + name)
+
+
+def flatten_structure(value: Any) -> pytree.TreeSpec:
+    """The whole structure of `value`, down to the leaves that `leaves_with_path` yields."""
+    return pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, RoundPipePackedData))[1]
+
+
+def children_as_spec(node: Node, spec: Any) -> tuple[Any, ...] | None:
+    """The parts of `spec` in the order of the node's children, or None when it has another structure.
+
+    A tuple or list serves for any tuple or list of that length (named tuples too), a mapping for any mapping with
+    those keys; everything else needs the same type. A registered dataclass hides fields that are None: those parts of
+    its spec come back as None.
+    """
+    spec_node = open_node(spec)
+    if spec_node is None:
+        return None
+    if isinstance(node.value, Mapping) and isinstance(spec, Mapping):
+        return _children_by_name(node, spec_node)
+    if isinstance(node.value, tuple | list) and isinstance(spec, tuple | list):
+        return spec_node.children if len(spec_node.children) == len(node.children) else None
+    return _children_by_field(node, spec_node) if type(node.value) is type(spec) else None
+
+
+def children_if_alike(node: Node, other: Any) -> tuple[Any, ...] | None:
+    """The children of `other` in the order of the node's, or None when it is another kind of node.
+
+    Mappings are alike with the same keys in any order.
+    """
+    other_node = open_node(other)
+    if other_node is None or type(node.value) is not type(other):
+        return None
+    if isinstance(node.value, Mapping):
+        return _children_by_name(node, other_node)
+    return other_node.children if node.structure == other_node.structure else None
+
+
+def _children_by_name(node: Node, other: Node) -> tuple[Any, ...] | None:
+    by_name = dict(zip(other.names, other.children, strict=True))
+    if by_name.keys() != set(node.names):
+        return None
+    return tuple(by_name[name] for name in node.names)
+
+
+def _children_by_field(node: Node, spec: Node) -> tuple[Any, ...] | None:
+    by_name = dict(zip(spec.names, spec.children, strict=True))
+    hidden = set(node.names) - by_name.keys()
+    if not by_name.keys() <= set(node.names) or not all(name.startswith(".") for name in hidden):
+        return None
+    return tuple(by_name.get(name) for name in node.names)
+
+
+def outline(value: Any) -> str:
+    """The structure in one line for messages: `(Tensor[4, 3], {'mask': bool})`."""
+    node = open_node(value)
+    if node is None:
+        return _outline_leaf(value)
+    parts = [outline(child) for child in node.children]
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{name[1:-1]}: {part}" for name, part in zip(node.names, parts, strict=True))
+        return "{" + inner + "}"
+    if type(value) is tuple:
+        return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+    if type(value) is list:
+        return "[" + ", ".join(parts) + "]"
+    inner = ", ".join(f"{name.lstrip('.')}={part}" for name, part in zip(node.names, parts, strict=True))
+    return f"{type(value).__name__}({inner})"
+
+
+def _outline_leaf(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, torch.Tensor):
+        return f"Tensor{list(value.shape)}"
+    if isinstance(value, RoundPipePackedData):
+        return f"RoundPipePackedData of {len(value)}"
+    return type(value).__name__
+
+
+def shown(value: Any) -> str:
+    """A value in a message, cut to a bounded length."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

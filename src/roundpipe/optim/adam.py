@@ -1,0 +1,84 @@
+"""Adam and AdamW: torch's, with the fused kernel wherever it is right.
+
+Built by users, on a model's optimizer copies or on ordinary tensors; run by whoever calls `step()`. Signatures, state
+and state dicts are torch's own. Knows nothing of layers, threads or scales.
+
+[Note: fused layout] torch's fused CPU kernel walks parameter, gradient and moments as flat memory and does not look at
+strides: a transposed parameter with a contiguous gradient gets a wrong update, in silence (the CUDA kernel refuses).
+Layouts are only known once a gradient is there, so a group is chosen by type when it is added and its layout is looked
+at in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FUSED_DEVICES = ("cpu", "cuda")
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class _FusedByDefault(torch.optim.Optimizer):
+    """What both optimizers add to torch's: `fused=True` for a group for which neither foreach nor fused was given."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        _choose_fused(self.param_groups[-1])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also the end of `load_state_dict`: a state dict of an unfused optimizer is continued fused."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if _choose_fused(group):
+                self._move_step_counts(group["params"])
+
+    def _move_step_counts(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            param_state = self.state.get(param, {})
+            if "step" in param_state:
+                param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32, device=param.device)
+
+    def _init_group(self, group: dict[str, Any], *lists: Any, **named_lists: Any) -> Any:
+        """torch's step calls this per group, closure done and state made, then takes the kernel `group` names."""
+        has_complex = super()._init_group(group, *lists, **named_lists)  # type: ignore[misc]
+        if group["fused"] and not all(self._one_layout(param) for param in group["params"]):
+            group["fused"] = None  # see [Note: fused layout]
+        return has_complex
+
+    def _one_layout(self, param: Tensor) -> bool:
+        if param.grad is None:
+            return True
+        moments = (value for key, value in self.state[param].items() if key != "step")
+        return _share_dense_layout([param, param.grad, *moments])
+
+
+class Adam(_FusedByDefault, torch.optim.Adam):
+    """`torch.optim.Adam` for host memory: same arguments, state and results."""
+
+
+class AdamW(_FusedByDefault, torch.optim.AdamW):
+    """`torch.optim.AdamW` for host memory: same arguments, state and results."""
+
+
+def _choose_fused(group: dict[str, Any]) -> bool:
+    """Set `fused` if the user left the kernel open and the fused one can do the group; whether it was set."""
+    left_open = group.get("foreach") is None and group.get("fused") is None
+    plain = not group.get("differentiable") and not group.get("capturable")
+    plain = plain and not any(isinstance(beta, Tensor) for beta in group.get("betas", ()))
+    if not (left_open and plain and all(_fusable(param) for param in group["params"])):
+        return False
+    group["fused"] = True
+    return True
+
+
+def _fusable(param: Tensor) -> bool:
+    return param.device.type in _FUSED_DEVICES and param.dtype in _FUSED_DTYPES and param.layout is torch.strided
+
+
+def _share_dense_layout(tensors: Sequence[Tensor]) -> bool:
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    return all(tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)

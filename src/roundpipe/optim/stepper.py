@@ -1,0 +1,223 @@
+"""The optimizer thread: runs step functions on the optimizer's copies and publishes what they made.
+
+Owned by api for one model. Knows the store's gates, never devices or schedules.
+
+[Note: exactly one step old]
+Step n consumes generation n - 1 and makes version n. Its job runs, layer by layer, from the last layer to the first:
+
+    wait until the gradients of generation n - 1 have landed, take them
+    wait until the uploads of version n - 2 have run, publish version n - 1
+    (all layers done) run step_fn: the optimizer's copies are now version n
+    synchronous: publish version n
+
+Calls after an asynchronous step n read version n - 1, always: it is published by job n, not by chance. Calls after a
+synchronous step n read version n. A step that fails makes a void version: it is numbered, but nothing is copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from roundpipe.context import Iteration, OptimizerCtx, within_iteration
+from roundpipe.errors import UsageError
+from roundpipe.store import LayerStore
+from roundpipe.waiting import THREAD_PREFIX
+
+logger = logging.getLogger("roundpipe")
+_JOIN_S = 5.0
+
+
+class StepJob:
+    def __init__(self, number: int, step_fn: Callable[[], object], is_async: bool, iteration: Iteration) -> None:
+        self.number = number
+        self.step_fn = step_fn
+        self.is_async = is_async
+        self.iteration = iteration
+        self.abandoned = False  # a call it depends on failed; step_fn will not run
+        self.begun = False  # step_fn runs or has run
+        self.done = False
+        self.error: BaseException | None = None
+
+
+class Stepper:
+    def __init__(self, store: LayerStore) -> None:
+        self._store = store
+        self._monitor = store.monitor
+        self.steps_issued = 0
+        self.visible_version = 0  # what calls read from now on
+        self.iteration = Iteration()
+        self.errors: list[BaseException] = []  # of asynchronous steps, to be raised by the next call
+        self._jobs: deque[StepJob] = deque()  # the first one may be running
+        self._void_versions: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    # The caller's side.
+
+    @property
+    def generation(self) -> int:
+        """The generation calls issued now belong to."""
+        return self.steps_issued
+
+    def issue(self, step_fn: Callable[[], object], is_async: bool) -> StepJob:
+        with self._monitor:
+            self.steps_issued += 1
+            job = StepJob(self.steps_issued, step_fn, is_async, self.iteration)
+            self.visible_version = job.number - 1 if is_async else job.number
+            self.iteration = Iteration()
+            self._jobs.append(job)
+            self._start()
+            self._monitor.changed()
+        return job
+
+    def wait_for(self, job: StepJob) -> None:
+        with self._monitor:
+            self._monitor.wait_until(lambda: job.done, f"optimizer step {job.number}")
+
+    def wait_until_idle(self) -> None:
+        with self._monitor:
+            self._monitor.wait_until(lambda: not self._jobs, "the optimizer's pending steps")
+
+    def publish_latest(self) -> None:
+        """Make the newest update what calls and the user see. Only while idle."""
+        self._publish_all(self.steps_issued)
+        self.visible_version = self.steps_issued
+
+    def abandon(self, generation: int) -> None:
+        """Gradients of `generation` and later are lost: steps that would consume them must not run."""
+        with self._monitor:
+            for job in self._jobs:
+                if job.number - 1 >= generation and not job.begun:
+                    job.abandoned = True
+            self._monitor.changed()
+
+    def wait_until_abandoned_are_gone(self, timeout_s: float | None) -> None:
+        with self._monitor:
+            self._monitor.wait_until(
+                lambda: not any(job.abandoned for job in self._jobs), "abandoned optimizer steps", timeout_s
+            )
+
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        with self._monitor:
+            self._closing = True
+            for job in self._jobs:
+                job.abandoned = job.abandoned or not job.begun
+            self._monitor.changed()
+        if self._thread is not None and not self.is_current_thread():
+            self._thread.join(_JOIN_S)
+
+    # The thread's side.
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}optimizer", daemon=True)
+            self._thread.start()
+
+    def _loop(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._carry_out(job)
+            except BaseException as error:
+                job.error = error
+            finally:
+                self._finish(job)
+                del job
+
+    def _next(self) -> StepJob | None:
+        with self._monitor:
+            self._monitor.idle_until(lambda: bool(self._jobs) or self._closing)
+            return self._jobs[0] if self._jobs else None
+
+    def _finish(self, job: StepJob) -> None:
+        with self._monitor:
+            if job.error is not None and job.is_async:
+                self.errors.append(job.error)
+            job.done = True
+            job.step_fn = _nothing  # what the user's function holds is not ours to keep
+            job.iteration.step_finished.set()
+            self._jobs.popleft()
+            self._monitor.changed()
+
+    def _carry_out(self, job: StepJob) -> None:
+        self._take_gradients(job)
+        try:
+            if self._may_begin(job):
+                self._run_step_fn(job)
+            else:
+                self._discard(job)
+        except BaseException as error:
+            self._discard(job)
+            error.add_note(
+                f"while running step_fn of optimizer step {job.number} on the optimizer thread; nothing of this step "
+                "is published to the model, and its gradients were dropped"
+            )
+            raise
+        finally:
+            if not job.is_async:
+                self._publish_all(job.number)
+
+    def _take_gradients(self, job: StepJob) -> None:
+        generation, version = job.number - 1, job.number - 1
+        for layer_id in reversed(range(len(self._store.layers))):
+            self._store.consume(layer_id, generation, lambda: job.abandoned)
+            self._store.publish(layer_id, version, copy=version not in self._void_versions)
+        for layer_id in range(len(self._store.layers)):
+            self._store.skip_generation(layer_id, generation)
+        self._void_versions.discard(version - 1)
+
+    def _may_begin(self, job: StepJob) -> bool:
+        with self._monitor:
+            job.begun = not job.abandoned
+            return job.begun
+
+    def _run_step_fn(self, job: StepJob) -> None:
+        with OptimizerCtx(), within_iteration(job.iteration), _OptimizerGuard(self._store):
+            job.step_fn()
+
+    def _discard(self, job: StepJob) -> None:
+        self._void_versions.add(job.number)
+        for master in self._store.masters.existing():
+            master.grad = None
+
+    def _publish_all(self, version: int) -> None:
+        for layer_id in range(len(self._store.layers)):
+            self._store.publish(layer_id, version, copy=version not in self._void_versions)
+
+
+class _OptimizerGuard:
+    """Refuses, inside step_fn, an optimizer that was built on the model's own parameters: it would train nothing."""
+
+    def __init__(self, store: LayerStore) -> None:
+        self._own = {id(record.param): record.name for record in store.parameters}
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._check)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._handle.remove()
+
+    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in self._own:
+                    raise UsageError(
+                        f"the optimizer was built on the model's own parameters ({self._own[id(param)]!r} is one); "
+                        "build it on model.optim_parameters() or model.optim_named_parameters()."
+                    )
+
+
+def _nothing() -> None:
+    return

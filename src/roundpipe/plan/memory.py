@@ -1,0 +1,88 @@
+"""Estimates the device bytes of stages.
+
+Called by plan.planner and by the api's memory report. Knows costs and tasks; knows no allocator, so what it says is an
+estimate without fragmentation, workspaces and activations on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Literal, assert_never
+
+from roundpipe.plan.cost import LayerCost
+from roundpipe.plan.schedule import StageTask, TaskKind
+
+Grain = Literal["stage", "layer"]
+"""What is recomputed at a time before a backward: the whole stage, or one layer after the other."""
+
+
+def stage_bytes(task: StageTask, costs: Sequence[LayerCost], grain: Grain = "stage") -> int:
+    """Weights, gradients where a backward runs, and the activations of one microbatch."""
+    return StageMemory(costs, grain).task_bytes(task)
+
+
+def peak_bytes(
+    tasks: Sequence[StageTask], costs: Sequence[LayerCost], grain: Grain = "stage", num_devices: int = 1
+) -> int:
+    """The most that one device holds: a running task and the prefetched weights of the next task on that device."""
+    return StageMemory(costs, grain).peak_bytes(tasks, num_devices)
+
+
+class StageMemory:
+    """The same for many stages of one model, from prefix sums."""
+
+    def __init__(self, costs: Sequence[LayerCost], grain: Grain = "stage") -> None:
+        self._grain = grain
+        self._weights = _prefix(cost.weight_bytes for cost in costs)
+        self._grads = _prefix(cost.grad_bytes for cost in costs)
+        self._activation_sums = _prefix(cost.activation_bytes for cost in costs)
+        self._activations = tuple(cost.activation_bytes for cost in costs)
+
+    def weight_bytes(self, layers: range) -> int:
+        return self._weights[layers.stop] - self._weights[layers.start]
+
+    def range_bytes(self, kind: TaskKind, layers: range) -> int:
+        """What a stage over these layers holds while it runs."""
+        held = self.weight_bytes(layers) + self._activation_bytes(kind, layers)
+        if kind is not TaskKind.FORWARD:
+            held += self._grads[layers.stop] - self._grads[layers.start]
+        return held
+
+    def task_bytes(self, task: StageTask) -> int:
+        return self.range_bytes(task.kind, task.layers)
+
+    def peak_bytes(self, tasks: Sequence[StageTask], num_devices: int) -> int:
+        """As the function of the same name, without rebuilding the sums."""
+        fused = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.FUSED), len(tasks))
+        return max(
+            self.task_bytes(task) + self._prefetched_bytes(tasks, place + num_devices, losses_known=place > fused)
+            for place, task in enumerate(tasks)
+        )
+
+    def _prefetched_bytes(self, tasks: Sequence[StageTask], following: int, *, losses_known: bool) -> int:
+        """Weights of the task that follows on the same device, in this call or in the next.
+
+        The next call is issued when the losses of this one are known, so only the backward tasks after a fused one
+        meet the first tasks of the next call; the round continues with them.
+        """
+        if following >= len(tasks) and not losses_known:
+            return 0
+        return self.weight_bytes(tasks[following % len(tasks)].layers)
+
+    def _activation_bytes(self, kind: TaskKind, layers: range) -> int:
+        whole = self._activation_sums[layers.stop] - self._activation_sums[layers.start]
+        largest = max(self._activations[layers.start : layers.stop], default=0)
+        match kind:
+            case TaskKind.FORWARD:
+                return largest
+            case TaskKind.FUSED:
+                return whole
+            case TaskKind.BACKWARD:
+                return whole if self._grain == "stage" else largest
+            case _:
+                assert_never(kind)
+
+
+def _prefix(values: Iterable[int]) -> tuple[int, ...]:
+    return (0, *accumulate(values))

@@ -1,0 +1,1 @@
+"""Carries a schedule out: devices, threads, transfers, failures."""

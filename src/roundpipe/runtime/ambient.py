@@ -1,0 +1,46 @@
+"""Settings of the calling thread that decide what its kernels compute, carried over to the workers.
+
+Captured once per call, entered around every layer and loss function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Autocast:
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Ambient:
+    autocasts: tuple[_Autocast, ...]
+    cache_enabled: bool
+    num_threads: int
+
+    @classmethod
+    def capture(cls) -> Ambient:
+        autocasts = tuple(
+            _Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        )
+        return cls(autocasts, torch.is_autocast_cache_enabled(), torch.get_num_threads())
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        # Threads beside the caller's have a thread count of their own, and sums on the CPU depend on it.
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        with contextlib.ExitStack() as stack:
+            for cast in self.autocasts:
+                if cast.enabled:
+                    stack.enter_context(
+                        torch.autocast(cast.device_type, dtype=cast.dtype, cache_enabled=self.cache_enabled)
+                    )
+            yield

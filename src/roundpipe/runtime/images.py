@@ -1,0 +1,114 @@
+"""Layer weights on one device: uploads ahead of need, buffers that are used again.
+
+Owned by a worker, called on its thread only. A task's image of a layer exists from its upload until the task is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import defaultdict
+
+import torch
+
+from roundpipe.config import RecomputeGrain
+from roundpipe.devices import Device, Event, StreamKind
+from roundpipe.plan import StageTask, TaskKind
+from roundpipe.runtime.replica import Replica
+from roundpipe.runtime.run import Run
+from roundpipe.store import LayerStore
+
+
+@dataclasses.dataclass
+class _Image:
+    buffer: torch.Tensor
+    uploaded: Event
+
+
+class LayerImages:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pool = _BufferPool(device)
+        self._images: dict[tuple[int, int, int], _Image] = {}
+        self._replicas: weakref.WeakKeyDictionary[LayerStore, dict[int, Replica]] = weakref.WeakKeyDictionary()
+
+    def replica(self, store: LayerStore, layer_id: int) -> Replica:
+        of_store = self._replicas.setdefault(store, {})
+        if layer_id not in of_store:
+            of_store[layer_id] = Replica(store.layers[layer_id], self._device.torch_device)
+        return of_store[layer_id]
+
+    def prefetch(self, run: Run, task: StageTask) -> None:
+        """Start every upload of the task that need not wait for the optimizer, in the order of use."""
+        for layer_id in _order_of_use(run, task):
+            if self._key(run, task, layer_id) in self._images:
+                continue
+            if run.failed or not run.store.can_upload(layer_id, run.version):
+                return
+            self._upload(run, task, layer_id)
+
+    def ready(self, run: Run, task: StageTask, layer_id: int) -> torch.Tensor:
+        """The layer's weights; compute queued from now on waits for this layer's upload, and for no other."""
+        key = self._key(run, task, layer_id)
+        if key not in self._images:
+            if not run.store.wait_for_weights(layer_id, run.version, lambda: run.failed):
+                run.check()
+            self._upload(run, task, layer_id)
+            self.prefetch(run, task)
+        image = self._images[key]
+        self._device.stream_wait(StreamKind.COMPUTE, image.uploaded)
+        return image.buffer
+
+    def finish(self, run: Run, task: StageTask) -> None:
+        """The task is done, or dropped: its buffers are free once compute has passed this point."""
+        passed = self._device.record(StreamKind.COMPUTE)
+        for layer_id in task.layers:
+            image = self._images.pop(self._key(run, task, layer_id), None)
+            if image is not None:
+                self._pool.give(image.buffer, [passed, image.uploaded])
+
+    def _upload(self, run: Run, task: StageTask, layer_id: int) -> None:
+        layer = run.store.layers[layer_id]
+        buffer, free_after = self._pool.take(layer.image.total_bytes)
+        for event in free_after:
+            self._device.stream_wait(StreamKind.WEIGHTS_UP, event)
+        for part, host in layer.upload_pieces(buffer):
+            self._device.copy(part, host, StreamKind.WEIGHTS_UP)
+        uploaded = self._device.record(StreamKind.WEIGHTS_UP)
+        self._images[self._key(run, task, layer_id)] = _Image(buffer, uploaded)
+        run.store.upload_issued(run, layer_id, run.version, uploaded)
+
+    @staticmethod
+    def _key(run: Run, task: StageTask, layer_id: int) -> tuple[int, int, int]:
+        return run.number, task.index, layer_id
+
+
+class _BufferPool:
+    """Device buffers by exact size; each comes with the events after which it may be written again."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: dict[int, list[tuple[torch.Tensor, list[Event]]]] = defaultdict(list)
+
+    def take(self, num_bytes: int) -> tuple[torch.Tensor, list[Event]]:
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
+        try:
+            return self._allocate(num_bytes), []
+        except torch.OutOfMemoryError:
+            self._free.clear()  # buffers of other sizes go back to the allocator
+            return self._allocate(num_bytes), []
+
+    def give(self, buffer: torch.Tensor, free_after: list[Event]) -> None:
+        self._device.poison(buffer, free_after)
+        self._free[buffer.numel()].append((buffer, free_after))
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        buffer = self._device.device_empty_strided((num_bytes,), (1,), torch.uint8, StreamKind.WEIGHTS_UP)
+        self._device.lend(buffer, StreamKind.COMPUTE)
+        return buffer
+
+
+def _order_of_use(run: Run, task: StageTask) -> list[int]:
+    by_layer = task.kind is TaskKind.BACKWARD and run.recall.grain is RecomputeGrain.LAYER
+    return list(reversed(task.layers)) if by_layer else list(task.layers)

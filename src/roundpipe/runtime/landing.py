@@ -1,0 +1,106 @@
+"""Brings gradients that have come down into the host's sums.
+
+One thread per pool. Workers submit; the thread waits for each download, then for the layer's turn, and adds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import torch
+
+from roundpipe.devices import Event
+from roundpipe.runtime.run import Run
+from roundpipe.store import ParameterRecord
+from roundpipe.waiting import THREAD_PREFIX, Monitor
+
+
+@dataclasses.dataclass(frozen=True)
+class Landing:
+    """The gradients one layer has gathered over all microbatches of a run."""
+
+    run: Run
+    layer_id: int
+    parts: list[tuple[ParameterRecord, torch.Tensor]]
+    arrived: Event
+
+
+class LandingThread:
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._waiting: list[Landing] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}landing", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, landing: Landing) -> None:
+        with self._monitor:
+            self._waiting.append(landing)
+            self._monitor.changed()
+
+    def stop(self) -> None:
+        with self._monitor:
+            self._stopping = True
+            self._monitor.changed()
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _loop(self) -> None:
+        while (landing := self._next()) is not None:
+            try:
+                _land(landing)
+            except BaseException as error:
+                error.add_note(f"while landing gradients of layer {landing.layer_id}")
+                landing.run.fail(error)
+            finally:
+                landing.run.landing_done()
+                del landing  # an idle thread keeps no run alive
+
+    def _next(self) -> Landing | None:
+        """The first landing whose turn it is; a later one never waits behind one whose turn has not come."""
+        with self._monitor:
+            self._monitor.idle_until(lambda: self._stopping or any(map(_has_its_turn, self._waiting)))
+            position = next((i for i, landing in enumerate(self._waiting) if _has_its_turn(landing)), None)
+            return None if position is None else self._waiting.pop(position)
+
+
+def _has_its_turn(landing: Landing) -> bool:
+    run = landing.run
+    return run.failed or run.store.can_land(run, landing.layer_id, run.generation)
+
+
+def _land(landing: Landing) -> None:
+    run, store = landing.run, landing.run.store
+    landing.arrived.wait()
+    store.gradients.add(_complete_parts(landing), lambda: run.failed)
+    store.landed(run, landing.layer_id, run.generation)
+
+
+def _complete_parts(landing: Landing) -> list[tuple[ParameterRecord, torch.Tensor]]:
+    """Parts that can be added now. A parameter of several layers waits for all its parts, and these are summed from
+    the last layer to the first, whatever order they arrive in."""
+    run = landing.run
+    parts = {id(record): part for record, part in landing.parts}
+    complete = [(record, part) for record, part in landing.parts if record not in run.contributors]
+    for record in run.store.layers[landing.layer_id].parameters:
+        layers = run.contributors.get(record)
+        if layers is None:
+            continue
+        gathered = run.shared_parts.setdefault(record, {})
+        gathered[landing.layer_id] = parts.get(id(record))
+        if len(gathered) == len(layers):
+            present = [part for _, part in sorted(gathered.items(), reverse=True) if part is not None]
+            complete += [(record, _sum(present))] if present else []
+    return complete
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.add_(part)
+    return total

@@ -1,0 +1,190 @@
+"""A layer's module as one device runs it: the same code, hooks and settings over other tensors.
+
+Made once per layer and device, used by runtime.stage. Modules are shallow copies, so hooks and attributes are the
+user's own; parameters are stand-ins that are pointed into an uploaded image; buffers are set per microbatch.
+
+[Note: attributes]
+What the user changes on a module (training mode, a dropout rate) reaches the replica before each stage. What a
+forward sets on its module stays with the replica, where a cache of device tensors belongs, except plain numbers,
+strings and None (a counter, a flag): those go back to the user's module when the stage is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import UsageError
+from roundpipe.store import BufferRecord, LayerRecord
+
+# Set elsewhere, or tied to the original's tensors.
+_NOT_SYNCED = frozenset({"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl"})
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSettings:
+    """What a call fixes of a layer when it begins: later changes by the user must not reach its recomputation."""
+
+    requires_grad: tuple[bool, ...]  # by parameter of the record
+    training: tuple[bool, ...]  # by module
+
+    @classmethod
+    def of(cls, record: LayerRecord) -> LayerSettings:
+        return cls(
+            tuple(parameter.param.requires_grad for parameter in record.parameters),
+            tuple(module.training for module in record.module.modules()),
+        )
+
+    @property
+    def trains(self) -> bool:
+        return any(self.requires_grad)
+
+
+class Replica:
+    def __init__(self, record: LayerRecord, device: torch.device) -> None:
+        self.record = record
+        self.parameters = [_stand_in(p.param, device) for p in record.parameters]
+        self._nothing = [p.data for p in self.parameters]
+        swaps: dict[int, Any] = {
+            id(original.param): stand_in for original, stand_in in zip(record.parameters, self.parameters, strict=True)
+        }
+        self._pairs: list[_ModulePair] = []
+        self.module = self._replicate(_uncompiled(record.module), swaps)
+        for pair in self._pairs:
+            pair.sync(swaps)
+        self._swaps = swaps
+        self._buffer_homes = {id(pair.original): pair.replica for pair in self._pairs}
+        self._changes_input: dict[bool, bool] = {}
+        self._draws_on_host: dict[bool, bool] = {}
+
+    # What runs so far have shown of the layer, apart for training and evaluation; until then the worst is assumed.
+
+    def may_change_input(self) -> bool:
+        return self._changes_input.get(self.module.training, True)
+
+    def may_draw_on_host(self) -> bool:
+        return self._draws_on_host.get(self.module.training, True)
+
+    def note_behaviour(self, *, changed_input: bool, drew_on_host: bool | None) -> None:
+        if changed_input and not self.may_change_input():
+            raise UsageError(
+                f"layer {self.record.layer_id} changed its input in place, which it had not done before; a layer must "
+                "either always or never do so. Use an out-of-place operation."
+            )
+        mode = self.module.training
+        self._changes_input[mode] = changed_input or self._changes_input.get(mode, False)
+        if drew_on_host is not None:
+            self._draws_on_host[mode] = drew_on_host or self._draws_on_host.get(mode, False)
+
+    def bind(self, image: torch.Tensor, settings: LayerSettings) -> None:
+        """Point the parameters into `image`, with the settings the call began with and the user's attributes of now."""
+        views = self.record.image.views(image)
+        for stand_in, view, trains in zip(self.parameters, views, settings.requires_grad, strict=True):
+            stand_in.data = view
+            stand_in.grad = None
+            stand_in.requires_grad_(trains)
+        for pair in self._pairs:
+            pair.sync(self._swaps)
+        for module, training in zip(self.record.module.modules(), settings.training, strict=True):
+            self._swaps[id(_uncompiled(module))].__dict__["training"] = training
+
+    def unbind(self) -> None:
+        for stand_in, nothing in zip(self.parameters, self._nothing, strict=True):
+            stand_in.data = nothing
+            stand_in.grad = None
+        self.set_buffers([None] * len(self.record.buffers))
+
+    def write_attributes_back(self) -> None:
+        for pair in self._pairs:
+            pair.write_back()
+
+    def set_buffers(self, values: Sequence[torch.Tensor | None]) -> None:
+        for record, value in zip(self.record.buffers, values, strict=True):
+            self._home(record)._buffers[record.key] = value
+
+    def get_buffers(self) -> list[torch.Tensor | None]:
+        return [self._home(record)._buffers.get(record.key) for record in self.record.buffers]
+
+    def _home(self, record: BufferRecord) -> nn.Module:
+        return self._buffer_homes[id(record.owner)]
+
+    def _replicate(self, module: nn.Module, swaps: dict[int, Any]) -> nn.Module:
+        if id(module) in swaps:
+            known: nn.Module = swaps[id(module)]
+            return known
+        copy = module.__class__.__new__(module.__class__)
+        swaps[id(module)] = copy
+        own = copy.__dict__
+        own["_parameters"] = {k: _swap(p, swaps) for k, p in module._parameters.items()}
+        own["_buffers"] = dict(module._buffers)
+        own["_modules"] = {
+            k: None if child is None else self._replicate(_uncompiled(child), swaps)
+            for k, child in module._modules.items()
+        }
+        self._pairs.append(_ModulePair(module, copy))
+        return copy
+
+
+class _ModulePair:
+    """A module of the user's and its replica; `_synced` is what both had when they last agreed."""
+
+    def __init__(self, original: nn.Module, replica: nn.Module) -> None:
+        self.original, self.replica = original, replica
+        self._synced: dict[str, Any] = {}
+        self._given: dict[str, Any] = {}
+
+    def sync(self, swaps: dict[int, Any]) -> None:
+        """User to replica: whatever the user has changed since the last time."""
+        source = self.original.__dict__
+        for key, value in source.items():
+            if key in _NOT_SYNCED or self._synced.get(key, _MISSING) is value:
+                continue
+            self._synced[key] = value
+            self._given[key] = _translated(value, self.original, self.replica, swaps)
+            self.replica.__dict__[key] = self._given[key]
+        for key in [key for key in self._synced if key not in source]:
+            del self._synced[key], self._given[key]
+            self.replica.__dict__.pop(key, None)
+
+    def write_back(self) -> None:
+        """Replica to user: plain values a forward has set. See [Note: attributes]."""
+        for key, value in list(self.replica.__dict__.items()):
+            if key in _NOT_SYNCED or self._given.get(key, _MISSING) is value:
+                continue
+            if isinstance(value, _PLAIN):
+                self._synced[key] = self._given[key] = value
+                self.original.__dict__[key] = value
+
+
+def _stand_in(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(0, dtype=param.dtype, device=device), requires_grad=param.requires_grad)
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """A module wrapped by torch.compile runs eagerly: its compiled code is tied to the original's tensors."""
+    inner = module._modules.get("_orig_mod")
+    return inner if inner is not None and type(module).__name__ == "OptimizedModule" else module
+
+
+def _swap(value: Any, swaps: dict[int, Any]) -> Any:
+    return swaps.get(id(value), value)
+
+
+def _translated(value: Any, original: nn.Module, replica: nn.Module, swaps: dict[int, Any]) -> Any:
+    """An attribute as the replica must see it: its own modules and parameters in place of the user's."""
+    if isinstance(value, types.MethodType) and value.__self__ is original:
+        return types.MethodType(value.__func__, replica)
+    if isinstance(value, nn.Module | nn.Parameter):
+        return _swap(value, swaps)
+    if type(value) in (list, tuple) and any(isinstance(item, nn.Module | nn.Parameter) for item in value):
+        return type(value)(_swap(item, swaps) for item in value)
+    if type(value) is dict and any(isinstance(item, nn.Module | nn.Parameter) for item in value.values()):
+        return {key: _swap(item, swaps) for key, item in value.items()}
+    return value

@@ -1,0 +1,252 @@
+"""The state of one pass over the pipeline: what its tasks hand to each other and how it ended.
+
+Made by runtime.executor, filled by runtime.stage on worker threads, awaited by the caller. Knows no device.
+
+[Note: one failure ends a run]
+The first exception, wherever it happens, is the run's failure. From then on every wait of the run ends, its queued
+tasks are dropped, and what a task still computes is thrown away: nothing of a failed run reaches host state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.config import RecomputeGrain
+from roundpipe.context import Iteration, LayerPhase
+from roundpipe.devices import Event, Mark
+from roundpipe.plan import Phase, StageTask, TaskKind
+from roundpipe.runtime.ambient import Ambient
+from roundpipe.runtime.bundle import Bundle
+from roundpipe.runtime.replica import LayerSettings
+from roundpipe.store import LayerStore, ParameterRecord
+
+_run_numbers = itertools.count()
+
+
+class RunCancelled(BaseException):
+    """Unwinds a worker out of a run that has failed elsewhere. Never reaches a user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """A value on its way: on the device of the worker that takes it, or in host memory once `events` have passed."""
+
+    bundle: Bundle
+    requires_grad: tuple[bool, ...] = ()
+    events: tuple[Event, ...] = ()
+    resident: bool = False
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Parcel:
+        return dataclasses.replace(self, bundle=self.bundle.with_tensors(tensors))
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientParcel:
+    """Gradients of a parcel's tensors, None where there is none."""
+
+    gradients: tuple[torch.Tensor | None, ...]
+    events: tuple[Event, ...] = ()
+    resident: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class HostValues:
+    """Tensors in host memory, filled once the event has passed."""
+
+    tensors: list[torch.Tensor | None]
+    event: Event
+
+
+@dataclasses.dataclass
+class Recall:
+    """What recomputation needs to see exactly what forward saw. Lives as long as a backward may come."""
+
+    seed: int
+    ambient: Ambient
+    preserve_rng_state: bool
+    grain: RecomputeGrain
+    settings: Sequence[LayerSettings]
+    frozen_buffers: dict[int, list[torch.Tensor | None]]
+    save_points: frozenset[int]
+    inputs: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
+    layer_data: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
+    # Buffers a layer's forward found changed by an earlier microbatch of the same call, and the layers that wrote any.
+    buffers_before: dict[tuple[int, int], HostValues] = dataclasses.field(default_factory=dict)
+    writes_buffers: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    layer_id: int
+    phase: Phase
+    start: Mark
+    end: Mark
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpan:
+    device: str
+    label: str
+    microbatch: int
+    start: Mark
+    end: Mark
+
+
+class Run:
+    """One schedule being carried out for one model."""
+
+    def __init__(
+        self,
+        store: LayerStore,
+        tasks: Sequence[StageTask],
+        num_microbatch: int,
+        recall: Recall,
+        *,
+        forward_phase: LayerPhase,
+        version: int,
+        generation: int,
+        iteration: Iteration,
+        on_failure: Callable[[Run], None],
+    ) -> None:
+        self.number = next(_run_numbers)
+        self.store = store
+        self.monitor = store.monitor
+        self.tasks = tuple(tasks)
+        self.num_microbatch = num_microbatch
+        self.recall = recall
+        self.forward_phase = forward_phase
+        self.version = version
+        self.generation = generation
+        self.iteration = iteration
+        self._on_failure = on_failure
+        self.loss_fn: Callable[[Any, Any], Any] | None = None
+        self.labels: list[Bundle] = []
+        self.wants_outputs = True
+        self.workers: tuple[int, ...] = ()
+        self.first_task_index = tasks[0].index if tasks else 0
+
+        self.failure: BaseException | None = None
+        self.losses: dict[int, tuple[bool, HostValues]] = {}
+        self.outputs: dict[int, Parcel] = {}
+        self.input_gradients: dict[int, GradientParcel] = {}
+        self.buffer_results: dict[int, HostValues] = {}
+        self.measurements: list[Measurement] = []
+        self.activation_bytes: dict[int, tuple[int, int]] = {}
+        self.spans: list[TaskSpan] = []
+        self._mail: dict[tuple[int, int], Parcel | GradientParcel] = {}
+        self._tasks_left = len(self.tasks)
+        self.landing_layers = self._layers_that_land()
+        self._landings_left = len(self.landing_layers)
+        # A parameter of several layers: its parts, by layer, until all are there.
+        self.contributors = self._layers_of_shared_parameters()
+        self.shared_parts: dict[ParameterRecord, dict[int, torch.Tensor | None]] = {}
+
+    def __repr__(self) -> str:
+        return f"run {self.number}"
+
+    def announce(self) -> None:
+        """Tell the store what is to come, so that optimizer and later calls order themselves after it."""
+        uploads = Counter(layer_id for task in self.tasks for layer_id in task.layers)
+        self.store.expect(
+            self,
+            uploads=uploads,
+            version=self.version,
+            landings=sorted(self.landing_layers, reverse=True),
+            generation=self.generation,
+        )
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.landing_layers)
+
+    def _layers_that_land(self) -> frozenset[int]:
+        backward = (task for task in self.tasks if task.kind is not TaskKind.FORWARD)
+        return frozenset(i for task in backward for i in task.layers if self.recall.settings[i].trains)
+
+    def _layers_of_shared_parameters(self) -> dict[ParameterRecord, list[int]]:
+        layers: dict[ParameterRecord, list[int]] = {}
+        for layer_id in self.landing_layers:
+            for record in self.store.layers[layer_id].parameters:
+                layers.setdefault(record, []).append(layer_id)
+        return {record: ids for record, ids in layers.items() if len(ids) > 1}
+
+    # Mail between tasks.
+
+    def post(self, task_index: int, microbatch: int, parcel: Parcel | GradientParcel) -> None:
+        """Leave a parcel for a task."""
+        with self.monitor:
+            self._mail[task_index, microbatch] = parcel
+            self.monitor.changed()
+
+    def take(self, task: StageTask, microbatch: int) -> Parcel | GradientParcel:
+        with self.monitor:
+            self._wait(lambda: (task.index, microbatch) in self._mail, f"input of {task}, microbatch {microbatch}")
+            return self._mail.pop((task.index, microbatch))
+
+    # How it ends.
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None
+
+    def fail(self, error: BaseException) -> None:
+        """Record the first failure and wake everybody who waits for this run."""
+        # Frames that are done must not keep device memory alive for as long as somebody keeps the exception.
+        traceback.clear_frames(error.__traceback__)
+        with self.monitor:
+            if self.failure is not None:
+                return
+            self.failure = error
+            self._on_failure(self)  # before the store lets go of us: nobody may take our gradients for complete
+            self._mail.clear()
+            self.store.cancel(self)
+            self.monitor.changed()
+
+    def task_done(self) -> None:
+        with self.monitor:
+            self._tasks_left -= 1
+            self.monitor.changed()
+
+    def landing_done(self) -> None:
+        with self.monitor:
+            self._landings_left -= 1
+            self.monitor.changed()
+
+    @property
+    def finished(self) -> bool:
+        return self._tasks_left == 0 and (self.failed or self._landings_left == 0)
+
+    def note_result(self, kind: dict[int, Any], key: int, value: Any) -> None:
+        with self.monitor:
+            kind[key] = value
+            self.monitor.changed()
+
+    # What a caller waits for.
+
+    def wait_for_losses(self) -> None:
+        with self.monitor:
+            self._wait(lambda: len(self.losses) == self.num_microbatch, "the losses")
+
+    def wait_for_outputs(self) -> None:
+        with self.monitor:
+            self._wait(lambda: len(self.outputs) == self.num_microbatch, "the outputs")
+
+    def wait_until_finished(self, timeout_s: float | None = None) -> bool:
+        """Until no worker touches the run any more; a failure is not raised here."""
+        with self.monitor:
+            return self.monitor.wait_until(lambda: self.finished, f"{self!r} to finish", timeout_s)
+
+    def check(self) -> None:
+        if self.failed:
+            raise RunCancelled
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        self.monitor.wait_until(lambda: self.failed or ready(), f"{what} ({self!r})")
+        self.check()

@@ -1,0 +1,355 @@
+"""Runs one stage task on one device: for every microbatch the layers' forward, loss, recomputation and backward.
+
+Called by runtime.worker. Knows layers and tensors; where values come from and go to is StageMail's, what buffers hold
+is StageBuffers', and when weights may be read is LayerStore's.
+
+[Note: one graph per layer]
+Every layer is a graph of its own: its inputs are leaves, its outputs roots. Backward walks the layers in reverse and
+hands gradients from leaves to roots. So a layer's gradient is final as soon as its own backward has run, times are
+known per layer, and how layers are grouped into stages cannot change a single bit.
+
+[Note: forward keeps the grad mode]
+A forward that will be recomputed runs with grad enabled too, and its graph is dropped layer by layer: code that looks
+at the grad mode (fused kernels, checkpoints) takes the same path both times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.config import RecomputeGrain
+from roundpipe.context import LayerPhase, LayerRun, running_layer, within_iteration
+from roundpipe.devices import Device, Mark
+from roundpipe.devices.host_random import HostRandomStream
+from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
+from roundpipe.plan import Phase, StageTask, TaskKind
+from roundpipe.runtime.bundle import Bundle
+from roundpipe.runtime.images import LayerImages
+from roundpipe.runtime.landing import Landing, LandingThread
+from roundpipe.runtime.place import Place
+from roundpipe.runtime.replica import Replica
+from roundpipe.runtime.run import Measurement, Run, TaskSpan
+from roundpipe.runtime.seeds import stream_seed
+from roundpipe.runtime.stage_buffers import StageBuffers
+from roundpipe.runtime.stage_mail import Gradients, StageMail
+from roundpipe.runtime.transfer import Transfer
+
+
+@dataclasses.dataclass
+class _Frame:
+    """A layer's forward, kept for its backward."""
+
+    layer_id: int
+    leaves: list[torch.Tensor]
+    outputs: Bundle
+
+    def handed_on(self) -> tuple[Bundle, tuple[bool, ...]]:
+        """What the next layer gets: the outputs cut from this layer's graph, and which of them require grad."""
+        return self.outputs.detached(), self.outputs.requires_grad
+
+
+class _Boundary(torch.autograd.Function):
+    """Separates a leaf from what the layer sees, so that a layer may change its input in place as in a plain model."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+class StageRunner:
+    """Carries out tasks on one device, one at a time."""
+
+    def __init__(
+        self, device: Device, landing: LandingThread, images: LayerImages, prefetch_next: Callable[[], None]
+    ) -> None:
+        self.device = device
+        self.landing = landing
+        self.images = images
+        self.prefetch_next = prefetch_next
+        self.transfer = Transfer(device)
+        self.place = Place()
+
+    def run(self, run: Run, task: StageTask) -> None:
+        with self.device.computing(), within_iteration(run.iteration):
+            _Task(self, run, task).carry_out()
+
+
+class _Task:
+    """One task being carried out."""
+
+    def __init__(self, runner: StageRunner, run: Run, task: StageTask) -> None:
+        self._run, self._task = run, task
+        self._recall = run.recall
+        self._runner = runner
+        self._device = runner.device
+        self._images = runner.images
+        self._place = runner.place
+        self._place.enter(run, task, self._device.name)
+        self._mail = StageMail(run, task, runner.transfer, runner.place)
+        self._buffers = StageBuffers(run, runner.transfer)
+        self._replicas: dict[int, Replica] = {}
+
+    def carry_out(self) -> None:
+        try:
+            self._images.prefetch(self._run, self._task)
+            for microbatch in range(self._run.num_microbatch):
+                self._run.check()
+                self._place.microbatch = microbatch
+                with self._spanned(microbatch):
+                    self._run_microbatch(microbatch)
+                if microbatch == 0:
+                    self._runner.prefetch_next()
+            for replica in self._replicas.values():
+                replica.write_attributes_back()
+        finally:
+            for replica in self._replicas.values():
+                replica.unbind()
+
+    def _run_microbatch(self, microbatch: int) -> None:
+        match self._task.kind:
+            case TaskKind.FORWARD:
+                self._forward_task(microbatch)
+            case TaskKind.FUSED:
+                self._fused_task(microbatch)
+            case TaskKind.BACKWARD:
+                # Gradients come last of all: once they are here, so is what forward saved.
+                self._backward_task(microbatch, self._mail.receive_gradients(microbatch))
+
+    # The kinds of task.
+
+    def _forward_task(self, microbatch: int) -> None:
+        bundle, flags = self._mail.receive(microbatch)
+        for layer_id in self._task.layers:
+            if layer_id in self._recall.save_points:
+                self._mail.save_input(layer_id, microbatch, bundle, flags)
+            bundle, flags = self._forward_layer(
+                layer_id, microbatch, bundle, flags, self._run.forward_phase
+            ).handed_on()
+        self._mail.send(microbatch, bundle, flags)
+
+    def _fused_task(self, microbatch: int) -> None:
+        bundle, flags = self._mail.receive(microbatch)
+        frames, bundle, flags = self._forward_stage(microbatch, bundle, flags, LayerPhase.FUSED)
+        gradients = self._loss(microbatch, bundle, flags)
+        del bundle
+        self._backward_frames(frames, gradients, microbatch)
+
+    def _backward_task(self, microbatch: int, gradients: Gradients) -> None:
+        if self._needs_no_gradient(microbatch):
+            self._pass_no_gradient_on(microbatch)
+        elif self._recall.grain is RecomputeGrain.LAYER:
+            self._backward_by_layer(microbatch, gradients)
+        else:
+            self._backward_by_stage(microbatch, gradients)
+
+    def _backward_by_stage(self, microbatch: int, gradients: Gradients) -> None:
+        bundle, flags = self._mail.recalled_input(self._task.layers[0], microbatch)
+        frames, bundle, flags = self._forward_stage(microbatch, bundle, flags, LayerPhase.RECOMPUTE)
+        del bundle
+        self._backward_frames(frames, gradients, microbatch)
+
+    def _backward_by_layer(self, microbatch: int, gradients: Gradients) -> None:
+        for layer_id in reversed(self._task.layers):
+            bundle, flags = self._mail.recalled_input(layer_id, microbatch)
+            frame = self._forward_layer(layer_id, microbatch, bundle, flags, LayerPhase.RECOMPUTE)
+            del bundle
+            gradients = self._backward_layer(frame, gradients, microbatch)
+        self._mail.send_gradients(microbatch, gradients)
+
+    def _needs_no_gradient(self, microbatch: int) -> bool:
+        first = self._recall.inputs[self._task.layers[0], microbatch]
+        trains = any(self._recall.settings[layer_id].trains for layer_id in self._task.layers)
+        return not trains and not any(first.requires_grad)
+
+    def _pass_no_gradient_on(self, microbatch: int) -> None:
+        counts = [
+            self._mail.forget_input(layer_id, microbatch)
+            for layer_id in self._task.layers
+            if layer_id in self._recall.save_points
+        ]
+        self._mail.send_gradients(microbatch, [None] * counts[0])
+
+    # Layers.
+
+    def _forward_stage(
+        self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...], phase: LayerPhase
+    ) -> tuple[list[_Frame], Bundle, tuple[bool, ...]]:
+        frames = []
+        for layer_id in self._task.layers:
+            frames.append(self._forward_layer(layer_id, microbatch, bundle, flags, phase))
+            bundle, flags = frames[-1].handed_on()
+        return frames, bundle, flags
+
+    def _forward_layer(
+        self, layer_id: int, microbatch: int, bundle: Bundle, flags: Sequence[bool], phase: LayerPhase
+    ) -> _Frame:
+        replica = self._bound_replica(layer_id)
+        self._place.at(layer_id, "recompute" if phase is LayerPhase.RECOMPUTE else "forward")
+        self._buffers.before_forward(replica, microbatch, phase)
+        if replica.may_change_input():
+            self._runner.transfer.let_downloads_finish_first()
+        with_grad = phase is not LayerPhase.INFERENCE
+        leaves = [t.requires_grad_(flag and with_grad) for t, flag in zip(bundle.tensors, flags, strict=True)]
+        versions = [leaf._version for leaf in leaves]
+        recalled = self._mail.recalled_data(layer_id, microbatch) if phase is LayerPhase.RECOMPUTE else None
+        layer_run = LayerRun(phase, recalled)
+        with torch.set_grad_enabled(with_grad), running_layer(layer_run), self._measured(layer_id, phase, bundle):
+            args, kwargs = _call_arguments(layer_id, _beyond_boundary(bundle, leaves))
+            outputs, drew = self._call_layer(replica, microbatch, phase, args, kwargs)
+        changed_input = versions != [leaf._version for leaf in leaves]
+        replica.note_behaviour(changed_input=changed_input, drew_on_host=drew)
+        self._buffers.after_forward(replica, microbatch, phase)
+        if layer_run.saved and phase is LayerPhase.FORWARD:
+            self._mail.save_layer_data(layer_id, microbatch, layer_run.recompute_data or ())
+        return _Frame(layer_id, leaves, outputs)
+
+    def _call_layer(
+        self, replica: Replica, microbatch: int, phase: LayerPhase, args: Any, kwargs: Any
+    ) -> tuple[Bundle, bool | None]:
+        anew = phase is LayerPhase.RECOMPUTE and not self._recall.preserve_rng_state
+        seed = stream_seed(self._recall.seed, replica.record.layer_id, microbatch, anew)
+        with self._random_stream(seed, replica.may_draw_on_host()) as host:
+            value = replica.module(*args, **kwargs)
+        return Bundle.pack(value), None if host is None else host.drew
+
+    @contextlib.contextmanager
+    def _random_stream(self, seed: int, may_draw_on_host: bool) -> Iterator[HostRandomStream | None]:
+        """Random numbers of this (call, layer, microbatch), on the device and, where it may draw there, on the host."""
+        with self._recall.ambient.entered(), self._device.random_stream(seed):
+            if self._device.draws_on_host or may_draw_on_host:
+                with HostRandomStream(seed) as host:
+                    yield host
+            else:
+                yield None
+
+    def _backward_frames(self, frames: list[_Frame], gradients: Gradients, microbatch: int) -> None:
+        while frames:
+            gradients = self._backward_layer(frames.pop(), gradients, microbatch)
+        self._mail.send_gradients(microbatch, gradients)
+
+    def _backward_layer(self, frame: _Frame, gradients: Gradients, microbatch: int) -> Gradients:
+        """Gradients of the layer's inputs from those of its outputs; parameters gather theirs in the replica."""
+        self._place.at(frame.layer_id, "backward")
+        outputs = frame.outputs.tensors
+        if len(outputs) != len(gradients):
+            raise RecomputeError(
+                f"layer {frame.layer_id} returned {len(outputs)} tensors when recomputed but {len(gradients)} in the "
+                "forward pass; a layer must do the same both times (see save_for_recompute)."
+            )
+        pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None and t.requires_grad]
+        start = self._device.mark()
+        if pairs:
+            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        self._run.measurements.append(Measurement(frame.layer_id, Phase.BACKWARD, start, self._device.mark()))
+        if microbatch == self._run.num_microbatch - 1:
+            self._send_parameter_gradients(frame.layer_id)
+        return [leaf.grad for leaf in frame.leaves]
+
+    def _send_parameter_gradients(self, layer_id: int) -> None:
+        """All microbatches have been added up: the layer's gradients start on their way down."""
+        if layer_id not in self._run.landing_layers:
+            return
+        self._place.at(layer_id, "gradient download")
+        replica = self._replicas[layer_id]
+        gathered = [
+            (record, stand_in.grad)
+            for record, stand_in in zip(replica.record.parameters, replica.parameters, strict=True)
+            if stand_in.grad is not None
+        ]
+        for record, gradient in gathered:
+            if gradient.layout is not torch.strided:
+                raise UsageError(
+                    f"parameter {record.name!r} has a {gradient.layout} gradient; use dense ones (sparse=False)."
+                )
+        copies, event = self._runner.transfer.gradients_down([gradient for _, gradient in gathered])
+        for stand_in in replica.parameters:
+            stand_in.grad = None
+        parts = [(record, copy) for (record, _), copy in zip(gathered, copies, strict=True)]
+        self._runner.landing.submit(Landing(self._run, layer_id, parts, event))
+
+    def _bound_replica(self, layer_id: int) -> Replica:
+        if layer_id not in self._replicas:
+            self._place.at(layer_id, "weight upload")
+            replica = self._images.replica(self._run.store, layer_id)
+            replica.bind(self._images.ready(self._run, self._task, layer_id), self._recall.settings[layer_id])
+            self._replicas[layer_id] = replica
+            self._buffers.upload(replica)
+        return self._replicas[layer_id]
+
+    # The loss.
+
+    def _loss(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> Gradients:
+        """Runs loss_fn and its backward; returns the gradients of the model's outputs."""
+        run = self._run
+        self._place.at(None, "loss_fn")
+        if run.wants_outputs:
+            self._mail.send_outputs(microbatch, bundle, flags)
+            self._runner.transfer.let_downloads_finish_first()
+        label = self._mail.label(microbatch)
+        leaves = [tensor.requires_grad_(flag) for tensor, flag in zip(bundle.tensors, flags, strict=True)]
+        seed = stream_seed(self._recall.seed, len(run.store.layers), microbatch, False)
+        assert run.loss_fn is not None
+        with torch.enable_grad(), self._random_stream(seed, may_draw_on_host=False):
+            value = run.loss_fn(_beyond_boundary(bundle, leaves), label)
+        losses = checked_losses(value)
+        self._place.at(None, "loss backward")
+        torch.autograd.backward(losses)
+        self._mail.send_losses(microbatch, losses, is_sequence=not isinstance(value, torch.Tensor))
+        return [leaf.grad for leaf in leaves]
+
+    # Measurements.
+
+    @contextlib.contextmanager
+    def _measured(self, layer_id: int, phase: LayerPhase, bundle: Bundle) -> Iterator[None]:
+        memory_before, start = self._device.allocated_bytes(), self._device.mark()
+        yield
+        timed = Phase.RECOMPUTE if phase is LayerPhase.RECOMPUTE else Phase.FORWARD
+        self._run.measurements.append(Measurement(layer_id, timed, start, self._device.mark()))
+        memory_after = self._device.allocated_bytes()
+        if memory_before is not None and memory_after is not None and phase is not LayerPhase.INFERENCE:
+            input_bytes = sum(tensor.nbytes for tensor in bundle.tensors)
+            self._run.activation_bytes[layer_id] = (max(memory_after - memory_before, 0), input_bytes)
+
+    @contextlib.contextmanager
+    def _spanned(self, microbatch: int) -> Iterator[None]:
+        start: Mark = self._device.mark()
+        yield
+        self._run.spans.append(TaskSpan(self._device.name, str(self._task), microbatch, start, self._device.mark()))
+
+
+def _beyond_boundary(bundle: Bundle, leaves: Sequence[torch.Tensor]) -> Any:
+    seen = [_Boundary.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]
+    return bundle.with_tensors(seen).unpack()
+
+
+def _call_arguments(layer_id: int, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first layer gets the call's arguments, every other one the output of the layer before it."""
+    if layer_id == 0:
+        args, kwargs = value
+        return args, kwargs
+    return (value,), {}
+
+
+def checked_losses(value: Any) -> list[torch.Tensor]:
+    losses = [value] if isinstance(value, torch.Tensor) else value
+    is_sequence = isinstance(losses, Sequence) and not isinstance(losses, str)
+    if not is_sequence or not losses or not all(isinstance(loss, torch.Tensor) for loss in losses):
+        raise ArgumentTypeError(
+            f"loss_fn must return a tensor or a non-empty sequence of tensors, got {type(value).__name__}: {value!r}."
+        )
+    for position, loss in enumerate(losses):
+        if not loss.requires_grad:
+            raise UsageError(
+                f"loss {position} of shape {tuple(loss.shape)} does not require grad: nothing it was computed from is "
+                "trainable. Train at least one parameter the loss depends on, and do not detach() the outputs."
+            )
+    return list(losses)

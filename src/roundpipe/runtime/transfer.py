@@ -1,0 +1,81 @@
+"""Copies activations, gradients and layer images between host memory and one device.
+
+Called by runtime.stage on the device's worker thread. Knows streams and buffers, never schedules or models. Every copy
+returns an event, or makes the compute stream wait for it where compute is the only reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from roundpipe.devices import Device, Event, StreamKind
+from roundpipe.runtime.bundle import Bundle
+from roundpipe.store.layout import dense_stride, span_elements
+
+
+class Transfer:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def up(self, tensors: Sequence[torch.Tensor], after: Sequence[Event]) -> list[torch.Tensor]:
+        """Tensors on the device, ready for compute; `after` are the events that fill the sources."""
+        device, stream = self._device, StreamKind.ACTIVATIONS_UP
+        if not tensors:
+            return []
+        for event in after:
+            device.stream_wait(stream, event)
+        copies = [_copy_of(tensor, self._on_device(stream), self._copier(stream)) for tensor in tensors]
+        device.stream_wait(StreamKind.COMPUTE, device.record(stream))
+        for copy in copies:
+            device.lend(copy, StreamKind.COMPUTE)
+        return copies
+
+    def down(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+        """Host copies of what compute has made so far; they are filled once the event has passed."""
+        device, stream = self._device, StreamKind.ACTIVATIONS_DOWN
+        device.stream_wait(stream, device.record(StreamKind.COMPUTE))
+        copies = [_copy_of(tensor.detach(), device.host_empty_strided, self._copier(stream)) for tensor in tensors]
+        return copies, device.record(stream)
+
+    def down_bundle(self, bundle: Bundle) -> tuple[Bundle, Event]:
+        copies, event = self.down(bundle.tensors)
+        return bundle.with_tensors(copies), event
+
+    def gradients_down(self, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+        device, stream = self._device, StreamKind.GRADS_DOWN
+        device.stream_wait(stream, device.record(StreamKind.COMPUTE))
+        copies = [_copy_of(gradient, device.host_empty_strided, self._copier(stream)) for gradient in gradients]
+        return copies, device.record(stream)
+
+    def let_downloads_finish_first(self) -> None:
+        """Compute queued from now on may overwrite what is being downloaded."""
+        self._device.stream_wait(StreamKind.COMPUTE, self._device.record(StreamKind.ACTIVATIONS_DOWN))
+
+    def _copier(self, stream: StreamKind) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        return lambda destination, source: self._device.copy(destination, source, stream)
+
+    def _on_device(self, stream: StreamKind) -> Callable[..., torch.Tensor]:
+        return lambda shape, stride, dtype: self._device.device_empty_strided(shape, stride, dtype, stream)
+
+
+def _copy_of(
+    tensor: torch.Tensor,
+    allocate: Callable[..., torch.Tensor],
+    copy: Callable[[torch.Tensor, torch.Tensor], None],
+) -> torch.Tensor:
+    """A copy with the very same strides: kernels choose their order of summation by them.
+
+    A view with gaps or repeats (a slice, an expansion) is copied with the memory it spans, and viewed again.
+    """
+    tensor = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+    stride = tuple(tensor.stride())
+    if dense_stride(tensor) == stride or tensor.numel() == 0:
+        duplicate = allocate(tuple(tensor.shape), stride, tensor.dtype)
+        copy(duplicate, tensor)
+        return duplicate
+    span = span_elements(tensor.shape, stride)
+    memory = allocate((span,), (1,), tensor.dtype)
+    copy(memory, tensor.as_strided((span,), (1,), tensor.storage_offset()))
+    return memory.as_strided(tensor.shape, stride, memory.storage_offset())

@@ -1,0 +1,190 @@
+"""Takes a model's parameters into our keeping: finds them, lays them out, moves them, pins them.
+
+Called once by LayerStore. After it a parameter is a view of memory the store knows; its identity does not change.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from roundpipe.devices import HostPinner
+from roundpipe.errors import ConfigError, OwnershipError
+from roundpipe.store.host_buffer import HostBuffer
+from roundpipe.store.host_memory import require_host_memory
+from roundpipe.store.layout import lay_out
+from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord
+
+_OWNER_ATTRIBUTE = "_roundpipe_owner"
+_ADVICE = (
+    "Free memory, train fewer parameters (requires_grad_(False) before wrapping keeps no gradient and no optimizer "
+    'copy), use a lower precision, or pass pin_model="off" for memory-mapped weights.'
+)
+
+
+class PinMode(enum.Enum):
+    """alloc: move weights into pinned memory; register: pin them where they are; off: leave them."""
+
+    ALLOC = "alloc"
+    REGISTER = "register"
+    OFF = "off"
+
+
+def check_memory(layers: Sequence[nn.Module], optim_dtype: torch.dtype | None, mode: PinMode) -> None:
+    """Refuse before anything is taken when training this model cannot fit."""
+    unique = {id(p): p for layer in layers for p in layer.parameters()}.values()
+    trainable = [p for p in unique if p.requires_grad]
+    largest = max((sum(p.nbytes for p in layer.parameters()) for layer in layers), default=0)
+    needs = {
+        "one layer while weights move": largest if mode is PinMode.ALLOC else 0,
+        "gradients": sum(p.nbytes for p in trainable),
+        "optimizer copies": sum(p.numel() * (optim_dtype or p.dtype).itemsize for p in trainable),
+    }
+    require_host_memory(needs, "training this model", _ADVICE)
+
+
+def adopt(layers: Sequence[nn.Module], names: dict[int, str], mode: PinMode, pinner: HostPinner) -> list[LayerRecord]:
+    """Records of all layers; with `PinMode.ALLOC` each layer's weights now lie in one flat buffer."""
+    seen: dict[int, ParameterRecord] = {}
+    shared_buffers = _buffers_in_several_layers(layers)
+    records = []
+    for layer_id, layer in enumerate(layers):
+        _refuse_unusable(layer, layer_id, names)
+        own, foreign = _home_and_foreign(layer, layer_id, names, seen)
+        flat = _move_into_flat(own, pinner) if mode is PinMode.ALLOC else None
+        parameters = own + foreign
+        record = LayerRecord(
+            layer_id=layer_id,
+            module=layer,
+            parameters=parameters,
+            buffers=_buffer_records(layer, shared_buffers),
+            image=lay_out([parameter.weights for parameter in parameters]),
+            flat=flat,
+        )
+        records.append(record)
+    return records
+
+
+def claim(records: Sequence[ParameterRecord], owner: object) -> None:
+    for record in records:
+        setattr(record.param, _OWNER_ATTRIBUTE, weakref.ref(owner))
+
+
+def release(records: Sequence[ParameterRecord], owner: object) -> None:
+    for record in records:
+        if _owner_of(record.param) is owner:
+            delattr(record.param, _OWNER_ATTRIBUTE)
+
+
+def refuse_owned(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if _owner_of(param) is not None:
+            raise OwnershipError(
+                f"parameter {name!r} (shape {tuple(param.shape)}) already belongs to another RoundPipe; close that one "
+                "first, or wrap the models that share it as one model."
+            )
+
+
+class RegisteredPages:
+    """Pins tensors where they lie. Tensors may share pages, so whole runs of pages are registered once each."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], pinner: HostPinner) -> None:
+        self._pinner = pinner
+        runs = _page_runs([t for t in tensors if t.nbytes])
+        self._pinned = [start for start, end in runs if pinner.pin(start, end - start)]
+
+    def close(self) -> None:
+        for start in self._pinned:
+            self._pinner.unpin(start)
+        self._pinned = []
+
+
+def _page_runs(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    page = mmap.PAGESIZE
+    ends = [
+        (t.data_ptr() // page * page, -(-(t.data_ptr() + t.untyped_storage().nbytes()) // page) * page)
+        if t.storage_offset() == 0
+        else (t.data_ptr() // page * page, -(-(t.data_ptr() + t.nbytes) // page) * page)
+        for t in tensors
+    ]
+    runs: list[tuple[int, int]] = []
+    for start, end in sorted(ends):
+        if runs and start <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
+        else:
+            runs.append((start, end))
+    return runs
+
+
+def _owner_of(param: nn.Parameter) -> object | None:
+    reference = getattr(param, _OWNER_ATTRIBUTE, None)
+    return reference() if reference is not None else None
+
+
+def _refuse_unusable(layer: nn.Module, layer_id: int, names: dict[int, str]) -> None:
+    for local_name, param in layer.named_parameters():
+        name = names.get(id(param), local_name)
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} of layer {layer_id} is not initialised; run the model once on a small batch first."
+            )
+        if param.device.type != "cpu":
+            raise ConfigError(
+                f"parameter {name!r} of layer {layer_id} is on {param.device}; RoundPipe keeps weights in host memory: "
+                "build or load the model on the CPU."
+            )
+        if param.layout is not torch.strided:
+            raise ConfigError(f"parameter {name!r} of layer {layer_id} is {param.layout}; only dense ones can travel.")
+    for name, buffer in layer.named_buffers():
+        if buffer.device.type != "cpu":
+            raise ConfigError(f"buffer {name!r} of layer {layer_id} is on {buffer.device}; move the model to the CPU.")
+
+
+def _home_and_foreign(
+    layer: nn.Module, layer_id: int, names: dict[int, str], seen: dict[int, ParameterRecord]
+) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
+    own, foreign = [], []
+    for local_name, param in layer.named_parameters():
+        if id(param) in seen:
+            foreign.append(seen[id(param)])
+            continue
+        record = ParameterRecord(names.get(id(param), local_name), param, layer_id, param.data)
+        record.seen_version = param._version
+        seen[id(param)] = record
+        own.append(record)
+    return own, foreign
+
+
+def _move_into_flat(records: Sequence[ParameterRecord], pinner: HostPinner) -> HostBuffer:
+    layout = lay_out([record.param for record in records])
+    require_host_memory({"this layer's weights": layout.total_bytes}, "a layer's weights", _ADVICE)
+    flat = HostBuffer(layout.total_bytes, pinner)
+    for record, view in zip(records, layout.views(flat.tensor), strict=True):
+        with torch.no_grad():
+            view.copy_(record.param)
+        record.param.data = view
+        record.weights = record.param.data
+    return flat
+
+
+def _buffers_in_several_layers(layers: Sequence[nn.Module]) -> set[int]:
+    first_layer: dict[int, int] = {}
+    shared = set()
+    for layer_id, layer in enumerate(layers):
+        for buffer in layer.buffers():
+            if first_layer.setdefault(id(buffer), layer_id) != layer_id:
+                shared.add(id(buffer))
+    return shared
+
+
+def _buffer_records(layer: nn.Module, shared: set[int]) -> list[BufferRecord]:
+    records = []
+    for module in layer.modules():
+        for key, buffer in module._buffers.items():
+            records.append(BufferRecord(module, key, buffer is not None and id(buffer) in shared))
+    return records

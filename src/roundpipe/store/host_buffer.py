@@ -1,0 +1,43 @@
+"""One exact-size piece of host memory, pinned or not.
+
+Allocated by the store. Rounded up to whole pages and no further; whoever allocates it closes it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from typing import Any
+
+import torch
+
+from roundpipe.devices import HostPinner
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class HostBuffer:
+    """`tensor` is the memory as flat bytes, zero-filled. Views keep the memory alive; `close` only unpins it."""
+
+    def __init__(self, num_bytes: int, pinner: HostPinner | None) -> None:
+        self.tensor = torch.frombuffer(_map_pages(num_bytes), dtype=torch.uint8) if num_bytes else _no_bytes()
+        self._pinner = pinner
+        self._pinned = bool(num_bytes and pinner and pinner.pin(self.tensor.data_ptr(), num_bytes))
+
+    def close(self) -> None:
+        if self._pinned and self._pinner is not None:
+            self._pinner.unpin(self.tensor.data_ptr())
+        self._pinned = False
+
+
+def _map_pages(num_bytes: int) -> Any:
+    if sys.platform == "win32":
+        return mmap.mmap(-1, num_bytes)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _no_bytes() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)

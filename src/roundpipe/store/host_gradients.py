@@ -1,0 +1,90 @@
+"""Gradients gathered in host memory since the optimizer last took them.
+
+The landing thread adds, the optimizer thread takes, callers look and drop. One lock makes each of these whole; their
+order is LayerStore's business. Knows no device and no call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from roundpipe.store.masters import Masters
+from roundpipe.store.records import ParameterRecord
+
+
+class HostGradients:
+    def __init__(self, parameters: Sequence[ParameterRecord]) -> None:
+        self._parameters = parameters
+        self._lock = threading.Lock()
+
+    def add(self, parts: Sequence[tuple[ParameterRecord, torch.Tensor]], cancelled: Callable[[], bool]) -> None:
+        """Put each part onto the sum so far; the first part is taken as it is, as autograd does."""
+        with self._lock, torch.no_grad():
+            if cancelled():
+                return
+            for record, part in parts:
+                self._add_one(record, part)
+
+    def drop(self) -> bool:
+        """Forget everything gathered. Returns whether there was anything."""
+        with self._lock:
+            had_any = any(record.has_grad for record in self._parameters)
+            for record in self._parameters:
+                record.has_grad = False
+                self._conceal(record)
+            return had_any
+
+    def hand_over(self, records: Sequence[ParameterRecord], masters: Masters) -> None:
+        """Move gathered gradients into `.grad` of the optimizer's copies, adding to what is there."""
+        with self._lock, torch.no_grad():
+            for record in records:
+                if not record.has_grad:
+                    continue
+                assert record.host_grad is not None
+                master = masters.of(record)
+                if master.grad is None:
+                    master.grad = record.host_grad.to(master.dtype, copy=True)
+                else:
+                    master.grad.add_(record.host_grad.to(master.dtype))
+                record.has_grad = False
+                self._conceal(record)
+
+    def expose(self) -> None:
+        """Let `param.grad` of every parameter show what is gathered."""
+        with self._lock:
+            for record in self._parameters:
+                record.param.grad = record.host_grad if record.has_grad else None
+                record.exposed = record.has_grad
+
+    def touched_by_user(self) -> list[ParameterRecord]:
+        """Parameters whose `.grad` is not what we showed last: set, replaced or cleared by the user."""
+        return [r for r in self._parameters if r.param.grad is not (r.host_grad if r.exposed else None)]
+
+    def adopt_touched(self, records: Sequence[ParameterRecord]) -> None:
+        """Follow the user: a cleared gradient is dropped, a replaced one taken, a new one added."""
+        with self._lock, torch.no_grad():
+            for record in records:
+                users = record.param.grad
+                if record.exposed:
+                    record.has_grad = False
+                if users is not None:
+                    self._add_one(record, users)
+                record.param.grad, record.exposed = None, False
+
+    def _add_one(self, record: ParameterRecord, part: torch.Tensor) -> None:
+        if record.has_grad:
+            assert record.host_grad is not None
+            record.host_grad.add_(part)
+            return
+        if record.host_grad is None:
+            record.host_grad = torch.empty_like(record.weights, memory_format=torch.preserve_format)
+        record.host_grad.copy_(part)
+        record.has_grad = True
+
+    @staticmethod
+    def _conceal(record: ParameterRecord) -> None:
+        if record.exposed:
+            record.param.grad, record.exposed = None, False

@@ -1,0 +1,131 @@
+"""choose_plan: valid, within memory where that is possible, and near the best of all legal plans."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import strategies as st
+from plan_strategies import equal_layers, for_all, grains, layer_costs, profiles, run_types
+
+from helpers_plans import legal_plans
+from roundpipe.plan import LayerCost, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_plan
+from roundpipe.plan.memory import peak_bytes
+from roundpipe.plan.planner import TIE
+from roundpipe.plan.simulator import steady_step_s
+
+
+def finest(num_layers: int, run_type: RunType) -> ModelExecutePlan:
+    singles = [range(layer, layer + 1) for layer in range(num_layers)]
+    match run_type:
+        case RunType.INFER:
+            return ModelExecutePlan(singles)
+        case RunType.TRAIN:
+            return ModelExecutePlan(singles, reversed(singles))
+        case RunType.FUSED:
+            return ModelExecutePlan(singles[:-1], reversed(singles))
+
+
+def passes(plan, run_type):
+    """The task lists that run without overlap: forward and backward of ``train`` are two calls."""
+    tasks = build_schedule(plan, run_type)
+    if run_type is not RunType.TRAIN:
+        return [tasks]
+    return [tasks[: len(plan.fwd_plan)], tasks[len(plan.fwd_plan) :]]
+
+
+def peak(plan, run_type, profile, grain="stage"):
+    return max(peak_bytes(tasks, profile.layers, grain, profile.num_devices) for tasks in passes(plan, run_type))
+
+
+def step_s(plan, run_type, profile):
+    sizes = {"num_devices": profile.num_devices, "num_microbatch": profile.num_microbatch}
+    return sum(steady_step_s(tasks, profile.layers, **sizes) for tasks in passes(plan, run_type))
+
+
+@for_all(run_types, profiles(max_size=12), grains)
+def test_every_plan_is_valid_and_within_memory_if_the_finest_is(run_type, profile, grain):
+    plan = choose_plan(run_type, profile, grain)
+    num_layers = len(profile.layers)
+    plan.check_valid(num_layers, run_type)
+    if profile.memory_limit_bytes is None:
+        return
+    for chosen, single in zip(passes(plan, run_type), passes(finest(num_layers, run_type), run_type), strict=True):
+        held = partial(peak_bytes, costs=profile.layers, grain=grain, num_devices=profile.num_devices)
+        if held(single) <= profile.memory_limit_bytes:
+            assert held(chosen) <= profile.memory_limit_bytes
+
+
+@for_all(run_types, layer_costs(max_size=8), grains, st.integers(1, 5))
+def test_when_nothing_fits_the_finest_plan_is_returned(run_type, costs, grain, num_devices):
+    costs = tuple(LayerCost(c.forward_s, c.recompute_s, c.backward_s, c.weight_bytes + 1, 1, 1) for c in costs)
+    plan = choose_plan(run_type, ModelProfile(costs, num_devices, 3, 1), grain)
+    assert plan == finest(len(costs), run_type)
+
+
+@for_all(layer_costs(max_size=5), st.sampled_from(["infer", "train"]), st.integers(2, 4), st.integers(1, 5))
+def test_a_pass_is_as_fast_as_the_best_balanced_one(costs, run_type, num_devices, num_microbatch):
+    """Never slower than one stage a layer or everything in one stage, beyond what counts as a tie."""
+    run_type = RunType(run_type)
+    profile = ModelProfile(costs, num_devices, num_microbatch, None)
+    whole = [range(0, len(costs))]
+    coarsest = ModelExecutePlan(whole, whole)
+    found_s = step_s(choose_plan(run_type, profile), run_type, profile)
+    for other in (coarsest, finest(len(costs), run_type)):
+        assert found_s <= step_s(other, run_type, profile) * (1 + TIE) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 6])
+def test_a_fused_plan_of_equal_layers_is_close_to_the_best_of_all_legal_plans(num_layers, num_devices):
+    profile = ModelProfile(equal_layers(num_layers), num_devices, num_devices + 1, None)
+    best_s = min(step_s(plan, RunType.FUSED, profile) for plan in legal_plans(num_layers, "fused"))
+    assert step_s(choose_plan(RunType.FUSED, profile), RunType.FUSED, profile) <= 1.1 * best_s
+
+
+@for_all(profiles(limits=st.none()))
+def test_one_device_without_a_limit_fuses_everything(profile):
+    profile = ModelProfile(profile.layers, 1, profile.num_microbatch, None)
+    num_layers = len(profile.layers)
+    whole = [range(0, num_layers)]
+    assert choose_plan(RunType.FUSED, profile) == ModelExecutePlan([], whole)
+    assert choose_plan(RunType.TRAIN, profile) == ModelExecutePlan(whole, whole)
+    assert choose_plan(RunType.INFER, profile) == ModelExecutePlan(whole)
+
+
+@for_all(layer_costs(max_size=5), grains, st.integers(1, 12000))
+def test_one_device_fuses_as_much_as_memory_allows(costs, grain, limit):
+    profile = ModelProfile(costs, 1, 2, limit)
+    plan = choose_plan(RunType.FUSED, profile, grain)
+    fitting = [p for p in legal_plans(len(costs), "fused") if peak(p, RunType.FUSED, profile, grain) <= limit]
+    if peak(plan, RunType.FUSED, profile, grain) <= limit:
+        assert plan in fitting
+        simple = [p for p in fitting if max(map(len, [*p.fwd_plan, *p.bwd_plan[1:]]), default=1) == 1]
+        for other in simple:
+            assert len(plan.bwd_plan[0]) >= len(other.bwd_plan[0])
+
+
+def test_one_device_with_a_limit_fuses_what_fits_and_packs_the_rest():
+    """Layers of 100 weights, 100 gradients, 100 activations; B stages of three beside three prefetched weights."""
+    layers = equal_layers(12, weight_bytes=100, grad_bytes=100, activation_bytes=100)
+    plan = choose_plan(RunType.FUSED, ModelProfile(layers, 1, 2, 1200))
+    assert len(plan.bwd_plan[0]) == 3
+    assert peak(plan, RunType.FUSED, ModelProfile(layers, 1, 2, 1200)) <= 1200
+
+
+def test_layer_grain_allows_larger_backward_stages():
+    layers = equal_layers(8, weight_bytes=10, grad_bytes=10, activation_bytes=100)
+    by_stage = choose_plan(RunType.TRAIN, ModelProfile(layers, 1, 2, 400), "stage")
+    by_layer = choose_plan(RunType.TRAIN, ModelProfile(layers, 1, 2, 400), "layer")
+    assert (len(by_stage.bwd_plan), len(by_layer.bwd_plan)) == (3, 1)
+
+
+def test_ties_go_to_fewer_tasks():
+    """Two devices, two microbatches of one layer that costs anything: further cuts gain nothing."""
+    layers = (LayerCost(0.0, 0.0, 0.0), LayerCost(1.0, 1.0, 1.0), LayerCost(0.0, 0.0, 0.0))
+    assert choose_plan(RunType.INFER, ModelProfile(layers, 2, 2, None)) == ModelExecutePlan([range(0, 3)])
+
+
+def test_the_choice_is_repeatable():
+    profile = ModelProfile(equal_layers(30, weight_bytes=7), 4, 5, 100)
+    assert choose_plan(RunType.FUSED, profile) == choose_plan(RunType.FUSED, profile)

@@ -1,0 +1,65 @@
+"""Bytes of stages: weights, gradients where a backward runs, activations by kind and grain, prefetched weights."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from plan_strategies import for_all, grains, layer_costs
+
+from helpers_plans import legal_plans
+from roundpipe.plan import LayerCost, ModelExecutePlan, RunType, StageTask, TaskKind, build_schedule, stage_bytes
+from roundpipe.plan.memory import peak_bytes
+
+COSTS = [LayerCost(1, 1, 1, 10**layer, 2 * 10**layer, 3 * 10**layer, 4 * 10**layer) for layer in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "grain", "expected"),
+    [
+        (TaskKind.FORWARD, "stage", 110 + 300),
+        (TaskKind.FORWARD, "layer", 110 + 300),
+        (TaskKind.FUSED, "stage", 110 + 220 + 330),
+        (TaskKind.FUSED, "layer", 110 + 220 + 330),
+        (TaskKind.BACKWARD, "stage", 110 + 220 + 330),
+        (TaskKind.BACKWARD, "layer", 110 + 220 + 300),
+    ],
+)
+def test_a_stage_holds_weights_gradients_and_activations(kind, grain, expected):
+    assert stage_bytes(StageTask(kind, 0, range(1, 3)), COSTS, grain) == expected
+
+
+def schedule(fwd, bwd, run_type=RunType.FUSED):
+    return build_schedule(ModelExecutePlan(fwd, bwd), run_type)
+
+
+def test_the_peak_counts_the_weights_of_the_next_task():
+    tasks = schedule([range(0, 2), range(2, 4)], [], RunType.INFER)
+    assert peak_bytes(tasks, COSTS, "stage") == max(11 + 30 + 1100, 1100 + 3000)
+    costs = [LayerCost(1, 1, 1, weight_bytes=100)] * 3
+    tasks = schedule([range(0, 1), range(1, 3)], [], RunType.INFER)
+    assert peak_bytes(tasks, costs, "stage") == 100 + 200
+
+
+def test_the_next_task_is_the_next_on_the_same_device():
+    costs = [LayerCost(1, 1, 1, weight_bytes=100)] * 4
+    tasks = schedule([range(0, 1), range(1, 4)], [], RunType.INFER)
+    assert peak_bytes(tasks, costs, "stage", num_devices=1) == 400
+    assert peak_bytes(tasks, costs, "stage", num_devices=2) == 300
+
+
+def test_the_next_call_is_prefetched_only_once_the_losses_are_known():
+    costs = [LayerCost(1, 1, 1, weight_bytes=100)] * 4
+    assert peak_bytes(schedule([], [range(0, 4)]), costs, "stage") == 400
+    tasks = schedule([range(0, 3)], [range(3, 4), range(0, 3)])
+    assert peak_bytes(tasks, costs, "stage") == 600, "B2 runs while the weights of the next F0 arrive"
+    train = schedule([range(0, 3), range(3, 4)], [range(3, 4), range(0, 3)], RunType.TRAIN)
+    assert peak_bytes(train, costs, "stage") == 400
+
+
+@for_all(layer_costs(min_size=4, max_size=4), grains, st.sampled_from(RunType), st.integers(1, 4))
+def test_the_peak_is_at_least_the_largest_stage_and_at_most_a_stage_and_weights(costs, grain, run_type, num_devices):
+    for plan in legal_plans(4, run_type):
+        tasks = build_schedule(plan, run_type)
+        largest = max(stage_bytes(task, costs, grain) for task in tasks)
+        weights = max(sum(costs[layer].weight_bytes for layer in task.layers) for task in tasks)
+        assert largest <= peak_bytes(tasks, costs, grain, num_devices) <= largest + weights
