@@ -48,7 +48,7 @@ def describe_devices(devices: list[str]) -> str:
     return ", ".join(kinds) + virtual
 
 
-def verdict(exact: Comparison, on_cpu: bool) -> str:
+def exact_verdict(exact: Comparison, on_cpu: bool) -> str:
     largest = (
         f"largest difference of a loss {exact.loss_difference:.3g}, of a weight after the last step "
         f"{exact.weight_difference:.3g}"
@@ -60,6 +60,16 @@ def verdict(exact: Comparison, on_cpu: bool) -> str:
     return f"RoundPipe exact against plain PyTorch, whose optimizer ran on the GPU: {largest}."
 
 
+def async_verdict(exact: Meter, stale: Meter, stale_difference: float, num_compared: int) -> list[str]:
+    gap = stale.final_loss() - exact.final_loss()
+    return [
+        "RoundPipe async against a plain loop whose weights are one update old: largest difference of the first "
+        f"{num_compared} losses {stale_difference:.3g}.",
+        f"Its final loss is {abs(gap):.3f} {'above' if gap > 0 else 'below'} that of exact: old weights are "
+        "another training algorithm, and the higher the learning rate, the more they matter.",
+    ]
+
+
 def indented(text: str) -> list[str]:
     """The text's own lines, set in, the long ones folded."""
     lines = []
@@ -69,7 +79,7 @@ def indented(text: str) -> list[str]:
 
 
 def write_report(
-    runs: list[Meter], exact: Comparison, devices: list[str], num_parameter: int, num_microbatch: int, sample: str
+    runs: list[Meter], verdicts: list[str], devices: list[str], num_parameter: int, num_microbatch: int, sample: str
 ) -> str:
     rows = [f"{'run':18}{'first loss':>12}{'final loss':>12}{'tokens/s':>12}   weights a step computes with"]
     notes = ["current", "current", "one update old"]
@@ -94,7 +104,7 @@ def write_report(
             ["Virtual devices share the same cores: they show the order of the work and its numbers, not its speed."]
             * on_cpu
         ),
-        verdict(exact, on_cpu),
+        *verdicts,
         "",
         "A sample of what the exact run learned to write:",
         "",

@@ -6,6 +6,7 @@ the same loss, the same torch optimizer and the same learning rates, so that wha
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 from collections.abc import Callable, Iterable
@@ -62,22 +63,43 @@ class Task:
         return warm_up * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / len(self.batches))))
 
 
+def plain_gradients(model: nn.Module, task: Task, batch: Batch, device: torch.device) -> Tensor:
+    """The loop one writes without RoundPipe, microbatch after microbatch; gives the loss of the batch."""
+    losses = []
+    inputs = batch.byte_ids.to(device).tensor_split(task.num_microbatch)
+    labels = batch.next_byte_ids.to(device).tensor_split(task.num_microbatch)
+    for byte_ids, next_byte_ids in zip(inputs, labels, strict=True):
+        loss = task.loss_fn(model(byte_ids), next_byte_ids)
+        loss.backward()
+        losses.append(loss.detach().cpu())
+    return sum(losses[1:], losses[0])
+
+
 def train_plain(model: nn.Module, task: Task, device: torch.device) -> Meter:
-    """The reference: the loop one writes without RoundPipe, microbatch after microbatch."""
+    """The reference of the exact run."""
     model.to(device)
     step = task.step_fn(model.parameters())
     with Meter("plain PyTorch", len(task.batches)) as meter:
         for batch in task.batches:
-            losses = []
-            inputs = batch.byte_ids.to(device).tensor_split(task.num_microbatch)
-            labels = batch.next_byte_ids.to(device).tensor_split(task.num_microbatch)
-            for byte_ids, next_byte_ids in zip(inputs, labels, strict=True):
-                loss = task.loss_fn(model(byte_ids), next_byte_ids)
-                loss.backward()
-                losses.append(loss.detach().cpu())
+            loss = plain_gradients(model, task, batch, device)
             step()
-            meter.record(sum(losses[1:], losses[0]), batch.byte_ids.numel())
+            meter.record(loss, batch.byte_ids.numel())
     return meter
+
+
+def plain_stale_losses(model: nn.Module, task: Task, num_step: int, device: torch.device) -> list[float]:
+    """The reference of the async run: a plain loop whose gradients are taken at weights one update old."""
+    model.to(device)
+    old_model = copy.deepcopy(model)
+    step = task.step_fn(model.parameters())
+    losses = []
+    for batch in task.batches[:num_step]:
+        losses.append(float(plain_gradients(old_model, task, batch, device)))
+        for parameter, old in zip(model.parameters(), old_model.parameters(), strict=True):
+            parameter.grad, old.grad = old.grad, None
+            old.data.copy_(parameter.data)  # the update of the iteration before; the one below is not in it
+        step()
+    return losses
 
 
 def train_roundpipe(model: RoundPipe, task: Task, mode: StepMode) -> Meter:

@@ -1,7 +1,9 @@
 """Train models far larger than GPU memory on one server, with a plain PyTorch training loop."""
 
 from roundpipe import optim
+from roundpipe.api.auto import AutoRoundPipe
 from roundpipe.api.model import RoundPipe
+from roundpipe.api.wrap import wrap_model_to_roundpipe
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx, doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.errors import (
@@ -27,6 +29,7 @@ from roundpipe.plan import ModelExecutePlan
 
 __all__ = [
     "ArgumentTypeError",
+    "AutoRoundPipe",
     "ClosedError",
     "ConfigError",
     "DeviceError",
@@ -51,4 +54,5 @@ __all__ = [
     "get_recompute_data",
     "optim",
     "save_for_recompute",
+    "wrap_model_to_roundpipe",
 ]

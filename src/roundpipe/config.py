@@ -128,4 +128,6 @@ def _to_device(value: torch.device | str) -> torch.device:
     try:
         return torch.device(value)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"output_device {value!r} is not a device: {error}") from error
+        raise ConfigError(
+            f'output_device={value!r} is not a device; give "cpu", "cuda:0" or a torch.device.'
+        ) from error

@@ -147,7 +147,9 @@ def get_recompute_data() -> tuple[Any, ...]:
             f"get_recompute_data() was called in the {run.phase.value} phase; ask doing_recompute() first."
         )
     if run.recompute_data is None:
-        raise RecomputeError("get_recompute_data() was called but this layer's forward saved nothing.")
+        raise RecomputeError(
+            "get_recompute_data() was called but this layer's forward saved nothing; call save_for_recompute() there."
+        )
     return run.recompute_data
 
 

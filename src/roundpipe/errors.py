@@ -16,10 +16,12 @@
     └── ClosedError (RuntimeError)      a model or pool that was closed
 
 Exceptions raised by the user's own code (layers, loss_fn, step_fn) keep their type; they get a note that says where
-they happened. Knows nothing of the rest of the package.
+they happened (`add_note`). Knows nothing of the rest of the package.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 
 class RoundPipeError(Exception):
@@ -76,3 +78,9 @@ class UsageError(RoundPipeError, RuntimeError):
 
 class ClosedError(RoundPipeError, RuntimeError):
     """A model or device pool that was closed."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Say where an exception happened. One that takes no notes, such as a frozen dataclass, passes without."""
+    with contextlib.suppress(Exception):
+        error.add_note(note)

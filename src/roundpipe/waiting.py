@@ -22,6 +22,7 @@ logger = logging.getLogger("roundpipe")
 
 THREAD_PREFIX = "roundpipe-"
 DEFAULT_WATCHDOG_S = 300.0
+_LONGEST_SLEEP_S = 0.5  # the main thread looks for signals when it wakes, and one may have reached another thread
 _POLL_FIRST_S = 20e-6
 _POLL_LAST_S = 1e-3
 
@@ -36,7 +37,7 @@ def watchdog_limit_s() -> float:
     except ValueError:
         limit = math.nan
     if not limit > 0:
-        raise ConfigError(f"ROUNDPIPE_WATCHDOG_S={text!r} is not a positive number of seconds.")
+        raise ConfigError(f"ROUNDPIPE_WATCHDOG_S={text!r} is not a positive number of seconds; set one, or unset it.")
     return limit
 
 
@@ -44,7 +45,8 @@ class Monitor:
     """A re-entrant lock with one condition; every change of the guarded state ends in `changed()`."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._waits: dict[int, str] = {}
 
     def __enter__(self) -> Monitor:
@@ -53,6 +55,10 @@ class Monitor:
 
     def __exit__(self, *exc_info: object) -> None:
         self._condition.release()
+
+    def is_held(self) -> bool:
+        """Whether the calling thread is inside."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def changed(self) -> None:
         """Wake everybody who waits; the caller holds the lock."""
@@ -69,7 +75,7 @@ class Monitor:
                 now = time.monotonic()
                 if now >= deadline:
                     return False
-                self._condition.wait(min(deadline - now, alarm.due_in_s(), 60.0))
+                self._condition.wait(min(deadline - now, alarm.due_in_s(), _LONGEST_SLEEP_S))
                 alarm.ring_if_due()
         return True
 

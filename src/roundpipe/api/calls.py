@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.devices import Event, wait_for_producers
@@ -26,6 +26,9 @@ from roundpipe.microbatch import (
 )
 from roundpipe.runtime.bundle import Bundle
 from roundpipe.runtime.run import GradientParcel, Parcel, Run
+from roundpipe.runtime.transfer import check_movable
+
+_LOSS_KINDS = {False: "a tensor", True: "a sequence"}
 
 
 def split_inputs(
@@ -34,6 +37,11 @@ def split_inputs(
     check_split_input(config.split_input)
     check_split_label(config.split_label)
     check_merge_output(config.merge_output)
+    by_us = [] if callable(config.split_input) else [args, kwargs]
+    by_us += [] if callable(config.split_label) else [label]
+    for leaf in tree_leaves(by_us):
+        if isinstance(leaf, torch.Tensor):
+            check_movable(leaf)
     return split_call(
         args,
         kwargs,
@@ -104,9 +112,15 @@ class CallInputs:
 def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
     """The losses of all microbatches added up in their order, on the CPU."""
     totals: list[torch.Tensor] = []
-    is_sequence = False
+    is_sequence = run.losses[0][0]
     for microbatch in range(run.num_microbatch):
-        is_sequence, values = run.losses[microbatch]
+        also_sequence, values = run.losses[microbatch]
+        if also_sequence is not is_sequence:
+            kinds = [_LOSS_KINDS[kind] for kind in (also_sequence, is_sequence)]
+            raise UsageError(
+                f"loss_fn returned {kinds[0]} for microbatch {microbatch} but {kinds[1]} before; it must return the "
+                "same for each."
+            )
         values.event.wait()
         losses = [loss for loss in values.tensors if loss is not None]
         if totals and len(totals) != len(losses):
@@ -128,6 +142,7 @@ def merged(run: Run, config: ResolvedRunConfig) -> Any:
     for parcel in parcels:
         for event in parcel.events:
             event.wait()
+    run.outputs.clear()  # the run may be kept for a while, its outputs are the user's
     return merge_outputs(values, config.merge_output)
 
 

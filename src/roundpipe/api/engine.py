@@ -6,7 +6,6 @@ public API; each enters through `_entered`, which serialises calls and surfaces 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,12 +17,13 @@ import torch
 from torch import nn
 
 from roundpipe.api.calls import CallInputs, merged, split_inputs, summed_losses
+from roundpipe.api.entering import entering
 from roundpipe.api.planning import Planner
 from roundpipe.api.recovery import Recovery
 from roundpipe.config import RecomputeGrain, ResolvedRunConfig
 from roundpipe.context import LayerPhase, announce_step, current_iteration
 from roundpipe.devices import HostPinner
-from roundpipe.errors import ClosedError, StaleGraphError, UsageError
+from roundpipe.errors import ClosedError, ModelChangedError, StaleGraphError, UsageError
 from roundpipe.microbatch import MicrobatchInputs
 from roundpipe.optim.stepper import Stepper
 from roundpipe.plan import ModelExecutePlan, ModelProfile, RunType, StageTask, TaskKind, build_schedule
@@ -35,8 +35,10 @@ from roundpipe.runtime.run import GradientParcel, Parcel, Recall, Run, RunCancel
 from roundpipe.runtime.seeds import draw_call_seed
 from roundpipe.store import LayerStore, PinMode
 from roundpipe.timeline import Span, Timeline
+from roundpipe.waiting import watchdog_limit_s
 
 logger = logging.getLogger("roundpipe")
+_FAILURES_HEARD_OUT = 10  # by close(), which logs failures of the background one after the other
 
 
 class ModelEngine:
@@ -53,19 +55,31 @@ class ModelEngine:
     ) -> None:
         self.name = name
         self._pool = pool
+        self.num_devices = pool.num_devices
         self.store = LayerStore(
             layers, names, optim_dtype=optim_dtype, pin_mode=pin_mode, pinner=pinner, monitor=pool.monitor
         )
         self.stepper = Stepper(self.store)
         self._planner = Planner(self.store, pool.num_devices, name)
-        self._recovery = Recovery(self.store, self.stepper)
+        self._recovery = Recovery(self.stepper, pool.monitor)
         self._lock = threading.RLock()
         self._last_run: Run | None = None
+        self._members = [self]  # the engines that share steps, failures and lock, this one among them
         self._closed = False
+        self._unreachable = False
+
+    def join(self, lead: ModelEngine) -> None:
+        """Be stepped together with `lead` and its members, fail and close with them. Only before the first call."""
+        assert self._members == [self]
+        assert self._last_run is None
+        lead.stepper.add(self.store)
+        lead._members.append(self)
+        self.stepper, self._recovery = lead.stepper, lead._recovery
+        self._lock, self._members = lead._lock, lead._members
 
     @property
-    def num_devices(self) -> int:
-        return self._pool.num_devices
+    def is_closed(self) -> bool:
+        return self._closed
 
     # The calls.
 
@@ -105,37 +119,71 @@ class ModelEngine:
             return (losses, outputs) if return_outputs else losses
 
     def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
-        with self._entered():
+        with self._entered(*self._members):
+            for member in self._members:
+                member.store.gradients.conceal()
             announce_step(self.stepper.iteration)
             job = self.stepper.issue(step_fn, is_async)
             if is_async:
                 return
-            self.stepper.wait_for(job)
+            try:
+                self.stepper.wait_for(job)
+            except BaseException:
+                self.stepper.forsake(job)
+                raise
             if job.error is not None:
                 raise job.error
             self._raise_failures("the step was not carried out")
 
     def synchronize(self) -> None:
-        with self._entered():
+        with self._entered(*self._members):
             self._settle()
-            self.store.gradients.expose()
+            for member in self._members:
+                member.store.gradients.expose()
+
+    def wait_for_visible_weights(self) -> None:
+        """Until the weights in host memory are of one version: the one calls read now."""
+        with self._entered(*self._members):
+            self._wait_for_visible_weights()
+
+    @entering
+    def host_forward(self) -> Iterator[None]:
+        """Around a forward on the host that calls other members and reads this engine's parameters where they lie.
+
+        Gradients that autograd has put on the latter stay with it until a step takes them, so that they are summed in
+        its order.
+        """
+        with self._serialised():
+            self.store.check_unchanged()
+            self._follow_writes()
+            self._wait_for_visible_weights()
+            with self._recovery.undoing_buffers([member.store for member in self._members]):
+                yield
 
     def zero_grad(self) -> None:
-        with self._entered():
-            self.store.wait_until_landed(self.stepper.generation)
+        with self._entered(*self._members):
+            for member in self._members:
+                member.store.wait_until_landed(self.stepper.generation)
             self._raise_failures("gradients were dropped")
-            self.store.gradients.drop()
-            self.store.gradients.expose()
+            for member in self._members:
+                member.store.gradients.drop()
 
     def named_masters(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's copies of those parameters that require grad, made where they do not exist yet."""
-        by_param = {id(record.param): record for record in self.store.parameters}
-        missing = [p for _, p in named if p.requires_grad and by_param[id(p)].master is None]
-        if missing and not self.stepper.is_current_thread():
-            with self._entered():
-                for param in missing:
-                    self.store.masters.of(by_param[id(param)])
-        return iter([(name, self.store.masters.of(by_param[id(p)])) for name, p in named if p.requires_grad])
+        owned = {
+            id(record.param): (member.store, record) for member in self._members for record in member.store.parameters
+        }
+        for name, param in named:
+            if id(param) not in owned:
+                raise ModelChangedError(
+                    f"{self.name}: parameter {name!r} was added after wrapping; close() the model, then wrap it again."
+                )
+        wanted = [(name, *owned[id(param)]) for name, param in named if param.requires_grad]
+        if any(record.master is None for _, _, record in wanted) and not self.stepper.is_current_thread():
+            with self._entered(*self._members):
+                for _, store, record in wanted:
+                    store.masters.of(record)
+        return iter([(name, store.masters.of(record)) for name, store, record in wanted])
 
     def planning_profile(self) -> ModelProfile:
         with self._entered():
@@ -154,20 +202,23 @@ class ModelEngine:
 
     def close(self) -> None:
         """Finish what is pending, then let go of threads and pinned memory. Never raises what the background did."""
+        self._refuse_inside_user_code("closed")
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
             try:
-                self._settle()
-            except Exception:
-                logger.exception("%s: a failure in the background came to light when the model was closed", self.name)
-            self._shut_down()
+                for _ in range(_FAILURES_HEARD_OUT):
+                    if self._settles():
+                        break
+            finally:  # also when interrupted: then nothing more is waited for
+                self._recovery.cancel_all(ClosedError(f"{self.name} was closed while this was running"))
+                self._shut_down()
 
     def abort(self) -> None:
         """Close without finishing anything: for a model nobody can reach any more, and at exit."""
-        if not self._closed:
-            self._closed = True
+        self._unreachable = True
+        if not self._closed and all(member._unreachable for member in self._members):
+            self._recovery.log_failures("when nobody could reach the model any more")
             self._recovery.cancel_all(ClosedError(f"{self.name} was closed while this was running"))
             self._shut_down()
 
@@ -255,12 +306,14 @@ class ModelEngine:
             on_failure=self._recovery.run_failed,
         )
 
-    @contextlib.contextmanager
+    @entering
     def _carried_out(self, run: Run, inputs: CallInputs | Sequence[GradientParcel]) -> Iterator[None]:
         """Start the run; whatever goes wrong until the block is left, here or on a worker, ends it and is raised."""
         self._last_run = run
-        self._recovery.watch(run)
+        own: BaseException | None = None
         try:
+            self._recovery.watch(run)
+            run.check()
             run.announce()
             self._pool.submit(run)
             parcels: Sequence[Parcel | GradientParcel] = inputs.parcels() if isinstance(inputs, CallInputs) else inputs
@@ -272,31 +325,48 @@ class ModelEngine:
             pass
         except BaseException as error:
             run.fail(error)
+            own = error
         # Outside the handlers, so that the failure is raised as it came and not as a consequence of our own signal.
-        self._raise_failures(None)
+        self._last_run = None
+        self._recovery.raise_failures(None, own)
 
     # Entering and leaving.
 
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        if self.stepper.is_current_thread() or current_iteration() is not None:
-            raise UsageError(f"{self.name} was called from inside step_fn, loss_fn or a layer; call it outside.")
+    @entering
+    def _entered(self, *members: ModelEngine) -> Iterator[None]:
+        """`members`: whose parameters and gradients the call is about; this engine's alone by default."""
+        with self._serialised():
+            for member in members or (self,):
+                for run in self._recovery.take_finished(member.store):
+                    member._planner.learn(run)
+                member.store.check_unchanged()
+                member._follow_writes()
+                member._follow_gradients()
+            yield
+
+    @entering
+    def _serialised(self) -> Iterator[None]:
+        self._refuse_inside_user_code("called")
+        watchdog_limit_s()  # a limit that cannot be read is refused here, before any thread meets it
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self.name} was closed; wrap the model again to go on using it.")
             self._raise_failures("it happened in the background after the call that caused it had returned")
-            for run in self._recovery.take_finished():
-                self._planner.learn(run)
-            self.store.check_unchanged()
-            self._follow_user()
             yield
 
-    def _follow_user(self) -> None:
-        """What the user did to parameters and gradients between calls is as good as what we did."""
+    def _refuse_inside_user_code(self, what: str) -> None:
+        """Whoever calls from there would wait for itself."""
+        if self.stepper.is_current_thread() or current_iteration() is not None:
+            raise UsageError(f"{self.name} was {what} from inside step_fn, loss_fn or a layer; do that outside.")
+
+    def _follow_writes(self) -> None:
+        """What the user did to parameters between calls is as good as what we did."""
         written = self.store.written_by_user()
         if written:
             self.stepper.wait_until_idle()
             self.store.adopt_written(written)
+
+    def _follow_gradients(self) -> None:
         touched = self.store.gradients.touched_by_user()
         if touched:
             self.store.wait_until_landed(self.stepper.generation)
@@ -310,13 +380,32 @@ class ModelEngine:
         self._raise_failures("it happened in the background after the call that caused it had returned")
         self.stepper.publish_latest()
 
+    def _settles(self) -> bool:
+        """Whether all went well; if not, there may be more to wait for behind the failure, which is only logged."""
+        try:
+            self._settle()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            logger.exception("%s: a failure in the background came to light when the model was closed", self.name)
+            return False
+        return True
+
+    def _wait_for_visible_weights(self) -> None:
+        for member in self._members:
+            member.store.wait_for_version(self.stepper.visible_version)
+
     def _raise_failures(self, remark: str | None) -> None:
         self._recovery.raise_failures(remark)
 
     def _shut_down(self) -> None:
         self.stepper.close()
         self._recovery.forget_finished()
-        self.store.close()
+        for member in self._members:
+            member._closed = True
+            member._last_run = None
+            member.store.close()
+            del member._pool  # the last model to let go closes it
 
 
 def _require_grad_mode(config: ResolvedRunConfig) -> None:

@@ -1,40 +1,31 @@
 """RoundPipe: the wrapped model as the user holds it.
 
-A face only: it looks like the module it wraps and hands every call to its engine.
+What it shares with AutoRoundPipe is in api.face; here are its calls and the checks of its arguments.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
 
 from roundpipe.api.engine import ModelEngine
+from roundpipe.api.face import ModelFace
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
-from roundpipe.context import on_optimizer_side
-from roundpipe.devices import host_pinner, parse_devices
-from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
+from roundpipe.devices import host_pinner, parse_devices, require_device
+from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.store import PinMode
 from roundpipe.store.adoption import refuse_owned
 from roundpipe.timeline import Timeline
 
-# Attributes of the face itself; everything else that is written goes to the wrapped model.
-_FACE = frozenset(
-    {"model", "original_model", "num_layers", "name", "model_run_config", "optim_dtype", "_engine", "_finalizer"}
-)
-# nn.Module keeps its content in these; the face shares them with the wrapped model, so that all keys are the model's.
-_CONTENT = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
-
-class RoundPipe(nn.Module):
+class RoundPipe(ModelFace):
     """Wraps a model so that it trains with its weights in host memory, pipelined over a pool of devices.
 
     model: an nn.Sequential becomes one layer per child, anything else one layer.
@@ -45,12 +36,9 @@ class RoundPipe(nn.Module):
     devices: the pool, such as ["cuda:0", "cuda:1"] or ["cpu"] * 4; default every GPU, else one virtual CPU device.
     """
 
-    model: nn.Module
-    original_model: nn.Module | None
     num_layers: int
-    name: str
     model_run_config: RoundPipeRunConfig
-    _engine: ModelEngine
+    _layers: tuple[nn.Module, ...]
 
     def __init__(
         self,
@@ -62,12 +50,12 @@ class RoundPipe(nn.Module):
         *,
         devices: Sequence[str | torch.device] | str | None = None,
     ) -> None:
-        _check_arguments(model, optim_dtype, name, model_run_config)
-        pin_mode = _to_pin_mode(pin_model)
+        check_arguments(model, optim_dtype, name, model_run_config)
+        pin_mode = to_pin_mode(pin_model)
         specs = parse_devices(devices)
         layers = _layers_of(model)
         refuse_owned(model)
-        name = name or _call_site()
+        name = name or call_site()
         engine = ModelEngine(
             layers,
             {id(param): key for key, param in model.named_parameters()},
@@ -77,18 +65,14 @@ class RoundPipe(nn.Module):
             pin_mode=pin_mode,
             pinner=host_pinner(specs),
         )
-        super().__init__()
-        own = self.__dict__
-        own.pop("training")  # read from the wrapped model
-        own["original_model"] = None
-        own["model"] = model
-        own["num_layers"] = len(layers)
-        own["name"] = name
-        own["model_run_config"] = model_run_config
-        own["optim_dtype"] = optim_dtype
-        own["_engine"] = engine
-        own["_finalizer"] = weakref.finalize(self, engine.abort)
-        self._share_content_of(model)
+        super().__init__(
+            model,
+            engine,
+            num_layers=len(layers),
+            model_run_config=model_run_config,
+            optim_dtype=optim_dtype,
+            _layers=tuple(layers),
+        )
 
     # Training.
 
@@ -118,63 +102,17 @@ class RoundPipe(nn.Module):
             )
         if not isinstance(input_kwargs, dict):
             raise ArgumentTypeError(f"input_kwargs must be a dict, got {type(input_kwargs).__name__}.")
+        for key in input_kwargs:
+            if not isinstance(key, str):
+                raise ArgumentTypeError(f"input_kwargs: keys must be strings, the names of arguments, got {key!r}.")
         if not callable(loss_fn):
             raise ArgumentTypeError(f"loss_fn must be callable with (outputs, labels), got {type(loss_fn).__name__}.")
+        if not isinstance(return_outputs, bool):
+            raise ArgumentTypeError(f"return_outputs must be True or False, got {return_outputs!r}.")
         config = self._resolve(run_config)
-        return self._engine.forward_backward(
-            tuple(input_args), input_kwargs, label, loss_fn, bool(return_outputs), config
-        )
+        return self._engine.forward_backward(tuple(input_args), input_kwargs, label, loss_fn, return_outputs, config)
 
-    def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Run `step_fn(*args, **kwargs)` on the optimizer thread, over the gradients gathered since the last step."""
-        if not callable(step_fn):
-            raise ArgumentTypeError(f"step_fn must be callable, got {type(step_fn).__name__}.")
-        self._engine.step(functools.partial(step_fn, *args, **kwargs), bool(is_async))
-
-    def synchronize(self) -> None:
-        """Wait for everything. Then parameters are the optimizer's, and `.grad` holds what is not yet consumed."""
-        self._engine.synchronize()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients gathered since the optimizer last took them."""
-        self._engine.zero_grad()
-
-    def close(self) -> None:
-        """Finish pending work and let go of threads and pinned memory; the weights stay in the wrapped model."""
-        self._engine.close()
-
-    def __enter__(self) -> RoundPipe:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    # The optimizer's side.
-
-    def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The optimizer's copies of the parameters that require grad."""
-        for _, param in self.optim_named_parameters():
-            yield param
-
-    def optim_named_parameters(
-        self, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names, as `named_parameters()` gives them, with the optimizer's copies."""
-        return self._engine.named_masters(list(self._own_named_parameters(prefix, True, remove_duplicate)))
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters; inside `OptimizerCtx` and step_fn the optimizer's copies."""
-        own = self._own_named_parameters(prefix, recurse, remove_duplicate)
-        return self._engine.named_masters(list(own)) if on_optimizer_side() else own
-
-    def _own_named_parameters(
-        self, prefix: str, recurse: bool, remove_duplicate: bool
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._target().named_parameters(prefix, recurse, remove_duplicate)
-
-    # Looking like the wrapped model.
+    # Around training.
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Let attributes, parameter names and state_dict keys be those of `original_model`."""
@@ -182,27 +120,6 @@ class RoundPipe(nn.Module):
             raise ArgumentTypeError(f"original_model must be an nn.Module, got {type(original_model).__name__}.")
         self.__dict__["original_model"] = original_model
         self._share_content_of(original_model)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped model's, with its keys. As of the last `synchronize()`."""
-        return self._target().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As on the wrapped model; the optimizer's copies follow."""
-        if assign:
-            raise UsageError(
-                "load_state_dict(assign=True) would replace parameters that live in RoundPipe's memory; load without "
-                "assign, or load into the model before wrapping it."
-            )
-        self._engine.synchronize()
-        result = self._target().load_state_dict(state_dict, strict)
-        self._engine.synchronize()
-        return result
-
-    def train(self, mode: bool = True) -> RoundPipe:
-        for module in {id(m): m for m in (self.model, self._target())}.values():
-            module.train(mode)
-        return self
 
     def timeline(self) -> Timeline:
         """What ran when in the most recent call, measured on the devices."""
@@ -215,71 +132,22 @@ class RoundPipe(nn.Module):
     def extra_repr(self) -> str:
         return f"name={self.name!r}, layers={self.num_layers}, devices={self._engine.num_devices}"
 
-    def __getattr__(self, name: str) -> Any:
-        own = self.__dict__
-        target = own.get("original_model") or own.get("model")
-        if target is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(target, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_finalizer" not in self.__dict__:
-            super().__setattr__(name, value)
-        elif name in _FACE:
-            raise UsageError(f"{name!r} of a RoundPipe cannot be set; wrap the model again with what you want.")
-        else:
-            setattr(self._target(), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._target(), name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._target())})
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoundPipe:
-        raise UsageError(
-            "a RoundPipe cannot be moved or cast (.to(), .cuda(), .half(), ...): weights live in host memory and visit "
-            "devices by themselves. Cast the model before wrapping it, choose devices with devices=[...], and the "
-            "optimizer's precision with optim_dtype."
-        )
-
-    def to(self, *args: Any, **kwargs: Any) -> RoundPipe:
-        if args == ("cpu",) or args == (torch.device("cpu"),):
-            return self
-        return self._apply(lambda tensor: tensor)
-
-    def cpu(self) -> RoundPipe:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> RoundPipe:
-        raise UsageError(
-            "a RoundPipe cannot be copied; deepcopy(roundpipe.model) after synchronize() and wrap the copy."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("a RoundPipe cannot be pickled; call synchronize() and save state_dict() instead.")
-
-    # Inside.
-
-    def _target(self) -> nn.Module:
-        target: nn.Module = self.__dict__["original_model"] or self.__dict__["model"]
-        return target
-
-    def _share_content_of(self, module: nn.Module) -> None:
-        for key in _CONTENT:
-            self.__dict__[key] = module.__dict__[key]
-
     def _resolve(self, call: RoundPipeRunConfig) -> ResolvedRunConfig:
-        return resolve(call, self.model_run_config, self._engine.num_devices)
+        config = resolve(call, self.model_run_config, self._engine.num_devices)
+        require_device(config.output_device, "output_device")
+        _refuse_other_layers(self.name, self._layers, _layers_of(self.model))
+        return config
 
 
-def _check_arguments(model: object, optim_dtype: object, name: object, model_run_config: object) -> None:
+def check_arguments(model: object, optim_dtype: object, name: object, model_run_config: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"RoundPipe wraps an nn.Module, got {type(model).__name__}.")
-    if isinstance(model, RoundPipe):
-        raise UsageError("this model is a RoundPipe already; wrap the plain module (its .model).")
+        hint = f" the class {model.__name__}; make one: {model.__name__}(...)" if isinstance(model, type) else ""
+        raise ArgumentTypeError(f"RoundPipe wraps an nn.Module, got {type(model).__name__}{hint}.")
+    _refuse_wrapped(model)
     if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
-        raise ArgumentTypeError(f"optim_dtype must be a floating-point torch.dtype or None, got {optim_dtype!r}.")
+        raise ArgumentTypeError(
+            f"optim_dtype must be a floating-point torch.dtype, such as torch.float32, or None, got {optim_dtype!r}."
+        )
     if name is not None and not isinstance(name, str):
         raise ArgumentTypeError(f"name must be a string or None, got {name!r}.")
     if not isinstance(model_run_config, RoundPipeRunConfig):
@@ -288,23 +156,53 @@ def _check_arguments(model: object, optim_dtype: object, name: object, model_run
         )
 
 
-def _to_pin_mode(pin_model: object) -> PinMode:
+def _refuse_wrapped(model: nn.Module) -> None:
+    if isinstance(model, ModelFace):
+        raise UsageError(f"this model is a {type(model).__name__} already; wrap the plain module (its .model).")
+    for path, module in model.named_modules():
+        if isinstance(module, ModelFace):
+            raise UsageError(
+                f"submodule {path!r} of the model is a RoundPipe already ({module.name!r}); build the model of plain "
+                "modules (its .model) and wrap the whole."
+            )
+
+
+def to_pin_mode(pin_model: object) -> PinMode:
     try:
         return PinMode(pin_model)
     except ValueError:
         raise ConfigError(f'pin_model must be "alloc", "register" or "off", got {pin_model!r}.') from None
 
 
+def is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether running its children one after the other is all the model does: a subclass may do something else."""
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+
+
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    if not isinstance(model, nn.Sequential):
+    if not is_chain(model):
         return [model]
     layers = list(model)
     if not layers:
-        raise ConfigError("the nn.Sequential has no layers; there is nothing to run.")
+        raise ConfigError("the nn.Sequential has no layers; add at least one before wrapping it.")
     return layers
 
 
-def _call_site() -> str:
+def _refuse_other_layers(name: str, wrapped: Sequence[nn.Module], present: Sequence[nn.Module]) -> None:
+    advice = "change the model before wrapping it, or close() and wrap it again."
+    if len(wrapped) != len(present):
+        raise ModelChangedError(
+            f"{name}: the model has {len(present)} layers now but had {len(wrapped)} when it was wrapped; {advice}"
+        )
+    for layer_id, (then, now) in enumerate(zip(wrapped, present, strict=True)):
+        if then is not now:
+            raise ModelChangedError(
+                f"{name}: layer {layer_id}, a {type(then).__name__}, was replaced after wrapping by another module "
+                f"({type(now).__name__}); {advice}"
+            )
+
+
+def call_site() -> str:
     """File and line of the first caller outside this package."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     frame = inspect.currentframe()

@@ -11,12 +11,23 @@ from typing import Literal
 
 from roundpipe.config import RecomputeGrain, ResolvedRunConfig
 from roundpipe.devices import Device
-from roundpipe.plan import CostModel, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_plan, simulate
+from roundpipe.plan import CostModel, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_plan
+from roundpipe.plan.simulator import steady_step_s
 from roundpipe.runtime.run import Run
 from roundpipe.store import LayerStore
 
 logger = logging.getLogger("roundpipe")
 _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this share of the old one's time
+_LONGEST_PAUSE = 64  # calls between two looks at the plan, once times have settled
+
+
+@dataclasses.dataclass
+class _Choice:
+    """The plan in use for one kind of call, and when to think about it again."""
+
+    plan: ModelExecutePlan
+    calls_until_review: int = 1
+    pause: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +37,37 @@ class _Key:
     grain: Literal["stage", "layer"]
 
 
-class Planner:
-    def __init__(self, store: LayerStore, num_devices: int, name: str) -> None:
-        self._num_devices = num_devices
-        self._name = name
-        self._num_layers = len(store.layers)
-        self._costs = CostModel(
+class _Measured:
+    """Costs of calls with one number of microbatches, so with microbatches of about one size."""
+
+    def __init__(self, store: LayerStore) -> None:
+        self.costs = CostModel(
             [layer.weight_bytes for layer in store.layers],
             [sum(record.weights.nbytes for record in layer.trainable) for layer in store.layers],
         )
-        self._plans: dict[_Key, ModelExecutePlan] = {}
-        self._learned = True
+        self._layers_left = set(range(len(store.layers)))
+
+    @property
+    def knows_activations(self) -> bool:
+        return not self._layers_left
+
+    def learn(self, run: Run) -> None:
+        for measurement in run.measurements:
+            seconds = measurement.end.seconds() - measurement.start.seconds()
+            self.costs.observe(measurement.layer_id, measurement.phase, max(seconds, 0.0))
+        for layer_id, (activation_bytes, input_bytes) in run.activation_bytes.items():
+            self.costs.observe_activation(layer_id, activation_bytes, input_bytes)
+            self._layers_left.discard(layer_id)
+
+
+class Planner:
+    def __init__(self, store: LayerStore, num_devices: int, name: str) -> None:
+        self._store = store
+        self._num_devices = num_devices
+        self._name = name
+        self._num_layers = len(store.layers)
+        self._measured: dict[tuple[bool, int], _Measured] = {}
+        self._choices: dict[_Key, _Choice] = {}
 
     def plan(
         self, run_type: RunType, num_microbatch: int, config: ResolvedRunConfig, device: Device
@@ -46,37 +77,50 @@ class Planner:
             return config.execute_plan
         by_layer = config.recompute_grain is RecomputeGrain.LAYER
         key = _Key(run_type, num_microbatch, "layer" if by_layer else "stage")
-        if key not in self._plans or self._learned:
-            self._plans[key] = self._better_plan(key, device)
-            self._learned = False
-        return self._plans[key]
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = _Choice(self._best_plan(key, device, None))
+            return choice.plan
+        choice.calls_until_review -= 1
+        if choice.calls_until_review <= 0:
+            choice.plan = self._best_plan(key, device, choice.plan)
+            choice.pause = min(2 * choice.pause, _LONGEST_PAUSE)
+            choice.calls_until_review = choice.pause
+        return choice.plan
 
     def learn(self, run: Run) -> None:
         """Take over what a finished run has measured."""
-        for measurement in run.measurements:
-            seconds = measurement.end.seconds() - measurement.start.seconds()
-            self._costs.observe(measurement.layer_id, measurement.phase, max(seconds, 0.0))
-        for layer_id, (activation_bytes, input_bytes) in run.activation_bytes.items():
-            self._costs.observe_activation(layer_id, activation_bytes, input_bytes)
-        self._learned = bool(run.measurements)
+        self._of(run.is_inference, run.num_microbatch).learn(run)
 
-    def profile(self, num_microbatch: int, memory_limit_bytes: int | None) -> ModelProfile:
-        return ModelProfile(self._costs.layer_costs(), self._num_devices, num_microbatch, memory_limit_bytes)
+    def profile(self, num_microbatch: int, memory_limit_bytes: int | None, *, inference: bool = False) -> ModelProfile:
+        costs = self._of(inference, num_microbatch).costs.layer_costs()
+        return ModelProfile(costs, self._num_devices, num_microbatch, memory_limit_bytes)
 
-    def _better_plan(self, key: _Key, device: Device) -> ModelExecutePlan:
-        profile = self.profile(key.num_microbatch, device.memory_limit_bytes())
+    def _of(self, inference: bool, num_microbatch: int) -> _Measured:
+        key = (inference, num_microbatch)
+        if key not in self._measured:
+            self._measured[key] = _Measured(self._store)
+        return self._measured[key]
+
+    def _best_plan(self, key: _Key, device: Device, old: ModelExecutePlan | None) -> ModelExecutePlan:
+        limit = device.memory_limit_bytes()
+        inference = key.run_type is RunType.INFER
+        if limit is not None and not inference and not self._of(inference, key.num_microbatch).knows_activations:
+            return _layer_by_layer(key.run_type, self._num_layers)
+        profile = self.profile(key.num_microbatch, limit, inference=inference)
         new = choose_plan(key.run_type, profile, key.grain)
-        old = self._plans.get(key)
-        if old is None or self._predicted_s(new, key, profile) <= _WORTH_A_CHANGE * self._predicted_s(
-            old, key, profile
-        ):
-            logger.debug("%s: plan for %s with %d microbatches: %s", self._name, key.run_type, key.num_microbatch, new)
-            return new
-        return old
+        if old is not None and self._step_s(new, key, profile) > _WORTH_A_CHANGE * self._step_s(old, key, profile):
+            return old
+        logger.debug("%s: %s with %d microbatches: %s", self._name, key.run_type.value, key.num_microbatch, new)
+        return new
 
-    def _predicted_s(self, plan: ModelExecutePlan, key: _Key, profile: ModelProfile) -> float:
+    def _step_s(self, plan: ModelExecutePlan, key: _Key, profile: ModelProfile) -> float:
         tasks = build_schedule(plan, key.run_type)
-        timeline = simulate(
-            tasks, profile.layers, num_devices=self._num_devices, num_microbatch=key.num_microbatch, first_device=0
-        )
-        return timeline.duration_s
+        return steady_step_s(tasks, profile.layers, num_devices=self._num_devices, num_microbatch=key.num_microbatch)
+
+
+def _layer_by_layer(run_type: RunType, num_layers: int) -> ModelExecutePlan:
+    """The plan of a first call on a device with a memory limit: nobody knows yet what activations take."""
+    layers = [range(i, i + 1) for i in range(num_layers)]
+    forward = layers[:-1] if run_type is RunType.FUSED else layers
+    return ModelExecutePlan(forward, reversed(layers))

@@ -1,52 +1,74 @@
-"""Keeps watch over the runs of one model: what failed, what must be undone, what is finished.
+"""Keeps watch over the runs of models that are stepped together: what failed, what must be undone, what is finished.
 
-Owned by api.engine. After a failure weights, buffers and optimizer state are as before the failed call, gradients
+Owned by api.step_group. After a failure weights, buffers and optimizer state are as before the failed call, gradients
 gathered since the last step are gone, and the next call works.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from roundpipe.api.entering import raise_as_it_came
+from roundpipe.errors import add_note
 from roundpipe.optim.stepper import Stepper
 from roundpipe.runtime.run import Run
 from roundpipe.store import BufferRecord, LayerStore
+from roundpipe.waiting import Monitor
 
 logger = logging.getLogger("roundpipe")
 _UNWIND_S = 1.0  # how long a failed call waits for workers that are inside user code
+_PUT_RIGHT = (
+    "weights, buffers and optimizer state are as before this call; gradients gathered since the last optimizer step "
+    "were dropped"
+)
 
 
 class Recovery:
-    def __init__(self, store: LayerStore, stepper: Stepper) -> None:
-        self._store = store
+    def __init__(self, stepper: Stepper, monitor: Monitor) -> None:
         self._stepper = stepper
-        self._monitor = store.monitor
+        self._monitor = monitor
         self._runs: list[Run] = []
         self._written: dict[int, list[tuple[BufferRecord, torch.Tensor | None]]] = {}
         self._drop_generation: int | None = None
+        self._failed_by_themselves: set[int] = set()  # numbers of runs; others were only dragged along
+        self._dragging = False
 
     def watch(self, run: Run) -> None:
         with self._monitor:
             self._runs.append(run)
+            for other in self._runs:
+                if other.failed and other.trains:  # since the caller looked last: nothing has been put right yet
+                    self._drag_along(other)
 
     def run_failed(self, run: Run) -> None:
-        """Called under the monitor by the first thread that meets the failure. Later runs stand on sand: end them."""
-        if not run.trains:
+        """Called under the monitor by the first thread that meets the failure."""
+        if not run.trains or self._dragging or run not in self._runs:
             return
+        self._failed_by_themselves.add(run.number)
         self._stepper.abandon(run.generation)
+        self._drag_along(run)
+
+    def _drag_along(self, bad: Run) -> None:
+        """Later runs stand on sand, and what others of this generation gather is lost: end them."""
+        assert bad.failure is not None
+        self._dragging = True
         for other in self._runs:
-            if other.trains and other.generation >= run.generation and run.failure is not None:
-                other.fail(run.failure)
+            if other.trains and other.generation >= bad.generation:
+                other.fail(bad.failure)
+        self._dragging = False
 
     def wait_for_runs(self) -> None:
         for run in list(self._runs):
             run.wait_until_finished()
 
-    def take_finished(self) -> list[Run]:
+    def take_finished(self, store: LayerStore) -> list[Run]:
         with self._monitor:
-            finished = [run for run in self._runs if run.finished and not run.failed]
+            finished = [run for run in self._runs if run.store is store and run.finished and not run.failed]
             self._runs = [run for run in self._runs if run not in finished]
         for run in finished:
             self._written.pop(run.number, None)
@@ -68,58 +90,98 @@ class Recovery:
         undo = self._written.setdefault(run.number, [])
         for layer_id, values in run.buffer_results.items():
             values.event.wait()
-            for record, value in zip(self._store.layers[layer_id].buffers, values.tensors, strict=True):
+            for record, value in zip(run.store.layers[layer_id].buffers, values.tensors, strict=True):
                 undo.append((record, record.frozen()))
                 record.write(value)
 
+    @contextlib.contextmanager
+    def undoing_buffers(self, stores: Sequence[LayerStore]) -> Iterator[None]:
+        """What is written into buffers inside it, by whomever, counts only if it ends well."""
+        records = [record for store in stores for layer in store.layers for record in layer.buffers]
+        before = [record.frozen() for record in records]
+        try:
+            yield
+        except BaseException:
+            for record, value in zip(records, before, strict=True):
+                if record.frozen() is not value:
+                    record.write(value)
+            raise
+
     # Failures.
 
-    def raise_failures(self, remark: str | None) -> None:
-        """Raise what went wrong since the last look, once, after putting everything right."""
+    def raise_failures(self, remark: str | None, own: BaseException | None = None) -> None:
+        """Raise what went wrong since the last look, once, after putting everything right.
+
+        `own`: what the caller itself met, raised even if it is not the failure of any run.
+        """
         self._drop_overdue_gradients()
-        failed = [run for run in self._runs if run.failed]
-        if failed:
-            self._clean_up(failed)
-            error = failed[0].failure
-            assert error is not None
+        with self._monitor:
+            failed = [run for run in self._runs if run.failed]
+        errors = [run.failure for run in failed if run.failure is not None] + ([own] if own is not None else [])
+        if errors:
+            lost_gradients = self._clean_up(failed)
+            # An interrupt goes first; it must not be taken for a failure that one can go on from.
+            first = next((error for error in errors if not isinstance(error, Exception)), errors[0])
+            for other in {id(error): error for error in errors if error is not first}.values():
+                logger.error("this failed too", exc_info=other)
+            if lost_gradients:
+                add_note(first, _PUT_RIGHT)
             if remark:
-                error.add_note(remark)
-            raise error
+                add_note(first, remark)
+            raise_as_it_came(first)
         if self._stepper.errors:
             first, *others = self._stepper.errors
             self._stepper.errors.clear()
             for other in others:
                 logger.error("another optimizer step failed too", exc_info=other)
-            raise first
+            raise_as_it_came(first)
 
-    def _clean_up(self, failed: list[Run]) -> None:
+    def log_failures(self, when: str) -> None:
+        """For failures that nobody will ask for any more."""
+        errors = [run.failure for run in self._runs if run.failure is not None] + self._stepper.errors
+        for error in {id(error): error for error in errors}.values():
+            logger.error("a failure in the background came to light %s", when, exc_info=error)
+
+    def _clean_up(self, failed: Sequence[Run]) -> bool:
+        """Put right what failed runs have done; returns whether gradients were lost. Takes at most `_UNWIND_S`."""
+        deadline = time.monotonic() + _UNWIND_S
         for run in failed:
-            run.wait_until_finished(_UNWIND_S)
-            for record, before in reversed(self._written.pop(run.number, [])):
-                record.write(before)
-        self._runs = [run for run in self._runs if not run.failed]
+            run.wait_until_finished(max(deadline - time.monotonic(), 0.0))
+        self._undo_writes(failed)
+        with self._monitor:  # one that has failed meanwhile stays for the next call to meet
+            self._runs = [run for run in self._runs if run not in failed]
         trained = [run for run in failed if run.trains]
         if trained:
             self._drop_generation = min(run.generation for run in trained)
-            self._drop_overdue_gradients(_UNWIND_S)
-            assert failed[0].failure is not None
-            failed[0].failure.add_note(
-                "weights, buffers and optimizer state are as before this call; gradients gathered since the last "
-                "optimizer step were dropped"
-            )
+            self._drop_overdue_gradients(max(deadline - time.monotonic(), 0.0))
+        return bool(trained)
+
+    def _undo_writes(self, failed: Sequence[Run]) -> None:
+        """The youngest first. A call before the one that failed was only dragged along: what it wrote stays."""
+        numbers = {run.number for run in failed}
+        first_bad = min(self._failed_by_themselves & numbers, default=0)
+        self._failed_by_themselves -= numbers
+        for run in reversed(failed):
+            written = self._written.pop(run.number, [])
+            if run.number >= first_bad or not run.trains:
+                for record, before in reversed(written):
+                    record.write(before)
 
     def _drop_overdue_gradients(self, timeout_s: float | None = None) -> None:
         """Steps issued before the failed call still take theirs first; what is left then belongs to failed calls."""
         generation = self._drop_generation
         if generation is None:
             return
+        stores = self._stepper.stores
         with self._monitor:
             taken = self._monitor.wait_until(
-                lambda: all(slot.open_generation >= generation for slot in self._store.slots),
+                lambda: all(slot.open_generation >= generation for store in stores for slot in store.slots),
                 "earlier optimizer steps to take their gradients",
                 timeout_s,
             )
         if taken:
             self._stepper.wait_until_abandoned_are_gone(timeout_s)
-            self._store.gradients.drop()
+            for store in stores:
+                store.gradients.drop()
+            self._stepper.losses_are_dropped()
             self._drop_generation = None

@@ -6,6 +6,7 @@ from roundpipe.devices.discover import (
     host_pinner,
     open_devices,
     parse_devices,
+    require_device,
     wait_for_producers,
 )
 from roundpipe.devices.interface import Device, Event, HostPinner, Mark, StreamKind
@@ -21,5 +22,6 @@ __all__ = [
     "host_pinner",
     "open_devices",
     "parse_devices",
+    "require_device",
     "wait_for_producers",
 ]

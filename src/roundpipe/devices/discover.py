@@ -37,16 +37,16 @@ def parse_devices(devices: object) -> tuple[DeviceSpec, ...]:
     entries = devices.split(",") if isinstance(devices, str) else devices
     if isinstance(entries, torch.device) or not isinstance(entries, Sequence):
         raise ArgumentTypeError(f'devices must be a list such as ["cuda:0", "cuda:1"] or ["cpu"] * 4, got {devices!r}.')
-    specs = tuple(spec for entry in entries for spec in _parse_entry(entry, devices))
-    return _checked(specs, devices)
+    asked = f"devices={devices!r}"
+    return _checked(tuple(spec for entry in entries for spec in _parse_entry(entry, asked)), asked)
 
 
 def default_specs() -> tuple[DeviceSpec, ...]:
     """From `ROUNDPIPE_DEVICES`, or every visible GPU, or one virtual device."""
     text = os.environ.get(ENVIRONMENT_VARIABLE)
     if text:
-        specs = tuple(spec for entry in text.split(",") for spec in _parse_entry(entry, text))
-        return _checked(specs, f"{ENVIRONMENT_VARIABLE}={text}")
+        asked = f"{ENVIRONMENT_VARIABLE}={text!r}"
+        return _checked(tuple(spec for entry in text.split(",") for spec in _parse_entry(entry, asked)), asked)
     visible = cuda.device_count()
     return tuple(DeviceSpec("cuda", index) for index in range(visible)) or (DeviceSpec("cpu", 0),)
 
@@ -70,37 +70,44 @@ def host_pinner(specs: Sequence[DeviceSpec]) -> HostPinner:
     return cuda.CudaPinner() if any(spec.kind == "cuda" for spec in specs) else NoPinner()
 
 
+def require_device(device: torch.device, what: str) -> None:
+    """Refuse a device on which nothing can be left for the user."""
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f'{what}={str(device)!r} cannot hold outputs; give "cpu" or a CUDA device such as "cuda:0".')
+    present = cuda.device_count() if device.type == "cuda" else 0
+    if device.type == "cuda" and (device.index or 0) >= present:
+        raise DeviceError(f"{what}={str(device)!r}: there is no such device; {present} CUDA device(s) are visible.")
+
+
 def wait_for_producers(tensors: Sequence[torch.Tensor]) -> None:
     """Block until what the calling thread has queued on GPUs for these tensors has run."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         cuda.synchronize_current_stream(device)
 
 
-def _parse_entry(entry: object, whole: object) -> list[DeviceSpec]:
+def _parse_entry(entry: object, asked: str) -> list[DeviceSpec]:
     if isinstance(entry, torch.device):
         entry = str(entry)
     if not isinstance(entry, str):
-        raise ArgumentTypeError(
-            f'devices={whole!r}: {entry!r} is neither a string such as "cuda:0" nor a torch.device.'
-        )
+        raise ArgumentTypeError(f'{asked}: {entry!r} is neither a string such as "cuda:0" nor a torch.device.')
     match = _ENTRY.match(entry)
     if match is None:
-        raise DeviceError(f'devices={whole!r}: cannot read {entry!r}; write "cpu", "cpu*4", "cuda:0" or "cuda:0*2".')
+        raise DeviceError(f'{asked}: cannot read {entry!r}; write "cpu", "cpu*4", "cuda:0" or "cuda:0*2".')
     count = int(match["count"] or 1)
     index = int(match["index"] or 0) if match["kind"] == "cuda" else 0
     return [DeviceSpec(match["kind"], index)] * count
 
 
-def _checked(specs: tuple[DeviceSpec, ...], asked: object) -> tuple[DeviceSpec, ...]:
+def _checked(specs: tuple[DeviceSpec, ...], asked: str) -> tuple[DeviceSpec, ...]:
     if not specs:
-        raise DeviceError(f"devices={asked!r} names no device; leave it out to use every GPU, or name at least one.")
+        raise DeviceError(f"{asked} names no device; leave it out to use every GPU, or name at least one.")
     kinds = {spec.kind for spec in specs}
     if len(kinds) > 1:
-        raise DeviceError(f"devices={asked!r} mixes CPU and CUDA devices; a pool is of one kind.")
+        raise DeviceError(f"{asked} mixes CPU and CUDA devices; a pool is of one kind: name only GPUs or only CPUs.")
     if kinds == {"cuda"}:
         present = cuda.device_count()
         missing = sorted({spec.index for spec in specs if spec.index >= present})
         if missing:
             names = ", ".join(f"cuda:{index}" for index in missing)
-            raise DeviceError(f"devices={asked!r}: there is no {names} here; {present} CUDA device(s) are visible.")
+            raise DeviceError(f"{asked}: there is no {names} here; {present} CUDA device(s) are visible.")
     return specs

@@ -38,8 +38,11 @@ class _CopyStream:
 
     def run_until(self, position: int) -> None:
         while self.ran < position:
-            self._queue.popleft()()
-            self.ran += 1
+            action = self._queue.popleft()
+            try:
+                action()
+            finally:
+                self.ran += 1  # an action that failed is over, too
 
 
 class VirtualEvent:

@@ -4,17 +4,16 @@ Called by api and runtime; users take `Chunk`, `Replicate` and `Reducer` from he
 specs, never devices, schedules or models.
 """
 
-from roundpipe.microbatch.markers import (
-    Chunk,
-    Reducer,
-    Replicate,
-    check_merge_output,
-    check_split_input,
-    check_split_label,
-)
+from typing import TYPE_CHECKING, Any
+
+from roundpipe.microbatch import markers
+from roundpipe.microbatch.markers import check_merge_output, check_split_input, check_split_label
 from roundpipe.microbatch.merge import merge_outputs, pack_outputs
 from roundpipe.microbatch.packed import ArrivalEvent, RoundPipePackedData
 from roundpipe.microbatch.split import Arriving, MicrobatchInputs, split_call
+
+if TYPE_CHECKING:
+    from roundpipe.microbatch.markers import Chunk, Reducer, Replicate
 
 __all__ = [
     "ArrivalEvent",
@@ -31,3 +30,10 @@ __all__ = [
     "pack_outputs",
     "split_call",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The markers, imported when they are named: see markers."""
+    if name in ("Chunk", "Reducer", "Replicate"):
+        return getattr(markers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

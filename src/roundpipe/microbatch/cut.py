@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.errors import SplitError
-from roundpipe.microbatch.markers import Chunk, is_marker
+from roundpipe.microbatch.markers import is_chunk, is_marker
 from roundpipe.microbatch.packed import RoundPipePackedData
 from roundpipe.microbatch.tree import children_as_spec, flatten_structure, leaves_with_path, open_node, outline
 
@@ -129,7 +129,7 @@ def _name(leaf: RuledLeaf) -> str:
 
 
 def _rule_leaves(value: Any, spec: Any, path: str) -> list[RuledLeaf]:
-    if isinstance(spec, Chunk):
+    if is_chunk(spec):
         return _rule_chunked(value, spec.split_dim, path)
     if spec is None or is_marker(spec):
         return [_rule_leaf(leaf, place, automatic=spec is None) for place, leaf in leaves_with_path(value, path)]

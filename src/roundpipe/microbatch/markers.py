@@ -1,38 +1,73 @@
 """The words of split and merge specs, and the checks that a spec is made of them.
 
 `Chunk`, `Replicate` and `Reducer` are torch's own marker classes under public names, so specs written with either
-work. The checks run when a config is built and again when a call is split or merged. Knows specs, never inputs.
+work. Importing torch's module takes seconds and sets environment variables, so it is left to whoever names a marker:
+as long as nobody has imported it, no spec can contain one. Knows specs, never inputs.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
-
-from roundpipe.errors import ArgumentTypeError, ConfigError, MergeError, SplitError
+from roundpipe.errors import ArgumentTypeError, ConfigError, MergeError, SplitError, add_note
 from roundpipe.microbatch.tree import leaves_with_path, shown
 
-Chunk = TensorChunkSpec
-Replicate = _Replicate
-Reducer = _CustomReducer
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec as Chunk
+    from torch.distributed.pipelining.microbatch import _CustomReducer as Reducer
+    from torch.distributed.pipelining.microbatch import _Replicate as Replicate
+
+__all__ = [
+    "Chunk",
+    "Reducer",
+    "Replicate",
+    "check_merge_output",
+    "check_split_input",
+    "check_split_label",
+    "is_chunk",
+    "is_custom_function",
+    "is_marker",
+    "is_reducer",
+    "is_replicate",
+    "noting_function",
+]
+
+_HOME = "torch.distributed.pipelining.microbatch"
+_TORCH_NAMES = {"Chunk": "TensorChunkSpec", "Replicate": "_Replicate", "Reducer": "_CustomReducer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TORCH_NAMES:
+        return getattr(importlib.import_module(_HOME), _TORCH_NAMES[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def is_chunk(spec: Any) -> TypeGuard[Chunk]:
+    return _is_instance_of(spec, "Chunk")
+
+
+def is_reducer(spec: Any) -> TypeGuard[Reducer]:
+    return _is_instance_of(spec, "Reducer")
 
 
 def is_replicate(spec: Any) -> bool:
     """Replicate may be written as the class or as an instance of it."""
-    return isinstance(spec, Replicate) or _is_class_of(spec, Replicate)
+    return _is_instance_of(spec, "Replicate") or _is_class_of(spec, "Replicate")
 
 
 def is_marker(spec: Any) -> bool:
     """Whether `spec` is one word of a spec tree."""
-    return isinstance(spec, Chunk | Reducer) or is_replicate(spec)
+    return is_chunk(spec) or is_reducer(spec) or is_replicate(spec)
 
 
 def is_custom_function(spec: Any) -> bool:
     """Whether `spec` is the user's own function. Marker classes can be called too but never are."""
-    return callable(spec) and not is_marker(spec) and not _is_class_of(spec, Chunk) and not _is_class_of(spec, Reducer)
+    is_class = _is_class_of(spec, "Chunk") or _is_class_of(spec, "Reducer")
+    return callable(spec) and not is_marker(spec) and not is_class
 
 
 @contextmanager
@@ -41,7 +76,7 @@ def noting_function(place: str, function: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"in {place} function {getattr(function, '__qualname__', repr(function))}")
+        add_note(error, f"in {place} function {getattr(function, '__qualname__', repr(function))}")
         raise
 
 
@@ -89,13 +124,13 @@ def _check_words(spec: Any, root: str, error: type[ConfigError]) -> None:
     for path, word in leaves_with_path(spec, root):
         if word is None or is_replicate(word):
             continue
-        if isinstance(word, Chunk):
+        if is_chunk(word):
             _check_dim(word, path)
-        elif _is_class_of(word, Chunk):
+        elif _is_class_of(word, "Chunk"):
             raise error(f"{path} is the class {word.__name__}; say along which dimension: Chunk(0)")
-        elif _is_class_of(word, Reducer):
+        elif _is_class_of(word, "Reducer"):
             raise error(f"{path} is the class {word.__name__}; give it a start and a function: Reducer(init_value, fn)")
-        elif not isinstance(word, Reducer):
+        elif not is_reducer(word):
             raise ArgumentTypeError(
                 f"{path} is {_typed(word)}, which is no split or merge marker; use Chunk(dim), Replicate, "
                 "Reducer(init_value, fn) (merging only), or None for automatic"
@@ -109,8 +144,12 @@ def _check_dim(chunk: Chunk, path: str) -> None:
         raise ArgumentTypeError(f"{path} is Chunk({chunk.split_dim!r}); the dimension must be an int, such as Chunk(0)")
 
 
-def _is_class_of(spec: Any, marker: type[Any]) -> TypeGuard[type[Any]]:
-    return isinstance(spec, type) and issubclass(spec, marker)
+def _is_instance_of(spec: Any, marker: str) -> bool:
+    return _HOME in sys.modules and isinstance(spec, __getattr__(marker))
+
+
+def _is_class_of(spec: Any, marker: str) -> TypeGuard[type[Any]]:
+    return _HOME in sys.modules and isinstance(spec, type) and issubclass(spec, __getattr__(marker))
 
 
 def _typed(spec: Any) -> str:

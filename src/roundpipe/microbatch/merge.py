@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.errors import MergeError
 from roundpipe.microbatch.markers import (
-    Chunk,
-    Reducer,
     check_merge_output,
+    is_chunk,
     is_custom_function,
+    is_reducer,
     is_replicate,
     noting_function,
 )
 from roundpipe.microbatch.packed import ArrivalEvent, RoundPipePackedData
 from roundpipe.microbatch.tree import Node, children_as_spec, children_if_alike, open_node, outline, shown
+
+if TYPE_CHECKING:
+    from roundpipe.microbatch.markers import Reducer
 
 LeafMerge = Callable[[Sequence[Any], str], Any]
 ROOT = "output"
@@ -53,9 +56,9 @@ def _merge(values: Sequence[Any], spec: Any, path: str) -> Any:
         return _merge_alike(values, path, _merge_leaf)
     if is_replicate(spec):
         return _merge_alike(values, path, _first_if_equal)
-    if isinstance(spec, Chunk):
+    if is_chunk(spec):
         return _merge_chunked(values, spec.split_dim, path)
-    if isinstance(spec, Reducer):
+    if is_reducer(spec):
         return _reduce(values, spec, path)
     return _merge_with_tree(values, spec, path)
 

@@ -34,18 +34,19 @@ def clip_grad_norm_(
     As `torch.nn.utils.clip_grad_norm_`, bit for bit. `max_norm=float("inf")` only measures. With a GradScaler call
     `scaler.unscale_(optimizer)` first.
     """
-    _check_max_norm(max_norm)
+    _check_positive("max_norm", max_norm)
+    _check_positive("norm_type", norm_type)
     params = _gradient_owners(model_or_params)
     return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
 
 
-def _check_max_norm(max_norm: Any) -> None:
-    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(
-            f"clip_grad_norm_() got max_norm={max_norm!r} of type {type(max_norm).__name__}; pass a number."
+            f"clip_grad_norm_() got {name}={value!r} of type {type(value).__name__}; pass a number."
         )
-    if not float(max_norm) > 0.0:
-        raise ConfigError(f"clip_grad_norm_() got max_norm={max_norm!r}; pass a number greater than 0.")
+    if not float(value) > 0.0:
+        raise ConfigError(f"clip_grad_norm_() got {name}={value!r}; pass a number greater than 0.")
 
 
 def _gradient_owners(model_or_params: Any) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """The optimizer thread: runs step functions on the optimizer's copies and publishes what they made.
 
-Owned by api for one model. Knows the store's gates, never devices or schedules.
+Owned by api for one model, or for several that are stepped together. Knows the stores' gates, never devices or
+schedules.
 
 [Note: exactly one step old]
 Step n consumes generation n - 1 and makes version n. Its job runs, layer by layer, from the last layer to the first:
@@ -16,17 +17,19 @@ synchronous step n read version n. A step that fails makes a void version: it is
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from roundpipe.context import Iteration, OptimizerCtx, within_iteration
-from roundpipe.errors import UsageError
+from roundpipe.errors import UsageError, add_note
 from roundpipe.store import LayerStore
 from roundpipe.waiting import THREAD_PREFIX
 
@@ -40,6 +43,8 @@ class StepJob:
         self.step_fn = step_fn
         self.is_async = is_async
         self.iteration = iteration
+        self.num_threads = torch.get_num_threads()  # sums on the CPU depend on it
+        self.publishes = not is_async
         self.abandoned = False  # a call it depends on failed; step_fn will not run
         self.begun = False  # step_fn runs or has run
         self.done = False
@@ -48,7 +53,7 @@ class StepJob:
 
 class Stepper:
     def __init__(self, store: LayerStore) -> None:
-        self._store = store
+        self.stores = [store]
         self._monitor = store.monitor
         self.steps_issued = 0
         self.visible_version = 0  # what calls read from now on
@@ -56,10 +61,17 @@ class Stepper:
         self.errors: list[BaseException] = []  # of asynchronous steps, to be raised by the next call
         self._jobs: deque[StepJob] = deque()  # the first one may be running
         self._void_versions: set[int] = set()
+        self._lost_since: int | None = None  # the first generation whose gradients are lost and not yet dropped
         self._thread: threading.Thread | None = None
         self._closing = False
 
     # The caller's side.
+
+    def add(self, store: LayerStore) -> None:
+        """Step `store` together with the others; only before the first step."""
+        assert not self.steps_issued
+        assert store.monitor is self._monitor
+        self.stores.append(store)
 
     @property
     def generation(self) -> int:
@@ -70,6 +82,7 @@ class Stepper:
         with self._monitor:
             self.steps_issued += 1
             job = StepJob(self.steps_issued, step_fn, is_async, self.iteration)
+            job.abandoned = self._lost_since is not None and job.number - 1 >= self._lost_since
             self.visible_version = job.number - 1 if is_async else job.number
             self.iteration = Iteration()
             self._jobs.append(job)
@@ -81,6 +94,13 @@ class Stepper:
         with self._monitor:
             self._monitor.wait_until(lambda: job.done, f"optimizer step {job.number}")
 
+    def forsake(self, job: StepJob) -> None:
+        """The caller stopped waiting for a synchronous step: what becomes of it is the next call's to hear."""
+        with self._monitor:
+            job.is_async = True
+            if job.done and job.error is not None:
+                self.errors.append(job.error)
+
     def wait_until_idle(self) -> None:
         with self._monitor:
             self._monitor.wait_until(lambda: not self._jobs, "the optimizer's pending steps")
@@ -91,12 +111,21 @@ class Stepper:
         self.visible_version = self.steps_issued
 
     def abandon(self, generation: int) -> None:
-        """Gradients of `generation` and later are lost: steps that would consume them must not run."""
+        """Gradients of `generation` and later are lost: steps that would consume them must not run.
+
+        Nor may one that is just being issued, by a caller who has not met the failure yet.
+        """
         with self._monitor:
+            self._lost_since = generation if self._lost_since is None else min(generation, self._lost_since)
             for job in self._jobs:
                 if job.number - 1 >= generation and not job.begun:
                     job.abandoned = True
             self._monitor.changed()
+
+    def losses_are_dropped(self) -> None:
+        """What is gathered from now on is whole again."""
+        with self._monitor:
+            self._lost_since = None
 
     def wait_until_abandoned_are_gone(self, timeout_s: float | None) -> None:
         with self._monitor:
@@ -113,7 +142,8 @@ class Stepper:
             for job in self._jobs:
                 job.abandoned = job.abandoned or not job.begun
             self._monitor.changed()
-        if self._thread is not None and not self.is_current_thread():
+        # A finalizer may come at any point of any thread; one that holds the monitor would keep ours from ending.
+        if self._thread is not None and not self.is_current_thread() and not self._monitor.is_held():
             self._thread.join(_JOIN_S)
 
     # The thread's side.
@@ -139,41 +169,51 @@ class Stepper:
             return self._jobs[0] if self._jobs else None
 
     def _finish(self, job: StepJob) -> None:
+        # What the user's function holds is not ours to keep, and may be a model: let go of it outside the monitor.
+        step_fn, job.step_fn = job.step_fn, _nothing
         with self._monitor:
             if job.error is not None and job.is_async:
                 self.errors.append(job.error)
             job.done = True
-            job.step_fn = _nothing  # what the user's function holds is not ours to keep
             job.iteration.step_finished.set()
             self._jobs.popleft()
             self._monitor.changed()
+        del step_fn
 
     def _carry_out(self, job: StepJob) -> None:
-        self._take_gradients(job)
         try:
+            self._take_gradients(job)
             if self._may_begin(job):
                 self._run_step_fn(job)
             else:
                 self._discard(job)
         except BaseException as error:
             self._discard(job)
-            error.add_note(
-                f"while running step_fn of optimizer step {job.number} on the optimizer thread; nothing of this step "
-                "is published to the model, and its gradients were dropped"
+            what = "running step_fn of" if job.begun else "taking the gradients of"
+            add_note(
+                error,
+                f"while {what} optimizer step {job.number} on the optimizer thread; nothing of this step is published "
+                "to the model, and its gradients were dropped",
             )
             raise
         finally:
-            if not job.is_async:
+            if job.publishes:
                 self._publish_all(job.number)
 
     def _take_gradients(self, job: StepJob) -> None:
+        """Whatever goes wrong with one layer, all of them pass to the next generation and version: calls need it."""
         generation, version = job.number - 1, job.number - 1
-        for layer_id in reversed(range(len(self._store.layers))):
-            self._store.consume(layer_id, generation, lambda: job.abandoned)
-            self._store.publish(layer_id, version, copy=version not in self._void_versions)
-        for layer_id in range(len(self._store.layers)):
-            self._store.skip_generation(layer_id, generation)
+        errors: list[BaseException] = []
+        for store, layer_id in reversed(self._all_layers()):
+            with _collecting(errors):
+                store.consume(layer_id, generation, lambda: job.abandoned)
+            with _collecting(errors):
+                store.publish(layer_id, version, copy=version not in self._void_versions)
+        for store, layer_id in self._all_layers():
+            store.skip_generation(layer_id, generation)
         self._void_versions.discard(version - 1)
+        if errors:
+            raise errors[0]
 
     def _may_begin(self, job: StepJob) -> bool:
         with self._monitor:
@@ -181,24 +221,30 @@ class Stepper:
             return job.begun
 
     def _run_step_fn(self, job: StepJob) -> None:
-        with OptimizerCtx(), within_iteration(job.iteration), _OptimizerGuard(self._store):
+        if torch.get_num_threads() != job.num_threads:
+            torch.set_num_threads(job.num_threads)
+        with OptimizerCtx(), within_iteration(job.iteration), _OptimizerGuard(self.stores):
             job.step_fn()
 
     def _discard(self, job: StepJob) -> None:
         self._void_versions.add(job.number)
-        for master in self._store.masters.existing():
-            master.grad = None
+        for store in self.stores:
+            for master in store.masters.existing():
+                master.grad = None
 
     def _publish_all(self, version: int) -> None:
-        for layer_id in range(len(self._store.layers)):
-            self._store.publish(layer_id, version, copy=version not in self._void_versions)
+        for store, layer_id in self._all_layers():
+            store.publish(layer_id, version, copy=version not in self._void_versions)
+
+    def _all_layers(self) -> list[tuple[LayerStore, int]]:
+        return [(store, layer.layer_id) for store in self.stores for layer in store.layers]
 
 
 class _OptimizerGuard:
     """Refuses, inside step_fn, an optimizer that was built on the model's own parameters: it would train nothing."""
 
-    def __init__(self, store: LayerStore) -> None:
-        self._own = {id(record.param): record.name for record in store.parameters}
+    def __init__(self, stores: Sequence[LayerStore]) -> None:
+        self._own = {id(record.param): record.name for store in stores for record in store.parameters}
         self._thread = threading.get_ident()
 
     def __enter__(self) -> None:
@@ -217,6 +263,14 @@ class _OptimizerGuard:
                         f"the optimizer was built on the model's own parameters ({self._own[id(param)]!r} is one); "
                         "build it on model.optim_parameters() or model.optim_named_parameters()."
                     )
+
+
+@contextlib.contextmanager
+def _collecting(errors: list[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        errors.append(error)
 
 
 def _nothing() -> None:

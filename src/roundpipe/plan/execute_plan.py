@@ -28,6 +28,9 @@ class ModelExecutePlan:
     __hash__ = None  # type: ignore[assignment]  # the lists are the user's to change
 
     def __init__(self, fwd_plan: Iterable[range] = (), bwd_plan: Iterable[range] = ()) -> None:
+        for name, plan in (("fwd_plan", fwd_plan), ("bwd_plan", bwd_plan)):
+            if not isinstance(plan, Iterable):
+                raise ArgumentTypeError(f"{name} must be a list of ranges, such as [range(0, 3)], got {plan!r}")
         self.fwd_plan = list(fwd_plan)
         self.bwd_plan = list(bwd_plan)
 

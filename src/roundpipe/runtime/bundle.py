@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from roundpipe.errors import ArgumentTypeError
+from roundpipe.store.layout import span_elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Bundle:
     tensors: tuple[torch.Tensor, ...]
     _leaves: tuple[Any, ...]
     _spec: TreeSpec
+    sharing_memory: frozenset[int] = frozenset()  # positions of tensors that had memory in common when packed
 
     @classmethod
     def pack(cls, value: Any) -> Bundle:
@@ -33,13 +37,14 @@ class Bundle:
         packed = []
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
+                _refuse_hidden_graph(leaf)
                 packed.append(leaf)
                 continue
             if id(leaf) not in position_of:
                 position_of[id(leaf)] = len(tensors)
                 tensors.append(leaf)
             packed.append(_TensorAt(position_of[id(leaf)]))
-        return cls(tuple(tensors), tuple(packed), spec)
+        return cls(tuple(tensors), tuple(packed), spec, _sharing_memory(tensors))
 
     def unpack(self) -> Any:
         leaves = [self.tensors[leaf.position] if isinstance(leaf, _TensorAt) else leaf for leaf in self._leaves]
@@ -58,3 +63,36 @@ class Bundle:
     @property
     def requires_grad(self) -> tuple[bool, ...]:
         return tuple(tensor.requires_grad for tensor in self.tensors)
+
+
+def _sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Positions of strided tensors that span memory another one spans too."""
+    spans = sorted(
+        (
+            tensor.data_ptr(),
+            tensor.data_ptr() + span_elements(tensor.shape, tensor.stride()) * tensor.itemsize,
+            position,
+        )
+        for position, tensor in enumerate(tensors)
+        if tensor.layout is torch.strided and tensor.numel()
+    )
+    sharing: set[int] = set()
+    last_end, last_position = 0, -1
+    for start, end, position in spans:
+        if start < last_end:
+            sharing |= {position, last_position}
+        if end > last_end:
+            last_end, last_position = end, position
+    return frozenset(sharing)
+
+
+def _refuse_hidden_graph(leaf: Any) -> None:
+    """Gradients are followed through tensors we can see; one inside an unknown object would lose its own, silently."""
+    if isinstance(leaf, torch.nn.Module) or not hasattr(leaf, "__dict__"):
+        return
+    if any(isinstance(held, torch.Tensor) and held.requires_grad for held in tree_leaves(vars(leaf))):
+        raise ArgumentTypeError(
+            f"a {type(leaf).__qualname__} holds a tensor that requires grad, and gradients cannot be followed into it; "
+            "pass tuples, lists and dicts between layers, or register the class with torch.utils._pytree "
+            "(register_dataclass, register_pytree_node)."
+        )

@@ -14,6 +14,7 @@ import torch
 from roundpipe.config import RecomputeGrain
 from roundpipe.devices import Device, Event, StreamKind
 from roundpipe.plan import StageTask, TaskKind
+from roundpipe.runtime.place import Place
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import Run
 from roundpipe.store import LayerStore
@@ -38,23 +39,24 @@ class LayerImages:
             of_store[layer_id] = Replica(store.layers[layer_id], self._device.torch_device)
         return of_store[layer_id]
 
-    def prefetch(self, run: Run, task: StageTask) -> None:
+    def prefetch(self, run: Run, task: StageTask, place: Place) -> None:
         """Start every upload of the task that need not wait for the optimizer, in the order of use."""
         for layer_id in _order_of_use(run, task):
             if self._key(run, task, layer_id) in self._images:
                 continue
             if run.failed or not run.store.can_upload(layer_id, run.version):
                 return
-            self._upload(run, task, layer_id)
+            self._upload(run, task, layer_id, place)
 
-    def ready(self, run: Run, task: StageTask, layer_id: int) -> torch.Tensor:
+    def ready(self, run: Run, task: StageTask, layer_id: int, place: Place) -> torch.Tensor:
         """The layer's weights; compute queued from now on waits for this layer's upload, and for no other."""
         key = self._key(run, task, layer_id)
         if key not in self._images:
             if not run.store.wait_for_weights(layer_id, run.version, lambda: run.failed):
                 run.check()
-            self._upload(run, task, layer_id)
-            self.prefetch(run, task)
+            self._upload(run, task, layer_id, place)
+            self.prefetch(run, task, place)
+        place.at(layer_id, "weight upload")
         image = self._images[key]
         self._device.stream_wait(StreamKind.COMPUTE, image.uploaded)
         return image.buffer
@@ -67,7 +69,8 @@ class LayerImages:
             if image is not None:
                 self._pool.give(image.buffer, [passed, image.uploaded])
 
-    def _upload(self, run: Run, task: StageTask, layer_id: int) -> None:
+    def _upload(self, run: Run, task: StageTask, layer_id: int, place: Place) -> None:
+        place.at(layer_id, "weight upload")
         layer = run.store.layers[layer_id]
         buffer, free_after = self._pool.take(layer.image.total_bytes)
         for event in free_after:

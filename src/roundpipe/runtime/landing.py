@@ -11,6 +11,7 @@ import threading
 import torch
 
 from roundpipe.devices import Event
+from roundpipe.errors import add_note
 from roundpipe.runtime.run import Run
 from roundpipe.store import ParameterRecord
 from roundpipe.waiting import THREAD_PREFIX, Monitor
@@ -55,7 +56,7 @@ class LandingThread:
             try:
                 _land(landing)
             except BaseException as error:
-                error.add_note(f"while landing gradients of layer {landing.layer_id}")
+                add_note(error, f"while landing gradients of layer {landing.layer_id}")
                 landing.run.fail(error)
             finally:
                 landing.run.landing_done()

@@ -6,6 +6,7 @@ One pool per set of devices. It opens at first use and closes when the last mode
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from roundpipe.runtime.run import Run
 from roundpipe.runtime.worker import Worker
 from roundpipe.waiting import Monitor
 
-_JOIN_S = 5.0
+_JOIN_S = 3.0
 _pools: weakref.WeakValueDictionary[tuple[DeviceSpec, ...], DevicePool] = weakref.WeakValueDictionary()
 _pools_lock = threading.Lock()
 
@@ -72,17 +73,20 @@ class _OpenPool:
         for worker in self.workers:
             worker.start()
         # At exit too, before the interpreter takes the threads' ground away.
-        self.finalizer = weakref.finalize(pool, _stop, landing, self.workers)
+        self.finalizer = weakref.finalize(pool, _stop, pool.monitor, landing, self.workers)
         self.finalizer.atexit = True
 
 
-def _stop(landing: LandingThread, workers: list[Worker]) -> None:
+def _stop(monitor: Monitor, landing: LandingThread, workers: list[Worker]) -> None:
     for worker in workers:
         worker.stop()
-    for worker in workers:
-        worker.join(_JOIN_S)
     landing.stop()
-    landing.join(_JOIN_S)
+    if monitor.is_held():  # a finalizer may come at any point of any thread, and the others need the monitor to end
+        return
+    deadline = time.monotonic() + _JOIN_S  # for all together: a worker may be stuck inside a layer
+    for worker in workers:
+        worker.join(max(deadline - time.monotonic(), 0.0))
+    landing.join(max(deadline - time.monotonic(), 0.0))
 
 
 def shared_pool(specs: Sequence[DeviceSpec]) -> DevicePool:

@@ -6,7 +6,8 @@ user's own; parameters are stand-ins that are pointed into an uploaded image; bu
 [Note: attributes]
 What the user changes on a module (training mode, a dropout rate) reaches the replica before each stage. What a
 forward sets on its module stays with the replica, where a cache of device tensors belongs, except plain numbers,
-strings and None (a counter, a flag): those go back to the user's module when the stage is done.
+strings and None (a counter, a flag): those go back to the user's module after the last microbatch's forward, before
+anybody can see the call's result. What a recomputation or a failed forward set is dropped: nothing counts twice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from torch import nn
 
 from roundpipe.errors import UsageError
+from roundpipe.runtime.bundle import Bundle
+from roundpipe.runtime.transfer import duplicate
 from roundpipe.store import BufferRecord, LayerRecord
 
 # Set elsewhere, or tied to the original's tensors.
@@ -99,6 +102,8 @@ class Replica:
         for stand_in, nothing in zip(self.parameters, self._nothing, strict=True):
             stand_in.data = nothing
             stand_in.grad = None
+        for pair in self._pairs:
+            pair.drop_changes()
         self.set_buffers([None] * len(self.record.buffers))
 
     def write_attributes_back(self) -> None:
@@ -111,6 +116,12 @@ class Replica:
 
     def get_buffers(self) -> list[torch.Tensor | None]:
         return [self._home(record)._buffers.get(record.key) for record in self.record.buffers]
+
+    def apart(self, bundle: Bundle) -> Bundle:
+        """The bundle, with copies of what lies in the layer's own weights or buffers: those outlive no stage."""
+        own = {t.untyped_storage().data_ptr() for t in (*self.parameters, *self.get_buffers()) if t is not None}
+        own.discard(0)
+        return bundle.map(lambda t: duplicate(t) if _memory_of(t) in own else t)
 
     def _home(self, record: BufferRecord) -> nn.Module:
         return self._buffer_homes[id(record.owner)]
@@ -155,16 +166,34 @@ class _ModulePair:
 
     def write_back(self) -> None:
         """Replica to user: plain values a forward has set. See [Note: attributes]."""
-        for key, value in list(self.replica.__dict__.items()):
-            if key in _NOT_SYNCED or self._given.get(key, _MISSING) is value:
-                continue
-            if isinstance(value, _PLAIN):
-                self._synced[key] = self._given[key] = value
-                self.original.__dict__[key] = value
+        for key, value in self._changes().items():
+            self._synced[key] = self._given[key] = value
+            self.original.__dict__[key] = value
+
+    def drop_changes(self) -> None:
+        """Forget plain values that were set since the replica and the user's module last agreed."""
+        for key in self._changes():
+            if key in self._given:
+                self.replica.__dict__[key] = self._given[key]
+            else:
+                del self.replica.__dict__[key]
+
+    def _changes(self) -> dict[str, Any]:
+        return {
+            key: value
+            for key, value in self.replica.__dict__.items()
+            if key not in _NOT_SYNCED and self._given.get(key, _MISSING) is not value and isinstance(value, _PLAIN)
+        }
 
 
 def _stand_in(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(0, dtype=param.dtype, device=device), requires_grad=param.requires_grad)
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """Where a tensor's memory begins; None for kinds of tensor that have none of their own."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.untyped_storage().data_ptr() if is_plain else None
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:

@@ -163,6 +163,10 @@ class Run:
         )
 
     @property
+    def is_inference(self) -> bool:
+        return self.forward_phase is LayerPhase.INFERENCE
+
+    @property
     def trains(self) -> bool:
         return bool(self.landing_layers)
 

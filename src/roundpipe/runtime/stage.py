@@ -3,11 +3,6 @@
 Called by runtime.worker. Knows layers and tensors; where values come from and go to is StageMail's, what buffers hold
 is StageBuffers', and when weights may be read is LayerStore's.
 
-[Note: one graph per layer]
-Every layer is a graph of its own: its inputs are leaves, its outputs roots. Backward walks the layers in reverse and
-hands gradients from leaves to roots. So a layer's gradient is final as soon as its own backward has run, times are
-known per layer, and how layers are grouped into stages cannot change a single bit.
-
 [Note: forward keeps the grad mode]
 A forward that will be recomputed runs with grad enabled too, and its graph is dropped layer by layer: code that looks
 at the grad mode (fused kernels, checkpoints) takes the same path both times.
@@ -16,7 +11,6 @@ at the grad mode (fused kernels, checkpoints) takes the same path both times.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +23,7 @@ from roundpipe.devices.host_random import HostRandomStream
 from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
 from roundpipe.plan import Phase, StageTask, TaskKind
 from roundpipe.runtime.bundle import Bundle
+from roundpipe.runtime.frame import Frame, Gradients, Leaves
 from roundpipe.runtime.images import LayerImages
 from roundpipe.runtime.landing import Landing, LandingThread
 from roundpipe.runtime.place import Place
@@ -36,33 +31,8 @@ from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import Measurement, Run, TaskSpan
 from roundpipe.runtime.seeds import stream_seed
 from roundpipe.runtime.stage_buffers import StageBuffers
-from roundpipe.runtime.stage_mail import Gradients, StageMail
+from roundpipe.runtime.stage_mail import StageMail
 from roundpipe.runtime.transfer import Transfer
-
-
-@dataclasses.dataclass
-class _Frame:
-    """A layer's forward, kept for its backward."""
-
-    layer_id: int
-    leaves: list[torch.Tensor]
-    outputs: Bundle
-
-    def handed_on(self) -> tuple[Bundle, tuple[bool, ...]]:
-        """What the next layer gets: the outputs cut from this layer's graph, and which of them require grad."""
-        return self.outputs.detached(), self.outputs.requires_grad
-
-
-class _Boundary(torch.autograd.Function):
-    """Separates a leaf from what the layer sees, so that a layer may change its input in place as in a plain model."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
 
 
 class StageRunner:
@@ -100,16 +70,13 @@ class _Task:
 
     def carry_out(self) -> None:
         try:
-            self._images.prefetch(self._run, self._task)
+            self._images.prefetch(self._run, self._task, self._place)
             for microbatch in range(self._run.num_microbatch):
                 self._run.check()
                 self._place.microbatch = microbatch
-                with self._spanned(microbatch):
-                    self._run_microbatch(microbatch)
+                self._run_microbatch(microbatch)
                 if microbatch == 0:
                     self._runner.prefetch_next()
-            for replica in self._replicas.values():
-                replica.write_attributes_back()
         finally:
             for replica in self._replicas.values():
                 replica.unbind()
@@ -117,17 +84,22 @@ class _Task:
     def _run_microbatch(self, microbatch: int) -> None:
         match self._task.kind:
             case TaskKind.FORWARD:
-                self._forward_task(microbatch)
+                value = self._mail.receive(microbatch)
+                with self._spanned(microbatch):
+                    self._forward_task(microbatch, *value)
             case TaskKind.FUSED:
-                self._fused_task(microbatch)
+                value = self._mail.receive(microbatch)
+                with self._spanned(microbatch):
+                    self._fused_task(microbatch, *value)
             case TaskKind.BACKWARD:
                 # Gradients come last of all: once they are here, so is what forward saved.
-                self._backward_task(microbatch, self._mail.receive_gradients(microbatch))
+                gradients = self._mail.receive_gradients(microbatch)
+                with self._spanned(microbatch):
+                    self._backward_task(microbatch, gradients)
 
     # The kinds of task.
 
-    def _forward_task(self, microbatch: int) -> None:
-        bundle, flags = self._mail.receive(microbatch)
+    def _forward_task(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         for layer_id in self._task.layers:
             if layer_id in self._recall.save_points:
                 self._mail.save_input(layer_id, microbatch, bundle, flags)
@@ -136,8 +108,7 @@ class _Task:
             ).handed_on()
         self._mail.send(microbatch, bundle, flags)
 
-    def _fused_task(self, microbatch: int) -> None:
-        bundle, flags = self._mail.receive(microbatch)
+    def _fused_task(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         frames, bundle, flags = self._forward_stage(microbatch, bundle, flags, LayerPhase.FUSED)
         gradients = self._loss(microbatch, bundle, flags)
         del bundle
@@ -182,7 +153,7 @@ class _Task:
 
     def _forward_stage(
         self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...], phase: LayerPhase
-    ) -> tuple[list[_Frame], Bundle, tuple[bool, ...]]:
+    ) -> tuple[list[Frame], Bundle, tuple[bool, ...]]:
         frames = []
         for layer_id in self._task.layers:
             frames.append(self._forward_layer(layer_id, microbatch, bundle, flags, phase))
@@ -191,26 +162,27 @@ class _Task:
 
     def _forward_layer(
         self, layer_id: int, microbatch: int, bundle: Bundle, flags: Sequence[bool], phase: LayerPhase
-    ) -> _Frame:
+    ) -> Frame:
         replica = self._bound_replica(layer_id)
         self._place.at(layer_id, "recompute" if phase is LayerPhase.RECOMPUTE else "forward")
         self._buffers.before_forward(replica, microbatch, phase)
         if replica.may_change_input():
             self._runner.transfer.let_downloads_finish_first()
         with_grad = phase is not LayerPhase.INFERENCE
-        leaves = [t.requires_grad_(flag and with_grad) for t, flag in zip(bundle.tensors, flags, strict=True)]
-        versions = [leaf._version for leaf in leaves]
+        leaves = Leaves(bundle, [flag and with_grad for flag in flags])
         recalled = self._mail.recalled_data(layer_id, microbatch) if phase is LayerPhase.RECOMPUTE else None
         layer_run = LayerRun(phase, recalled)
         with torch.set_grad_enabled(with_grad), running_layer(layer_run), self._measured(layer_id, phase, bundle):
-            args, kwargs = _call_arguments(layer_id, _beyond_boundary(bundle, leaves))
+            args, kwargs = _call_arguments(layer_id, leaves.value())
             outputs, drew = self._call_layer(replica, microbatch, phase, args, kwargs)
-        changed_input = versions != [leaf._version for leaf in leaves]
-        replica.note_behaviour(changed_input=changed_input, drew_on_host=drew)
+        replica.note_behaviour(changed_input=leaves.were_changed(), drew_on_host=drew)
         self._buffers.after_forward(replica, microbatch, phase)
+        if microbatch == self._run.num_microbatch - 1 and phase is not LayerPhase.RECOMPUTE:
+            replica.write_attributes_back()
         if layer_run.saved and phase is LayerPhase.FORWARD:
-            self._mail.save_layer_data(layer_id, microbatch, layer_run.recompute_data or ())
-        return _Frame(layer_id, leaves, outputs)
+            saved = Bundle.pack(layer_run.recompute_data or ())
+            self._mail.save_layer_data(layer_id, microbatch, replica.apart(saved))
+        return Frame(layer_id, replica, leaves, outputs)
 
     def _call_layer(
         self, replica: Replica, microbatch: int, phase: LayerPhase, args: Any, kwargs: Any
@@ -231,12 +203,12 @@ class _Task:
             else:
                 yield None
 
-    def _backward_frames(self, frames: list[_Frame], gradients: Gradients, microbatch: int) -> None:
+    def _backward_frames(self, frames: list[Frame], gradients: Gradients, microbatch: int) -> None:
         while frames:
             gradients = self._backward_layer(frames.pop(), gradients, microbatch)
         self._mail.send_gradients(microbatch, gradients)
 
-    def _backward_layer(self, frame: _Frame, gradients: Gradients, microbatch: int) -> Gradients:
+    def _backward_layer(self, frame: Frame, gradients: Gradients, microbatch: int) -> Gradients:
         """Gradients of the layer's inputs from those of its outputs; parameters gather theirs in the replica."""
         self._place.at(frame.layer_id, "backward")
         outputs = frame.outputs.tensors
@@ -252,7 +224,7 @@ class _Task:
         self._run.measurements.append(Measurement(frame.layer_id, Phase.BACKWARD, start, self._device.mark()))
         if microbatch == self._run.num_microbatch - 1:
             self._send_parameter_gradients(frame.layer_id)
-        return [leaf.grad for leaf in frame.leaves]
+        return frame.leaves.gradients
 
     def _send_parameter_gradients(self, layer_id: int) -> None:
         """All microbatches have been added up: the layer's gradients start on their way down."""
@@ -280,7 +252,8 @@ class _Task:
         if layer_id not in self._replicas:
             self._place.at(layer_id, "weight upload")
             replica = self._images.replica(self._run.store, layer_id)
-            replica.bind(self._images.ready(self._run, self._task, layer_id), self._recall.settings[layer_id])
+            image = self._images.ready(self._run, self._task, layer_id, self._place)
+            replica.bind(image, self._recall.settings[layer_id])
             self._replicas[layer_id] = replica
             self._buffers.upload(replica)
         return self._replicas[layer_id]
@@ -295,16 +268,18 @@ class _Task:
             self._mail.send_outputs(microbatch, bundle, flags)
             self._runner.transfer.let_downloads_finish_first()
         label = self._mail.label(microbatch)
-        leaves = [tensor.requires_grad_(flag) for tensor, flag in zip(bundle.tensors, flags, strict=True)]
+        leaves = Leaves(bundle, flags)
         seed = stream_seed(self._recall.seed, len(run.store.layers), microbatch, False)
         assert run.loss_fn is not None
+        memory_before = self._device.allocated_bytes()
         with torch.enable_grad(), self._random_stream(seed, may_draw_on_host=False):
-            value = run.loss_fn(_beyond_boundary(bundle, leaves), label)
+            value = run.loss_fn(leaves.value(), label)
         losses = checked_losses(value)
+        self._note_loss_memory(memory_before)
         self._place.at(None, "loss backward")
         torch.autograd.backward(losses)
         self._mail.send_losses(microbatch, losses, is_sequence=not isinstance(value, torch.Tensor))
-        return [leaf.grad for leaf in leaves]
+        return leaves.gradients
 
     # Measurements.
 
@@ -319,16 +294,20 @@ class _Task:
             input_bytes = sum(tensor.nbytes for tensor in bundle.tensors)
             self._run.activation_bytes[layer_id] = (max(memory_after - memory_before, 0), input_bytes)
 
+    def _note_loss_memory(self, memory_before: int | None) -> None:
+        """Count what the loss keeps, and as much again for the gradients of it, as the last layer's."""
+        memory_after = self._device.allocated_bytes()
+        last = self._task.layers[-1]
+        if memory_before is not None and memory_after is not None and last in self._run.activation_bytes:
+            kept, input_bytes = self._run.activation_bytes[last]
+            self._run.activation_bytes[last] = (kept + 2 * max(memory_after - memory_before, 0), input_bytes)
+
     @contextlib.contextmanager
     def _spanned(self, microbatch: int) -> Iterator[None]:
+        """Work only: entered once the input is there."""
         start: Mark = self._device.mark()
         yield
         self._run.spans.append(TaskSpan(self._device.name, str(self._task), microbatch, start, self._device.mark()))
-
-
-def _beyond_boundary(bundle: Bundle, leaves: Sequence[torch.Tensor]) -> Any:
-    seen = [_Boundary.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]
-    return bundle.with_tensors(seen).unpack()
 
 
 def _call_arguments(layer_id: int, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -351,5 +330,10 @@ def checked_losses(value: Any) -> list[torch.Tensor]:
             raise UsageError(
                 f"loss {position} of shape {tuple(loss.shape)} does not require grad: nothing it was computed from is "
                 "trainable. Train at least one parameter the loss depends on, and do not detach() the outputs."
+            )
+        if loss.numel() != 1:
+            raise UsageError(
+                f"loss {position} has shape {tuple(loss.shape)}; loss_fn must return losses of one element each: "
+                "reduce it with .mean() or .sum()."
             )
     return list(losses)

@@ -13,11 +13,10 @@ import torch
 
 from roundpipe.plan import StageTask
 from roundpipe.runtime.bundle import Bundle
+from roundpipe.runtime.frame import Gradients
 from roundpipe.runtime.place import Place
 from roundpipe.runtime.run import GradientParcel, HostValues, Parcel, Run
 from roundpipe.runtime.transfer import Transfer
-
-Gradients = list[torch.Tensor | None]
 
 
 class StageMail:
@@ -69,8 +68,8 @@ class StageMail:
         host, event = self._transfer.down_bundle(bundle)
         self._recall.inputs[layer_id, microbatch] = Parcel(host, flags, (event,))
 
-    def save_layer_data(self, layer_id: int, microbatch: int, saved: tuple[Any, ...]) -> None:
-        host, event = self._transfer.down_bundle(Bundle.pack(saved))
+    def save_layer_data(self, layer_id: int, microbatch: int, saved: Bundle) -> None:
+        host, event = self._transfer.down_bundle(saved)
         self._recall.layer_data[layer_id, microbatch] = Parcel(host, (), (event,))
 
     def recalled_input(self, layer_id: int, microbatch: int) -> tuple[Bundle, tuple[bool, ...]]:

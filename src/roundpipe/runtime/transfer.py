@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from roundpipe.devices import Device, Event, StreamKind
+from roundpipe.errors import UsageError
 from roundpipe.runtime.bundle import Bundle
 from roundpipe.store.layout import dense_stride, span_elements
+
+_ALIGNMENT_BYTES = 64  # what matrix kernels on the CPU look at; torch gives every tensor of its own at least this
 
 
 class Transfer:
@@ -60,22 +63,54 @@ class Transfer:
         return lambda shape, stride, dtype: self._device.device_empty_strided(shape, stride, dtype, stream)
 
 
+def check_movable(tensor: torch.Tensor) -> None:
+    """Refuse what cannot travel, before a copy of it is queued."""
+    kind = "nested" if tensor.is_nested else tensor.layout if tensor.layout is not torch.strided else tensor.device.type
+    if kind not in ("cpu", "cuda"):
+        shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+        raise UsageError(
+            f"a tensor{shape} is {kind} and cannot travel between host and device; inputs, labels and what layers "
+            "return must be dense tensors with values, on the CPU or on CUDA."
+        )
+
+
+def duplicate(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the tensor's own device, made by compute, outside any graph."""
+
+    def allocate(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
+
+    return _copy_of(tensor.detach(), allocate, torch.Tensor.copy_)
+
+
 def _copy_of(
     tensor: torch.Tensor,
     allocate: Callable[..., torch.Tensor],
-    copy: Callable[[torch.Tensor, torch.Tensor], None],
+    copy: Callable[[torch.Tensor, torch.Tensor], object],
 ) -> torch.Tensor:
-    """A copy with the very same strides: kernels choose their order of summation by them.
+    """A copy with the very same strides and alignment: kernels choose their order of summation by them.
 
     A view with gaps or repeats (a slice, an expansion) is copied with the memory it spans, and viewed again.
     """
+    check_movable(tensor)
     tensor = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
-    stride = tuple(tensor.stride())
-    if dense_stride(tensor) == stride or tensor.numel() == 0:
-        duplicate = allocate(tuple(tensor.shape), stride, tensor.dtype)
+    shape, stride, lead = tuple(tensor.shape), tuple(tensor.stride()), _misalignment_elements(tensor)
+    is_dense = dense_stride(tensor) == stride
+    if tensor.numel() == 0 or (is_dense and not lead):
+        duplicate = allocate(shape, stride, tensor.dtype)
         copy(duplicate, tensor)
         return duplicate
-    span = span_elements(tensor.shape, stride)
-    memory = allocate((span,), (1,), tensor.dtype)
-    copy(memory, tensor.as_strided((span,), (1,), tensor.storage_offset()))
-    return memory.as_strided(tensor.shape, stride, memory.storage_offset())
+    span = span_elements(shape, stride)
+    memory = allocate((lead + span,), (1,), tensor.dtype)[lead:]
+    duplicate = memory.as_strided(shape, stride, memory.storage_offset())
+    if is_dense:
+        copy(duplicate, tensor)
+    else:
+        copy(memory, tensor.as_strided((span,), (1,), tensor.storage_offset()))
+    return duplicate
+
+
+def _misalignment_elements(tensor: torch.Tensor) -> int:
+    """How many elements the tensor starts behind a boundary that every allocator keeps."""
+    misalignment_bytes = tensor.data_ptr() % _ALIGNMENT_BYTES
+    return 0 if misalignment_bytes % tensor.itemsize else misalignment_bytes // tensor.itemsize

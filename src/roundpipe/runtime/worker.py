@@ -8,10 +8,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+import torch
+
 from roundpipe.devices import Device
+from roundpipe.errors import ClosedError, add_note
 from roundpipe.plan import StageTask
 from roundpipe.runtime.images import LayerImages
 from roundpipe.runtime.landing import LandingThread
+from roundpipe.runtime.place import Place
 from roundpipe.runtime.run import Run, RunCancelled
 from roundpipe.runtime.stage import StageRunner
 from roundpipe.waiting import THREAD_PREFIX
@@ -22,7 +26,9 @@ _Job = tuple[Run, StageTask]
 class Worker:
     def __init__(self, device: Device, landing: LandingThread) -> None:
         self.device = device
-        self._jobs: deque[_Job | None] = deque()
+        self._jobs: deque[_Job] = deque()
+        self._current: Run | None = None
+        self._stopping = False
         self._ready = threading.Condition()
         self._images = LayerImages(device)
         self._runner = StageRunner(device, landing, self._images, self._prefetch_next)
@@ -32,29 +38,36 @@ class Worker:
         self._thread.start()
 
     def submit(self, run: Run, task: StageTask) -> None:
-        self._put((run, task))
+        with self._ready:
+            self._jobs.append((run, task))
+            self._ready.notify()
 
     def stop(self) -> None:
-        self._put(None)
+        """End after the present layer; what was still to be done fails."""
+        with self._ready:
+            self._stopping = True
+            runs = [run for run, _ in self._jobs] + ([self._current] if self._current is not None else [])
+            self._ready.notify()
+        for run in runs:
+            run.fail(ClosedError("the device pool was closed while this call was running"))
 
     def join(self, timeout_s: float) -> None:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    def _put(self, job: _Job | None) -> None:
-        with self._ready:
-            self._jobs.append(job)
-            self._ready.notify()
-
     def _next(self) -> _Job | None:
         with self._ready:
-            self._ready.wait_for(lambda: self._jobs)
+            self._current = None  # an idle worker keeps no run, and so no model, alive
+            self._ready.wait_for(lambda: self._jobs or self._stopping)
+            if self._stopping:
+                return None
+            self._current = self._jobs[0][0]
             return self._jobs.popleft()
 
     def _loop(self) -> None:
         while (job := self._next()) is not None:
             self._carry_out(*job)
-            del job  # an idle worker keeps no run, and so no model, alive
+            del job
 
     def _carry_out(self, run: Run, task: StageTask) -> None:
         try:
@@ -63,14 +76,32 @@ class Worker:
         except RunCancelled:
             pass
         except BaseException as error:
-            error.add_note(self._runner.place.note())
+            add_note(error, self._runner.place.note())
             run.fail(error)
         finally:
+            self._tidy_up(run, task)
+
+    def _tidy_up(self, run: Run, task: StageTask) -> None:
+        try:
             self._images.finish(run, task)
+        except BaseException as error:  # a device in a bad state must not take the worker down with it
+            add_note(error, f"while freeing what {task} of {run!r} used on {self.device.name}")
+            run.fail(error)
+        finally:
             run.task_done()
 
     def _prefetch_next(self) -> None:
+        """What goes wrong here concerns the next task; the present one goes on."""
         with self._ready:
             job = self._jobs[0] if self._jobs else None
-        if job is not None:
-            self._images.prefetch(*job)
+        if job is None:
+            return
+        place = Place()
+        place.enter(*job, self.device.name)
+        try:
+            self._images.prefetch(*job, place)
+        except torch.OutOfMemoryError:
+            pass  # then its upload waits for its turn
+        except BaseException as error:
+            add_note(error, place.note())
+            job[0].fail(error)

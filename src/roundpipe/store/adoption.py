@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from roundpipe.devices import HostPinner
-from roundpipe.errors import ConfigError, OwnershipError
+from roundpipe.errors import OwnershipError
 from roundpipe.store.host_buffer import HostBuffer
 from roundpipe.store.host_memory import require_host_memory
 from roundpipe.store.layout import lay_out
@@ -52,21 +52,27 @@ def adopt(layers: Sequence[nn.Module], names: dict[int, str], mode: PinMode, pin
     """Records of all layers; with `PinMode.ALLOC` each layer's weights now lie in one flat buffer."""
     seen: dict[int, ParameterRecord] = {}
     shared_buffers = _buffers_in_several_layers(layers)
-    records = []
-    for layer_id, layer in enumerate(layers):
-        _refuse_unusable(layer, layer_id, names)
-        own, foreign = _home_and_foreign(layer, layer_id, names, seen)
-        flat = _move_into_flat(own, pinner) if mode is PinMode.ALLOC else None
-        parameters = own + foreign
-        record = LayerRecord(
-            layer_id=layer_id,
-            module=layer,
-            parameters=parameters,
-            buffers=_buffer_records(layer, shared_buffers),
-            image=lay_out([parameter.weights for parameter in parameters]),
-            flat=flat,
-        )
-        records.append(record)
+    records: list[LayerRecord] = []
+    try:
+        for layer_id, layer in enumerate(layers):
+            own, foreign = _home_and_foreign(layer, layer_id, names, seen)
+            flat = _move_into_flat(own, pinner) if mode is PinMode.ALLOC else None
+            parameters = own + foreign
+            record = LayerRecord(
+                layer_id=layer_id,
+                module=layer,
+                parameters=parameters,
+                buffers=_buffer_records(layer, shared_buffers),
+                image=lay_out([parameter.weights for parameter in parameters]),
+                flat=flat,
+            )
+            records.append(record)
+    except BaseException:
+        # Weights that have moved stay, as ordinary memory: moving them back would take memory that is not there.
+        for record in records:
+            if record.flat is not None:
+                record.flat.close()
+        raise
     return records
 
 
@@ -124,25 +130,6 @@ def _page_runs(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 def _owner_of(param: nn.Parameter) -> object | None:
     reference = getattr(param, _OWNER_ATTRIBUTE, None)
     return reference() if reference is not None else None
-
-
-def _refuse_unusable(layer: nn.Module, layer_id: int, names: dict[int, str]) -> None:
-    for local_name, param in layer.named_parameters():
-        name = names.get(id(param), local_name)
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ConfigError(
-                f"parameter {name!r} of layer {layer_id} is not initialised; run the model once on a small batch first."
-            )
-        if param.device.type != "cpu":
-            raise ConfigError(
-                f"parameter {name!r} of layer {layer_id} is on {param.device}; RoundPipe keeps weights in host memory: "
-                "build or load the model on the CPU."
-            )
-        if param.layout is not torch.strided:
-            raise ConfigError(f"parameter {name!r} of layer {layer_id} is {param.layout}; only dense ones can travel.")
-    for name, buffer in layer.named_buffers():
-        if buffer.device.type != "cpu":
-            raise ConfigError(f"buffer {name!r} of layer {layer_id} is on {buffer.device}; move the model to the CPU.")
 
 
 def _home_and_foreign(

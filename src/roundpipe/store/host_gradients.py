@@ -29,27 +29,27 @@ class HostGradients:
                 self._add_one(record, part)
 
     def drop(self) -> bool:
-        """Forget everything gathered. Returns whether there was anything."""
+        """Forget everything gathered, here and in `param.grad`. Returns whether there was anything."""
         with self._lock:
             had_any = any(record.has_grad for record in self._parameters)
             for record in self._parameters:
-                record.has_grad = False
-                self._conceal(record)
+                record.has_grad = record.exposed = False
+                record.param.grad = None
             return had_any
 
     def hand_over(self, records: Sequence[ParameterRecord], masters: Masters) -> None:
         """Move gathered gradients into `.grad` of the optimizer's copies, adding to what is there."""
         with self._lock, torch.no_grad():
-            for record in records:
-                if not record.has_grad:
-                    continue
+            taken = [record for record in records if record.has_grad]
+            for record in taken:
+                record.has_grad = False  # before anything can fail: it is the step's now, whatever becomes of that
+            for record in taken:
                 assert record.host_grad is not None
                 master = masters.of(record)
                 if master.grad is None:
                     master.grad = record.host_grad.to(master.dtype, copy=True)
                 else:
                     master.grad.add_(record.host_grad.to(master.dtype))
-                record.has_grad = False
                 self._conceal(record)
 
     def expose(self) -> None:
@@ -58,6 +58,12 @@ class HostGradients:
             for record in self._parameters:
                 record.param.grad = record.host_grad if record.has_grad else None
                 record.exposed = record.has_grad
+
+    def conceal(self) -> None:
+        """Take `param.grad` back: what is gathered now belongs to a step, what the user adds later to the next one."""
+        with self._lock:
+            for record in self._parameters:
+                self._conceal(record)
 
     def touched_by_user(self) -> list[ParameterRecord]:
         """Parameters whose `.grad` is not what we showed last: set, replaced or cleared by the user."""

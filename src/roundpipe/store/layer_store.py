@@ -15,10 +15,12 @@ from roundpipe.devices import Event, HostPinner
 from roundpipe.errors import ModelChangedError
 from roundpipe.store import adoption
 from roundpipe.store.adoption import PinMode, RegisteredPages
+from roundpipe.store.composition import Composition
 from roundpipe.store.host_gradients import HostGradients
+from roundpipe.store.intake import refuse_unusable
 from roundpipe.store.layer_slot import LayerSlot
 from roundpipe.store.masters import Masters
-from roundpipe.store.records import LayerRecord, ParameterRecord
+from roundpipe.store.records import ParameterRecord
 from roundpipe.waiting import Monitor
 
 __all__ = ["LayerStore", "PinMode"]
@@ -35,6 +37,7 @@ class LayerStore:
         pinner: HostPinner,
         monitor: Monitor,
     ) -> None:
+        refuse_unusable(layers, names)
         adoption.check_memory(layers, optim_dtype, pin_mode)
         self.monitor = monitor
         self.layers = adoption.adopt(layers, dict(names), pin_mode, pinner)
@@ -48,7 +51,7 @@ class LayerStore:
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
         self.masters = Masters(self.layers, optim_dtype)
-        self._dotted = [(layer, _occurrences(layer)) for layer in self.layers]
+        self._compositions = [Composition(layer) for layer in self.layers]
 
     def close(self) -> None:
         """Unpin and give the parameters free; their values stay where they are."""
@@ -93,6 +96,12 @@ class LayerStore:
             )
             return not cancelled()
 
+    def wait_for_version(self, version: int) -> None:
+        with self.monitor:
+            self.monitor.wait_until(
+                lambda: all(slot.weights_version == version for slot in self.slots), f"weights of version {version}"
+            )
+
     def upload_issued(self, call: Hashable, layer_id: int, version: int, event: Event) -> None:
         with self.monitor:
             for home in self.layers[layer_id].homes:
@@ -129,13 +138,19 @@ class LayerStore:
         with self.monitor:
             self.monitor.wait_until(lambda: slot.can_publish(version), f"uploads of layer {layer_id} to be issued")
             events = slot.take_upload_events()
+        failure: BaseException | None = None
         for event in events:
-            event.wait()
+            try:
+                event.wait()
+            except BaseException as error:  # a copy that failed does not read any more either
+                failure = failure or error
         if copy:
             self.masters.copy_to_weights(layer_id)
         with self.monitor:
             slot.published(version)
             self.monitor.changed()
+        if failure is not None:
+            raise failure
 
     def consume(self, layer_id: int, generation: int, abandoned: Callable[[], bool]) -> bool:
         """Hand the gathered gradients of a layer to the optimizer's copies; False when `abandoned` first."""
@@ -147,8 +162,10 @@ class LayerStore:
             if abandoned():
                 return False
         at_home = [record for record in self.layers[layer_id].parameters if record.home == layer_id]
-        self.gradients.hand_over(at_home, self.masters)
-        self.skip_generation(layer_id, generation)
+        try:
+            self.gradients.hand_over(at_home, self.masters)
+        finally:
+            self.skip_generation(layer_id, generation)
         return True
 
     def skip_generation(self, layer_id: int, generation: int) -> None:
@@ -162,14 +179,9 @@ class LayerStore:
     # The user's hands on the model.
 
     def check_unchanged(self) -> None:
-        """The model must still consist of the parameters that were wrapped, where we put them."""
-        for layer, occurrences in self._dotted:
-            for owner, key, param in occurrences:
-                if owner._parameters.get(key) is not param:
-                    raise ModelChangedError(
-                        f"parameter {key!r} of layer {layer.layer_id} was replaced or removed after wrapping; copy new "
-                        "values into the parameter (or load_state_dict without assign=True), or wrap the model again."
-                    )
+        """The model must still consist of what was wrapped, and the parameters be where we put them."""
+        for composition in self._compositions:
+            composition.check()
         for record in self.parameters:
             if not record.is_untouched():
                 raise ModelChangedError(
@@ -187,12 +199,3 @@ class LayerStore:
             if record.master is not None:
                 with torch.no_grad():
                     record.master.copy_(record.param)
-
-
-def _occurrences(layer: LayerRecord) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    return [
-        (module, key, param)
-        for module in layer.module.modules()
-        for key, param in module._parameters.items()
-        if param is not None
-    ]

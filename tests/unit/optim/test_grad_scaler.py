@@ -489,6 +489,7 @@ def test_a_long_wait_is_logged(loop: Loop, caplog: pytest.LogCaptureFixture, mon
     assert len(caplog.records) >= 2
     assert "GradScaler.update()" in caplog.messages[0]
     assert "optimizer step" in caplog.messages[0]
+    assert "stack of" in caplog.messages[0]
 
 
 def test_watchdog_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,195 @@
+"""The wrapped model as the user holds it: what RoundPipe and AutoRoundPipe have in common.
+
+It looks like the module it wraps and hands every call to its engine. Knows neither layers nor how a forward runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from roundpipe.api.engine import ModelEngine
+from roundpipe.api.loading import load_whole
+from roundpipe.context import on_optimizer_side
+from roundpipe.errors import ArgumentTypeError, UsageError
+
+# nn.Module keeps its content in these; the face shares them with the wrapped model, so that all keys are the model's.
+_CONTENT = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_load_state_dict_post_hooks")
+
+
+class ModelFace(nn.Module):
+    """Has few attributes of its own; all others are read from and written to the wrapped model."""
+
+    model: nn.Module
+    original_model: nn.Module | None
+    name: str
+    _engine: ModelEngine
+    _fixed: frozenset[str]
+
+    def __init__(self, model: nn.Module, engine: ModelEngine, **attributes: Any) -> None:
+        super().__init__()
+        own = self.__dict__
+        own.pop("training")  # read from the wrapped model
+        attributes |= {"original_model": None, "model": model, "name": engine.name, "_engine": engine}
+        own.update(attributes, _fixed=frozenset(attributes))
+        own["_finalizer"] = weakref.finalize(self, engine.abort)
+        self._share_content_of(model)
+
+    # Steps.
+
+    def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
+        """Run `step_fn(*args, **kwargs)` on the optimizer thread, over the gradients gathered since the last step."""
+        if not callable(step_fn):
+            raise ArgumentTypeError(
+                "step_fn must be callable, such as a function that calls optimizer.step(), got "
+                f"{type(step_fn).__name__}."
+            )
+        if not isinstance(is_async, bool):
+            raise ArgumentTypeError(
+                f"is_async must be True or False, got {type(is_async).__name__}; arguments of step_fn come after it."
+            )
+        self._engine.step(functools.partial(step_fn, *args, **kwargs), is_async)
+
+    def synchronize(self) -> None:
+        """Wait for everything. Then parameters are the optimizer's, and `.grad` holds what is not yet consumed."""
+        self._engine.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients gathered since the optimizer last took them."""
+        self._engine.zero_grad()
+
+    def close(self) -> None:
+        """Finish pending work and let go of threads and pinned memory; the weights stay in the wrapped model."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # The optimizer's side.
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """The optimizer's copies of the parameters that require grad."""
+        for _, param in self.optim_named_parameters():
+            yield param
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names, as `named_parameters()` gives them, with the optimizer's copies."""
+        return self._engine.named_masters(list(self._own_named_parameters(prefix, True, remove_duplicate)))
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters; inside `OptimizerCtx` and step_fn the optimizer's copies."""
+        own = self._own_named_parameters(prefix, recurse, remove_duplicate)
+        return self._engine.named_masters(list(own)) if on_optimizer_side() else own
+
+    def _own_named_parameters(
+        self, prefix: str, recurse: bool, remove_duplicate: bool
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._target().named_parameters(prefix, recurse, remove_duplicate)
+
+    # Looking like the wrapped model.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped model's, with its keys: the weights that calls read now. `synchronize()` first for the newest."""
+        if not self._engine.is_closed:
+            self._engine.wait_for_visible_weights()
+        return self._target().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As on the wrapped model, but all or nothing; the optimizer's copies follow."""
+        if assign:
+            raise UsageError(
+                "load_state_dict(assign=True) would replace parameters that live in RoundPipe's memory; load without "
+                "assign, or load into the model before wrapping it."
+            )
+        self._engine.synchronize()
+        result = load_whole(self._target(), state_dict, strict)
+        self._engine.synchronize()
+        return result
+
+    def train(self, mode: bool = True) -> Self:
+        for module in {id(m): m for m in (self.model, self._target())}.values():
+            module.train(mode)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Part of load_state_dict() of a module that contains this one."""
+        self._target()._load_from_state_dict(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        target = own.get("original_model") or own.get("model")
+        if target is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_finalizer" not in self.__dict__:
+            super().__setattr__(name, value)
+        elif name in self._fixed:
+            raise UsageError(
+                f"{name!r} of a {type(self).__name__} cannot be set; wrap the model again with what you want."
+            )
+        elif name in self.__dict__:
+            super().__setattr__(name, value)  # what nn.Module keeps for itself, such as the kind of its hooks
+        else:
+            setattr(self._target(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._fixed:
+            raise UsageError(
+                f"{name!r} of a {type(self).__name__} cannot be deleted; close() it to let go of the model."
+            )
+        delattr(self._target(), name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._target())})
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        raise UsageError(
+            "a RoundPipe cannot be moved or cast (.to(), .cuda(), .half(), ...): weights live in host memory and visit "
+            "devices by themselves. Cast the model before wrapping it, choose devices with devices=[...], and the "
+            "optimizer's precision with optim_dtype."
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        asked: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = asked
+        if device == torch.device("cpu") and dtype is None and memory_format is None:
+            return self  # it is there
+        return self._apply(lambda tensor: tensor)
+
+    def cpu(self) -> Self:
+        return self
+
+    def __copy__(self) -> Self:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise UsageError(
+            "a RoundPipe cannot be copied; deepcopy(roundpipe.model) after synchronize() and wrap the copy."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("a RoundPipe cannot be pickled; call synchronize() and save state_dict() instead.")
+
+    # Inside.
+
+    def _target(self) -> nn.Module:
+        target: nn.Module = self.__dict__["original_model"] or self.__dict__["model"]
+        return target
+
+    def _share_content_of(self, module: nn.Module) -> None:
+        for key in _CONTENT:
+            self.__dict__[key] = module.__dict__[key]

@@ -1,0 +1,195 @@
+"""wrap_model_to_roundpipe: from any model to a RoundPipe, or to an AutoRoundPipe of several.
+
+The rules are api.wrap_rules'; here they are carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from roundpipe.api.auto import AutoRoundPipe, outside_of
+from roundpipe.api.device_loss import DeviceLoss, LossModule, loss_function_of
+from roundpipe.api.model import RoundPipe, call_site, check_arguments, to_pin_mode
+from roundpipe.api.wrap_rules import AS_USUAL, IN_ONE_PIECE, Part, WrapRules, size_bytes
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.devices import parse_devices
+from roundpipe.errors import ArgumentTypeError, ConfigError
+from roundpipe.models import Convert, find_preset
+from roundpipe.store.adoption import check_memory, refuse_owned
+
+logger = logging.getLogger("roundpipe")
+_OPTIONS = ("devices", "optim_dtype", "pin_model")
+
+
+def wrap_model_to_roundpipe(
+    model: nn.Module,
+    use_sequential_preset: bool | None = None,
+    lower_threshold: int = 16 * 1024,
+    upper_threshold: int | None = None,
+    skip_modules: Container[nn.Module] = [],
+    override_config: dict[nn.Module, RoundPipeRunConfig] = {},
+    model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
+    name: str | None = None,
+    **roundpipe_kwargs: Any,
+) -> RoundPipe | AutoRoundPipe:
+    """Wrap a model of any shape: by its preset, else submodule by submodule, each as it suits its type and size.
+
+    use_sequential_preset: False ignores presets, True insists on one.
+    lower_threshold: bytes. A module whose own parameters take as much is wrapped as a whole; a whole module below it
+        runs in one microbatch.
+    upper_threshold: bytes. A module is wrapped as a whole up to this size. Default: the model's size / (devices + 1).
+    skip_modules: modules left as they are; they run on the CPU.
+    override_config: run options of single modules, over everything else.
+    model_run_config: run options of all RoundPipes made.
+    name: shown in logs and errors; default the file and line of this call. Parts are named below it.
+    roundpipe_kwargs: optim_dtype, pin_model, devices: as for `RoundPipe`.
+
+    Returns a RoundPipe where the model is wrapped as a whole, else an AutoRoundPipe: the model itself, with RoundPipes
+    in place of submodules until it is closed.
+    """
+    thresholds = {"lower_threshold": lower_threshold}
+    if upper_threshold is not None:
+        thresholds["upper_threshold"] = upper_threshold
+    _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
+    check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
+    refuse_owned(model)
+    options = dict(roundpipe_kwargs, name=name or call_site())
+    preset = None if use_sequential_preset is False else find_preset(model)
+    if preset is not None:
+        if use_sequential_preset is None:
+            logger.info(
+                "%s: using the preset for %s; pass use_sequential_preset=False to do without, True to expect it",
+                options["name"],
+                type(model).__name__,
+            )
+        config = override_config.get(model, AS_USUAL).over(model_run_config)
+        return _wrap_preset(model, preset, config, options)
+    if use_sequential_preset:
+        raise NotImplementedError(
+            f"there is no preset for {type(model).__name__}; leave use_sequential_preset out, register one with "
+            "roundpipe.models.register, or build an nn.Sequential."
+        )
+    if upper_threshold is None:
+        upper_threshold = size_bytes(model) // (len(parse_devices(options.get("devices"))) + 1)
+    parts = WrapRules(lower_threshold, upper_threshold, skip_modules).parts(model)
+    _warn_of_unused(model, parts, skip_modules, override_config)
+    configs = [override_config.get(p.module, AS_USUAL).over(p.config).over(model_run_config) for p in parts]
+    if [part.module for part in parts] == [model]:
+        return RoundPipe(model, model_run_config=configs[0], **options)
+    return _wrap_parts(model, parts, configs, model_run_config, options)
+
+
+def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, options: dict[str, Any]) -> RoundPipe:
+    sequential = preset(model)
+    if not isinstance(sequential, nn.Sequential):
+        raise ArgumentTypeError(
+            f"the preset for {type(model).__name__} must return an nn.Sequential, got {type(sequential).__name__}."
+        )
+    given, made = dict(model.named_parameters()), set(sequential.parameters())
+    lost = [key for key, param in given.items() if param not in made]
+    if lost or len(given) != len(made):
+        raise ConfigError(
+            f"the preset for {type(model).__name__} returned an nn.Sequential with other parameters than the model's "
+            f"({len(made)} instead of {len(given)}; not in it: {', '.join(lost[:5]) or 'none'}); it must reuse them."
+        )
+    wrapped = RoundPipe(sequential, model_run_config=config, **options)
+    wrapped.set_original_model(model)
+    return wrapped
+
+
+def _wrap_parts(
+    model: nn.Module,
+    parts: Sequence[Part],
+    configs: Sequence[RoundPipeRunConfig],
+    model_run_config: RoundPipeRunConfig,
+    options: dict[str, Any],
+) -> AutoRoundPipe:
+    """All RoundPipes are made before the model is changed: what fails leaves it as it was."""
+    optim_dtype, name = options.get("optim_dtype"), options["name"]
+    modules = [part.module for part in parts]
+    pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
+    check_memory([*modules, outside_of(model, set(modules))], optim_dtype, pin_mode)
+    made: dict[nn.Module, RoundPipe] = {}
+
+    def make(module: nn.Module, path: str, config: RoundPipeRunConfig) -> RoundPipe:
+        made[module] = RoundPipe(module, **dict(options, name=f"{name}.{path}", model_run_config=config))
+        return made[module]
+
+    try:
+        for part, config in zip(parts, configs, strict=True):
+            make(part.module, part.path, config)
+        plain_loss = loss_function_of(model)
+        loss = plain_loss and DeviceLoss(make(LossModule(plain_loss), "loss_function", IN_ONE_PIECE), plain_loss)
+        return AutoRoundPipe(
+            model,
+            made,
+            name=name,
+            specs=parse_devices(options.get("devices")),
+            optim_dtype=optim_dtype,
+            model_run_config=model_run_config,
+            loss=loss,
+        )
+    except BaseException:
+        for wrapped in made.values():
+            wrapped.close()
+        raise
+
+
+def _check(
+    use_sequential_preset: object,
+    thresholds: Mapping[str, object],
+    skip_modules: object,
+    override_config: object,
+    roundpipe_kwargs: Mapping[str, object],
+) -> None:
+    if use_sequential_preset not in (None, True, False):
+        raise ArgumentTypeError(f"use_sequential_preset must be True, False or None, got {use_sequential_preset!r}.")
+    for name, value in thresholds.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ArgumentTypeError(f"{name} must be a number of bytes, an int, got {value!r}.")
+        if value < 0:
+            raise ConfigError(f"{name} must not be negative, got {value}.")
+    if not isinstance(skip_modules, Container):
+        raise ArgumentTypeError(f"skip_modules must be a list of modules, got {type(skip_modules).__name__}.")
+    if not isinstance(override_config, Mapping):
+        raise ArgumentTypeError(
+            f"override_config must be a dict from modules to run configs, got {type(override_config).__name__}."
+        )
+    for module, config in override_config.items():
+        if not isinstance(module, nn.Module) or not isinstance(config, RoundPipeRunConfig):
+            raise ArgumentTypeError(
+                "override_config must map modules of the model to RoundPipeRunConfigs, got "
+                f"{type(module).__name__}: {type(config).__name__}."
+            )
+    unknown = sorted(roundpipe_kwargs.keys() - set(_OPTIONS))
+    if unknown:
+        raise ArgumentTypeError(
+            f"wrap_model_to_roundpipe() got an unknown argument {unknown[0]!r}; RoundPipe takes {', '.join(_OPTIONS)}."
+        )
+
+
+def _warn_of_unused(
+    model: nn.Module,
+    parts: Sequence[Part],
+    skip_modules: Container[nn.Module],
+    override_config: Mapping[nn.Module, RoundPipeRunConfig],
+) -> None:
+    """What the user said of single modules and what will not come true."""
+    for part in parts:
+        for path, module in part.module.named_modules(prefix=part.path):
+            if module in skip_modules:
+                logger.warning(
+                    "%r is in skip_modules but inside %r, which is wrapped as a whole: it is not left out; skip that",
+                    path,
+                    part.path or "the model",
+                )
+    wrapped = {part.module for part in parts}
+    paths = {module: path or "the model" for path, module in model.named_modules()}
+    for module in override_config:
+        if module not in wrapped:
+            place = paths.get(module, f"a {type(module).__name__} outside the model")
+            logger.warning("override_config of %r is not used: it becomes no RoundPipe of its own", place)

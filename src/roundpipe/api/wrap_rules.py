@@ -1,0 +1,156 @@
+"""Decides which submodules of a model become RoundPipes, by the rules of `wrap_model_to_roundpipe`.
+
+Called by api.wrap. Looks at sizes, types and sharing only: changes nothing and starts nothing.
+
+[Note: one owner] A parameter belongs to one RoundPipe, or to none. Where the rules would put one parameter into two
+RoundPipes, or into one and outside of all, the smallest module that contains all its places and has a forward becomes
+one single-layer RoundPipe instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Container, Iterator
+
+from torch import nn
+
+from roundpipe.api.model import is_chain
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.errors import OwnershipError
+
+logger = logging.getLogger("roundpipe")
+
+AS_USUAL = RoundPipeRunConfig()
+IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
+UNMERGED = RoundPipeRunConfig(merge_output=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A module that becomes a RoundPipe. `path`: its place below the root, dotted; empty for the root itself."""
+
+    path: str
+    module: nn.Module
+    config: RoundPipeRunConfig = AS_USUAL
+
+
+@dataclasses.dataclass(frozen=True)
+class WrapRules:
+    lower_threshold: int
+    upper_threshold: int
+    skip_modules: Container[nn.Module]
+
+    def parts(self, root: nn.Module) -> list[Part]:
+        """What becomes a RoundPipe: the root alone, or submodules of it none of which contains another."""
+        parts = self._parts(root, "")
+        shared = shared_parameter(root, parts)
+        if shared is not None:
+            raise OwnershipError(
+                f"{shared[0]!r} and {shared[1]!r} are one parameter, but no module with a forward contains both; a "
+                "parameter can be in one RoundPipe only: give them parameters of their own, or skip both modules."
+            )
+        return parts
+
+    def _parts(self, module: nn.Module, path: str) -> list[Part]:
+        if module in self.skip_modules:
+            return []
+        if is_chain(module):
+            return [Part(path, module)] if len(module) else []
+        own_bytes, total_bytes = size_bytes(module, recurse=False), size_bytes(module)
+        if has_forward(module) and (own_bytes >= self.lower_threshold or total_bytes <= self.upper_threshold):
+            return [self._whole(module, path)]
+        if isinstance(module, nn.ModuleList):
+            parts = self._elements(module, path)
+        else:
+            parts = [p for name, child in module.named_children() for p in self._parts(child, join(path, name))]
+        return self._with_one_owner(module, path, unique(parts))
+
+    def _whole(self, module: nn.Module, path: str) -> Part:
+        small = size_bytes(module) < self.lower_threshold
+        return Part(path, module, IN_ONE_PIECE if small else AS_USUAL)
+
+    def _elements(self, elements: nn.ModuleList, path: str) -> list[Part]:
+        """One RoundPipe each; an element hands packed microbatches on if what follows it is a RoundPipe as well."""
+        children = [(name, child) for name, child in elements._modules.items() if child is not None]
+        wrapped = [child not in self.skip_modules and can_run(child) for _, child in children]
+        parts = []
+        for i, (name, child) in enumerate(children):
+            if wrapped[i]:
+                followed = any(wrapped[i + 1 : i + 2])
+                parts.append(Part(join(path, name), child, UNMERGED if followed else AS_USUAL))
+            else:
+                parts += self._parts(child, join(path, name))
+        return parts
+
+    def _with_one_owner(self, module: nn.Module, path: str, parts: list[Part]) -> list[Part]:
+        """`parts` of the module, or the module as a whole: see [Note: one owner]."""
+        shared = shared_parameter(module, parts)
+        if shared is None or not has_forward(module):
+            return parts
+        first, second = (join(path, name) for name in shared)
+        for name, inner in module.named_modules():
+            if inner in self.skip_modules:
+                raise OwnershipError(
+                    f"{first!r} and {second!r} are one parameter, so {path or 'the model'!r} must be wrapped as a "
+                    f"whole, but it contains {join(path, name)!r}, which is in skip_modules: skip the modules that "
+                    "share the parameter as well, or do not skip this one."
+                )
+        logger.warning(
+            "%s is wrapped as one layer, since %r and %r in it are one parameter", path or "the model", first, second
+        )
+        return [self._whole(module, path)]
+
+
+def has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+
+
+def can_run(module: nn.Module) -> bool:
+    return has_forward(module) and not (is_chain(module) and len(module) == 0)
+
+
+def size_bytes(module: nn.Module, recurse: bool = True) -> int:
+    """Of its parameters, each once."""
+    return sum(param.nbytes for param in module.parameters(recurse))
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def unique(parts: list[Part]) -> list[Part]:
+    """A module that occurs several times is one part; it merges its outputs if it must in one of its places."""
+    found: dict[nn.Module, Part] = {}
+    for part in parts:
+        first = found.setdefault(part.module, part)
+        if first.config == UNMERGED:
+            found[part.module] = dataclasses.replace(part, path=first.path)
+    return list(found.values())
+
+
+def shared_parameter(root: nn.Module, parts: Collection[Part]) -> tuple[str, str] | None:
+    """Two names, below `root`, of a parameter that would have two owners; None where each has one."""
+    wrapped = {part.module for part in parts}
+    holders: list[tuple[nn.Module | None, nn.Module]] = [(module, module) for module in wrapped]
+    holders += [(None, module) for _, module in bare_modules(root, wrapped)]
+    owners: dict[nn.Parameter, nn.Module | None] = {}
+    for owner, module in holders:
+        for param in module.parameters(recurse=owner is not None):
+            if owners.setdefault(param, owner) is not owner:
+                names = [name for name, other in root.named_parameters(remove_duplicate=False) if other is param]
+                return names[0], names[-1]
+    return None
+
+
+def bare_modules(
+    root: nn.Module, wrapped: Container[nn.Module], path: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The root and its submodules with their paths, each once, but for the wrapped ones and what is in them."""
+    seen = set() if seen is None else seen
+    if root in seen or root in wrapped:
+        return
+    seen.add(root)
+    yield path, root
+    for name, child in root.named_children():
+        yield from bare_modules(child, wrapped, join(path, name), seen)

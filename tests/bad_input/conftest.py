@@ -1,0 +1,44 @@
+"""The model that every bad input meets, and the check that it came to no harm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from bad_input_scene import Scene, assert_same, undisturbed
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread_per_worker() -> Iterator[None]:
+    """These models are tiny: threads inside an operator only get in each other's way."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def unharmed() -> Iterator[Scene]:
+    expected_present, expected_future = undisturbed()
+    made = Scene()
+    try:
+        yield made
+        assert_same(made.present(), expected_present)
+        assert_same(made.future(), expected_future)
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with unharmed() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def bystander() -> Iterator[Scene]:
+    """For inputs that never reach it: other models over the same devices, refused when they are wrapped."""
+    with unharmed() as made:
+        yield made

@@ -1,0 +1,140 @@
+"""The process ends cleanly and promptly whatever is still under way."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+
+from helpers_faults import run_script
+
+PROMPT_S = 9.0  # the joins' own limits (3 s for the pool, 5 s for the optimizer) and some air
+
+
+def check(body: str, returncode: int = 0, prompt_s: float = PROMPT_S) -> subprocess.CompletedProcess[str]:
+    """Runs a script that prints the time when its own work is done."""
+    done = run_script(body + "\nprint('done', time.time(), flush=True)" if "'done'" not in body else body)
+    ended = time.time()
+    assert done.returncode == returncode, done.stdout + done.stderr
+    for bad in ("Fatal Python error", "terminate called", "Segmentation", "Exception ignored"):
+        assert bad not in done.stderr, done.stderr
+    assert ended - float(done.stdout.split()[-1]) < prompt_s, done.stdout + done.stderr
+    return done
+
+
+def test_right_after_forward_backward() -> None:
+    check("made = Bench(3)\nfor seed in range(3): made.call(seed)", prompt_s=4.0)
+
+
+def test_right_after_an_asynchronous_step() -> None:
+    check("made = Bench(2)\nmade.call(1)\nmade.step(True)\nmade.call(2)\nmade.step(True)", prompt_s=4.0)
+
+
+def test_with_a_layer_and_a_step_still_running() -> None:
+    """Both sleep far longer than anybody waits for them."""
+    done = check(
+        """
+made, other = Bench(3), Bench(3)
+other.train_right(1)
+running = [threading.Event(), threading.Event()]
+def forever(event):
+    event.set()
+    while True:
+        torch.ones(100).sum()  # in and out of C++ all the time
+        time.sleep(0.001)
+other.traps.act("step_fn", None, 0, lambda: forever(running[1]))
+other.call(2)
+other.step(True)
+made.traps.act("backward", 0, 0, lambda: forever(running[0]))
+made.call(1)
+for event in running: wait_for(event)
+"""
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_with_a_failure_nobody_has_asked_for() -> None:
+    """It is in the log at least."""
+    done = check(
+        """
+made = Bench(2)
+made.traps.arm("backward", 0, 0, Boom("never raised"))
+made.call(1)
+wait_for(made.traps.fired)
+run = made.model._engine._last_run
+assert run.wait_until_finished(10)
+""",
+        prompt_s=4.0,
+    )
+    assert "never raised" in done.stderr
+    assert "a failure in the background came to light" in done.stderr
+
+
+def test_sys_exit_in_the_middle() -> None:
+    check(
+        """
+made = Bench(2)
+made.call(1)
+made.step(True)
+def loss_fn(output, label):
+    print('done', time.time(), flush=True)
+    sys.exit(5)
+made.model.forward_backward((batch(1)[0],), label=batch(1)[1], loss_fn=loss_fn)
+""",
+        returncode=5,
+        prompt_s=4.0,
+    )
+
+
+def test_ctrl_c_during_a_call() -> None:
+    """SIGINT as the terminal sends it; not caught, it ends the process as any Python program."""
+    done = run_script(
+        """
+made = Bench(2)
+made.train_right(1)
+def sleep():
+    print('done', time.time(), flush=True)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    time.sleep(60)
+signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+made.traps.act("forward", 1, 1, sleep)
+try:
+    made.call(2)
+except KeyboardInterrupt as error:
+    print("caught after", time.time(), flush=True)
+    raise
+"""
+    )
+    assert done.returncode in (-2, 130), done.stderr
+    assert "KeyboardInterrupt" in done.stderr
+    assert "Fatal Python error" not in done.stderr
+    words = done.stdout.split()
+    assert float(words[words.index("after") + 1]) - float(words[words.index("done") + 1]) < 2.2
+
+
+def test_models_that_were_never_used_and_closed_ones() -> None:
+    check(
+        """
+a, b = Bench(2), Bench(2)
+b.train_right(1)
+b.close()
+assert wait_for_no_threads() is None
+""",
+        prompt_s=4.0,
+    )
+
+
+@pytest.mark.parametrize("how", ["os._exit(0)"])
+def test_import_starts_nothing(how: str) -> None:
+    check(
+        """
+import os, roundpipe
+from roundpipe import RoundPipe
+assert threading.active_count() == 1, threading.enumerate()
+model = RoundPipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"] * 3)
+list(model.optim_parameters())
+assert threading.active_count() == 1, threading.enumerate()
+""",
+        prompt_s=4.0,
+    )

@@ -1,0 +1,63 @@
+"""Failures cost nothing in the long run: no thread, no run, no tensor stays behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import torch
+
+from helpers_faults import Bench, Boom, bench, our_threads, raised_by
+from roundpipe.runtime.run import Run
+
+NUM_FAILURES = 100
+POINTS = [("forward", 0), ("forward", 3), ("backward", 0), ("backward", 3), ("loss_fn", None), ("recompute", 1)]
+
+
+def fail_often(made: Bench, count: int) -> None:
+    for number in range(count):
+        point, where = POINTS[number % len(POINTS)]
+        error = Boom(number)
+        assert raised_by(made.failing(point, where, number % 3, error), made.model.synchronize) is error
+    made.traps.arm("nowhere", None, 0, Boom())  # the last exception holds nothing any more
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(isinstance(thing, kind) for thing in gc.get_objects())
+
+
+def test_no_thread_and_no_memory_after_many_failures() -> None:
+    with bench(2) as made:
+        made.train_right(1)
+        fail_often(made, len(POINTS))
+        made.train_right(2)
+        threads, num_threads = our_threads(), threading.active_count()
+        runs, tensors = alive(Run), alive(torch.Tensor)
+        fail_often(made, NUM_FAILURES)
+        made.train_right(3)
+        assert (
+            our_threads()
+            == threads
+            == ["roundpipe-cpu:0", "roundpipe-cpu:1", "roundpipe-landing", "roundpipe-optimizer"]
+        )
+        assert threading.active_count() == num_threads
+        assert alive(Run) <= runs <= 1
+        assert alive(torch.Tensor) <= tensors
+
+
+def test_step_failures_leave_nothing_either() -> None:
+    with bench(2) as made:
+        made.train_right(1)
+        counts = []
+        for number in range(40):
+            error = Boom(number)
+            made.call(2)
+            made.traps.arm("step_fn", None, 0, error)
+            assert raised_by(lambda: made.step(is_async=False)) is error
+            made.traps.arm("nowhere", None, 0, Boom())
+            del error
+            if number in (4, 39):
+                made.model.synchronize()
+                counts.append((alive(Run), alive(torch.Tensor), threading.active_count()))
+        assert counts[0] == counts[1]
