@@ -27,7 +27,7 @@ from helpers_parity import assert_same, call_reference
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, doing_recompute
 from roundpipe.devices.interface import StreamKind
 from roundpipe.devices.virtual import VirtualDevice
-from roundpipe.waiting import THREAD_PREFIX
+from roundpipe.waiting import THREAD_PREFIX, stall_report
 
 WAIT_S = 30.0  # for what must come; a test that waits longer is stuck
 WIDTH = 4
@@ -298,6 +298,29 @@ def notes_of(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", []))
 
 
+class Gate:
+    """An action for a trap: says that somebody has come, lets him through when opened."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.reached, self.opened, self._error = threading.Event(), threading.Event(), error
+
+    def __call__(self) -> None:
+        self.reached.set()
+        wait_for(self.opened)
+        if self._error is not None:
+            raise self._error
+
+
+def held_backward(made: Bench, seed: int, error: BaseException | None = None) -> Gate:
+    """A call whose last backward waits before it goes on, or fails; the call itself has returned."""
+    gate = Gate(error)
+    made.traps.act("backward", 0, 0, gate)
+    made.call(seed)
+    wait_for(gate.reached)
+    made.traps.disarm()
+    return gate
+
+
 # Copies.
 
 
@@ -338,7 +361,7 @@ def wait_for_no_threads() -> None:
     """Collects again and again: what a thread of ours still holds can only be collected once it has let go."""
     deadline = time.monotonic() + WAIT_S
     while our_threads():
-        assert time.monotonic() < deadline, f"threads are left: {our_threads()}"
+        assert time.monotonic() < deadline, stall_report("threads to end", WAIT_S, {})
         gc.collect()
         time.sleep(0.005)
 

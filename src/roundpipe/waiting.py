@@ -7,6 +7,7 @@ Knows no tensor, device or schedule.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from roundpipe.errors import ConfigError
 
@@ -22,7 +23,9 @@ logger = logging.getLogger("roundpipe")
 
 THREAD_PREFIX = "roundpipe-"
 DEFAULT_WATCHDOG_S = 300.0
+IDLE_SLEEP_S = 1.0
 _LONGEST_SLEEP_S = 0.5  # the main thread looks for signals when it wakes, and one may have reached another thread
+_LAST_JOIN_S = 1.0
 _POLL_FIRST_S = 20e-6
 _POLL_LAST_S = 1e-3
 
@@ -80,8 +83,13 @@ class Monitor:
         return True
 
     def idle_until(self, ready: Callable[[], bool]) -> None:
-        """For a service thread with nothing to do: waits in silence, which is no stall."""
-        self._condition.wait_for(ready)
+        """For a service thread with nothing to do: waits in silence, which is no stall.
+
+        It looks again now and then: a finalizer may strike this very thread between its last look and its sleep, and
+        what that changes wakes nobody.
+        """
+        while not ready():
+            self._condition.wait(IDLE_SLEEP_S)
 
     def _announced(self, what: str) -> _Announcement:
         return _Announcement(self._waits, what)
@@ -120,6 +128,29 @@ class _Alarm:
         if now >= self._due:
             self._due = now + self._limit_s
             logger.warning("%s", stall_report(self._what, now - self._since, self._waits))
+
+
+def end_threads(threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    """Wait for threads that were told to end; `timeout_s` is for all of them, since one may be stuck in user code.
+
+    [Note: ending with the process] A daemon thread that comes out of C++ while the interpreter is being taken down ends
+    the process with an abort. So when the process ends, one that still runs the user's Python code gets an exception
+    there. One that sleeps is left alone.
+    """
+    others = [thread for thread in threads if thread is not threading.current_thread()]
+    process_ends = not threading.main_thread().is_alive()
+    _join(others, min(timeout_s, _LAST_JOIN_S) if process_ends else timeout_s)
+    if process_ends:
+        for thread in others:
+            if thread.is_alive() and thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        _join(others, _LAST_JOIN_S)
+
+
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def wait_for_event(done: Callable[[], bool], what: str) -> None:

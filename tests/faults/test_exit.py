@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import time
 
-import pytest
-
 from helpers_faults import run_script
 
 PROMPT_S = 9.0  # the joins' own limits (3 s for the pool, 5 s for the optimizer) and some air
@@ -51,7 +49,7 @@ made.call(1)
 for event in running: wait_for(event)
 """
     )
-    assert "Traceback" not in done.stderr
+    assert done.stderr == ""
 
 
 def test_with_a_failure_nobody_has_asked_for() -> None:
@@ -59,9 +57,7 @@ def test_with_a_failure_nobody_has_asked_for() -> None:
     done = check(
         """
 made = Bench(2)
-made.traps.arm("backward", 0, 0, Boom("never raised"))
-made.call(1)
-wait_for(made.traps.fired)
+held_backward(made, 1, Boom("never raised")).opened.set()
 run = made.model._engine._last_run
 assert run.wait_until_finished(10)
 """,
@@ -116,20 +112,18 @@ except KeyboardInterrupt as error:
 def test_models_that_were_never_used_and_closed_ones() -> None:
     check(
         """
-a, b = Bench(2), Bench(2)
+a, b = Bench(1), Bench(2)
 b.train_right(1)
 b.close()
-assert wait_for_no_threads() is None
+wait_for_no_threads()
 """,
         prompt_s=4.0,
     )
 
 
-@pytest.mark.parametrize("how", ["os._exit(0)"])
-def test_import_starts_nothing(how: str) -> None:
+def test_import_and_wrapping_start_no_thread() -> None:
     check(
         """
-import os, roundpipe
 from roundpipe import RoundPipe
 assert threading.active_count() == 1, threading.enumerate()
 model = RoundPipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"] * 3)

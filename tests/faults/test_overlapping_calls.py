@@ -11,9 +11,10 @@ import torch
 from helpers_faults import (
     DROPPED,
     WAIT_S,
-    Bench,
     Boom,
+    Gate,
     bench,
+    held_backward,
     notes_of,
     raised_by,
     wait_for,
@@ -28,29 +29,6 @@ from roundpipe.runtime.run import Run
 # Three tasks a call: on 6 devices a call and the next one share none, so one can be held while the other goes on.
 SHORT_PLAN = ModelExecutePlan([range(0, 2)], [range(2, 4), range(0, 2)])
 APART = 6
-
-
-class Gate:
-    """An action for a trap: says that somebody has come, lets him through when opened."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.reached, self.opened, self._error = threading.Event(), threading.Event(), error
-
-    def __call__(self) -> None:
-        self.reached.set()
-        wait_for(self.opened)
-        if self._error is not None:
-            raise self._error
-
-
-def held_backward(made: Bench, seed: int, error: BaseException | None = None) -> Gate:
-    """A call whose last backward waits; the call itself has returned."""
-    gate = Gate(error)
-    made.traps.act("backward", 0, 0, gate)
-    made.call(seed)
-    wait_for(gate.reached)
-    made.traps.disarm()
-    return gate
 
 
 def short_bench(num_devices: int = APART) -> Any:

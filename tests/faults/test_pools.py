@@ -14,10 +14,12 @@ import torch
 from helpers_faults import (
     Bench,
     Boom,
+    Gate,
     Traps,
     batch,
     bench,
     build_model,
+    held_backward,
     mse,
     our_threads,
     raised_by,
@@ -151,23 +153,20 @@ def test_close_finishes_what_is_pending_beside_a_failure(caplog: pytest.LogCaptu
     made.train_right(1)
     made.call(2)
     made.call_reference(2)
-    reached, gate = threading.Event(), threading.Event()
-    made.traps.act("step_fn", None, 0, lambda: (reached.set(), wait_for(gate)))
+    step = Gate()
+    made.traps.act("step_fn", None, 0, step)
     made.step(is_async=True)
     made.step_reference()
-    wait_for(reached)
+    wait_for(step.reached)
     error = Boom("behind the step")
-    made.traps.act("backward", 0, 0, lambda: (gate.set(), _throw(error)))
-    made.call(3)
+    backward = held_backward(made, 3, error)
+    backward.opened.set()
+    step.opened.set()
     made.close()
     weights = {name: tensor for name, tensor in made.model.state_dict().items() if "norm" not in name}
     expected = {name: tensor for name, tensor in made.reference.state_dict().items() if "norm" not in name}
     assert_same(weights, expected, "closed")
     assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
-
-
-def _throw(error: BaseException) -> None:
-    raise error
 
 
 @pytest.mark.parametrize("error_type", [Boom, SystemExit])
@@ -177,10 +176,12 @@ def test_close_logs_what_went_wrong_and_does_not_raise(
     for point in ("backward", "step_fn"):
         made = Bench(2)
         error = error_type(point)
-        made.traps.arm(point, 0 if point == "backward" else None, 0, error)
-        made.call(1)
         if point == "step_fn":
+            made.traps.arm(point, None, 0, error)
+            made.call(1)
             made.step(is_async=True)
+        else:
+            held_backward(made, 1, error).opened.set()
         made.close()
         assert any(record.exc_info and record.exc_info[1] is error for record in caplog.records)
         wait_for_no_threads()
@@ -194,10 +195,7 @@ def test_a_model_collected_while_work_is_pending(num_devices: int) -> None:
     made.step(is_async=True)
     made.call(3)
     made.step(is_async=True)
-    alive = weakref.ref(made.model)
     del made
-    gc.collect()
-    wait_until(lambda: alive() is None, "the model to be collected")
     wait_for_no_threads()
 
 
@@ -243,7 +241,6 @@ def test_the_last_reference_dies_on_the_optimizer_thread() -> None:
 def test_the_last_reference_dies_on_a_worker() -> None:
     """The same with loss_fn, which a worker holds."""
     model = wrapped(2)
-    gate = threading.Event()
 
     def make_loss_fn(held: RoundPipe) -> Any:
         def loss_fn(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -254,11 +251,7 @@ def test_the_last_reference_dies_on_a_worker() -> None:
 
     x, label = batch(1)
     model.forward_backward((x,), label=label, loss_fn=make_loss_fn(model))
-    gate.set()
-    alive = weakref.ref(model)
     del model
-    gc.collect()
-    wait_until(lambda: alive() is None, "the model to be collected")
     wait_for_no_threads()
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from helpers_plans import legal_plans
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe.devices import Event, StreamKind
+from roundpipe.devices.cuda import CudaDevice
 from roundpipe.plan import RunType
 
 MICROBATCHES = 4
@@ -155,6 +157,58 @@ def test_forward_and_backward_equal_plain_pytorch() -> None:
     assert torch.equal(outputs.detach(), torch.cat(parts).detach())
     for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad.cpu())
+    pipe.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("devices", WORKERS, ids=len)
+def test_late_copies_and_poisoned_memory_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str], is_async: bool
+) -> None:
+    """Every copy is delayed by chance and all memory is NaN until it is written: a read before its copy shows."""
+    plan = ModelExecutePlan([range(0, 1), range(1, 3)], [range(3, 5), range(2, 3), range(0, 2)])
+    config = RoundPipeRunConfig(execute_plan=plan)
+    expected = train_roundpipe(build(), 20, ["cuda:0"], is_async=is_async)
+    gc.collect()
+    monkeypatch.setenv("ROUNDPIPE_STRESS", "1")
+    for _ in range(2):
+        got = train_roundpipe(build(), 20, devices, is_async=is_async, config=config)
+        assert_equal(got[0], expected[0])
+        assert_equal(got[1], expected[1])
+        gc.collect()
+
+
+def test_a_forgotten_wait_shows_under_stress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute that does not wait for its uploads reads NaN: the test above can fail."""
+    monkeypatch.setenv("ROUNDPIPE_STRESS", "1")
+    gc.collect()
+    copy, record, stream_wait = CudaDevice.copy, CudaDevice.record, CudaDevice.stream_wait
+
+    def marked_record(device: CudaDevice, stream: StreamKind) -> Event:
+        event = record(device, stream)
+        event.stream = stream
+        return event
+
+    def forgetful(device: CudaDevice, stream: StreamKind, event: Event) -> None:
+        if stream is StreamKind.COMPUTE and getattr(event, "stream", None) is StreamKind.ACTIVATIONS_UP:
+            return
+        stream_wait(device, stream, event)
+
+    def slow(device: CudaDevice, destination: torch.Tensor, source: torch.Tensor, stream: StreamKind) -> None:
+        if stream is StreamKind.ACTIVATIONS_UP:
+            with torch.cuda.stream(device._streams[stream]):
+                torch.cuda._sleep(200_000_000)
+        copy(device, destination, source, stream)
+
+    monkeypatch.setattr(CudaDevice, "copy", slow)
+    monkeypatch.setattr(CudaDevice, "record", marked_record)
+    monkeypatch.setattr(CudaDevice, "stream_wait", forgetful)
+    model = nn.Sequential(*list(build())[1:])
+    x = torch.randn(8, 16, 64)
+    pipe = RoundPipe(model, devices=["cuda:0"], model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
+    with torch.no_grad():
+        outputs = pipe(x)
+    assert outputs.isnan().any()
     pipe.close()
 
 

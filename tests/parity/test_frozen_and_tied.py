@@ -74,7 +74,7 @@ def frozen(build: Callable[[], nn.Sequential], *layer_ids: int) -> nn.Sequential
     return module
 
 
-@pytest.mark.parametrize("layer_ids", [(0,), (0, 1), (1,), (2,), (3,), (1, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("layer_ids", [(0,), (0, 1), (1,), (3,), (0, 1, 2)], ids=str)
 def test_frozen_layers_equal_the_reference(models: Models, num_devices: int, layer_ids: tuple[int, ...]) -> None:
     module = seeded(lambda: frozen(mlp, *layer_ids))
     check_fused(models, module, num_devices, (batch(8, 5),), label=batch(8, 5))

@@ -137,6 +137,7 @@ def test_training_with_dropout_is_the_same_everywhere(models: Models, is_async: 
             assert_same(result, expected, f"{num_devices} devices")
 
 
+@pytest.mark.parametrize("num_devices", [2, 5])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_pin_modes_change_nothing(models: Models, num_devices: int, is_async: bool) -> None:
     expected = train(models.wrap(seeded(dropping), 1), [RoundPipeRunConfig()], is_async)
@@ -168,7 +169,7 @@ def test_the_order_in_which_copies_happen_changes_nothing(
     plan = ModelExecutePlan([range(2), range(2, 4)], [range(4, 5), range(3, 4), range(1, 3), range(1)])
     config = RoundPipeRunConfig(execute_plan=plan)
     expected: Any = None
-    for seed in range(8):
+    for seed in range(5):
         monkeypatch.setenv("ROUNDPIPE_VIRTUAL_SEED", str(seed))
         result = train(models.wrap(seeded(dropping), num_devices), [config], is_async=True)
         expected = expected or result

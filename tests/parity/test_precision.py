@@ -54,8 +54,11 @@ def call_plain(module: nn.Module, seed: int, loss_fn: Callable[[Tensor, Tensor],
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("make_optimizer", [adam, our_adamw, sgd])
+@pytest.mark.parametrize(
+    ("make_optimizer", "dtype"),
+    [(adam, torch.bfloat16), (our_adamw, torch.bfloat16), (sgd, torch.float16)],
+    ids=["adam-bfloat16", "our_adamw-bfloat16", "sgd-float16"],
+)
 def test_float32_copies_of_a_low_precision_model_equal_a_reference_with_masters(
     models: Models,
     num_devices: int,

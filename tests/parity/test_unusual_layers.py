@@ -159,6 +159,7 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
 }
 
 
+@pytest.mark.parametrize("num_devices", [1, 2, 5])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_fused_equals_the_reference(models: Models, num_devices: int, kind: str, plan: str) -> None:

@@ -64,18 +64,22 @@ class ModelEngine:
         self._recovery = Recovery(self.stepper, pool.monitor)
         self._lock = threading.RLock()
         self._last_run: Run | None = None
-        self._members = [self]  # the engines that share steps, failures and lock, this one among them
+        self._joined: list[ModelEngine] = []  # all that share steps, failures and lock; empty where this one is alone
         self._closed = False
         self._unreachable = False
 
     def join(self, lead: ModelEngine) -> None:
         """Be stepped together with `lead` and its members, fail and close with them. Only before the first call."""
-        assert self._members == [self]
+        assert not self._joined
         assert self._last_run is None
         lead.stepper.add(self.store)
-        lead._members.append(self)
+        lead._joined[:] = [*lead._members, self]
         self.stepper, self._recovery = lead.stepper, lead._recovery
-        self._lock, self._members = lead._lock, lead._members
+        self._lock, self._joined = lead._lock, lead._joined
+
+    @property
+    def _members(self) -> list[ModelEngine]:
+        return self._joined or [self]
 
     @property
     def is_closed(self) -> bool:
@@ -276,8 +280,16 @@ class ModelEngine:
                 return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
 
     def _schedule(self, run_type: RunType, num_microbatch: int, config: ResolvedRunConfig) -> tuple[StageTask, ...]:
-        plan: ModelExecutePlan = self._planner.plan(run_type, num_microbatch, config, self._pool.devices()[0])
+        device = self._pool.devices()[0]
+        if self._planner.is_blind(run_type, num_microbatch, device):
+            self._recovery.wait_for_runs()  # one of them may be measuring just what the plan needs
+            self._learn()
+        plan: ModelExecutePlan = self._planner.plan(run_type, num_microbatch, config, device)
         return build_schedule(plan, run_type)
+
+    def _learn(self) -> None:
+        for run in self._recovery.take_finished(self.store):
+            self._planner.learn(run)
 
     def _new_recall(self, tasks: Sequence[StageTask], config: ResolvedRunConfig) -> Recall:
         recomputed = [task.layers for task in tasks if task.kind is TaskKind.BACKWARD]
@@ -337,8 +349,7 @@ class ModelEngine:
         """`members`: whose parameters and gradients the call is about; this engine's alone by default."""
         with self._serialised():
             for member in members or (self,):
-                for run in self._recovery.take_finished(member.store):
-                    member._planner.learn(run)
+                member._learn()
                 member.store.check_unchanged()
                 member._follow_writes()
                 member._follow_gradients()

@@ -26,6 +26,7 @@ class _Choice:
     """The plan in use for one kind of call, and when to think about it again."""
 
     plan: ModelExecutePlan
+    was_blind: bool  # made without knowing what activations take
     calls_until_review: int = 1
     pause: int = 1
 
@@ -79,14 +80,22 @@ class Planner:
         key = _Key(run_type, num_microbatch, "layer" if by_layer else "stage")
         choice = self._choices.get(key)
         if choice is None:
-            choice = self._choices[key] = _Choice(self._best_plan(key, device, None))
+            was_blind = self.is_blind(run_type, num_microbatch, device)
+            choice = self._choices[key] = _Choice(self._best_plan(key, device, None), was_blind)
             return choice.plan
         choice.calls_until_review -= 1
-        if choice.calls_until_review <= 0:
+        if choice.calls_until_review <= 0 or choice.was_blind:
+            choice.was_blind = self.is_blind(run_type, num_microbatch, device)
             choice.plan = self._best_plan(key, device, choice.plan)
             choice.pause = min(2 * choice.pause, _LONGEST_PAUSE)
             choice.calls_until_review = choice.pause
         return choice.plan
+
+    def is_blind(self, run_type: RunType, num_microbatch: int, device: Device) -> bool:
+        """Whether memory is limited and nobody knows yet what activations of such a call take."""
+        if run_type is RunType.INFER or device.memory_limit_bytes() is None:
+            return False
+        return not self._of(False, num_microbatch).knows_activations
 
     def learn(self, run: Run) -> None:
         """Take over what a finished run has measured."""
@@ -103,11 +112,10 @@ class Planner:
         return self._measured[key]
 
     def _best_plan(self, key: _Key, device: Device, old: ModelExecutePlan | None) -> ModelExecutePlan:
-        limit = device.memory_limit_bytes()
-        inference = key.run_type is RunType.INFER
-        if limit is not None and not inference and not self._of(inference, key.num_microbatch).knows_activations:
+        if self.is_blind(key.run_type, key.num_microbatch, device):
             return _layer_by_layer(key.run_type, self._num_layers)
-        profile = self.profile(key.num_microbatch, limit, inference=inference)
+        inference = key.run_type is RunType.INFER
+        profile = self.profile(key.num_microbatch, device.memory_limit_bytes(), inference=inference)
         new = choose_plan(key.run_type, profile, key.grain)
         if old is not None and self._step_s(new, key, profile) > _WORTH_A_CHANGE * self._step_s(old, key, profile):
             return old

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from roundpipe.api.entering import raise_as_it_came
-from roundpipe.errors import add_note
+from roundpipe.errors import ClosedError, add_note
 from roundpipe.optim.stepper import Stepper
 from roundpipe.runtime.run import Run
 from roundpipe.store import BufferRecord, LayerStore
@@ -139,7 +139,7 @@ class Recovery:
     def log_failures(self, when: str) -> None:
         """For failures that nobody will ask for any more."""
         errors = [run.failure for run in self._runs if run.failure is not None] + self._stepper.errors
-        for error in {id(error): error for error in errors}.values():
+        for error in {id(error): error for error in errors if not isinstance(error, ClosedError)}.values():
             logger.error("a failure in the background came to light %s", when, exc_info=error)
 
     def _clean_up(self, failed: Sequence[Run]) -> bool:

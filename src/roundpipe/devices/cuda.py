@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,13 +16,17 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from roundpipe.devices.interface import Device, Event, HostPinner, Mark, StreamKind
+from roundpipe.devices.poison import poisoned
 from roundpipe.waiting import wait_for_event
 
 logger = logging.getLogger("roundpipe")
 
 # Workers that share a GPU share its generator: a layer's random stream owns it while the layer's kernels are launched.
 _generator_locks: dict[int, threading.Lock] = {}
-_generator_locks_guard = threading.Lock()
+# Libraries keep a workspace for every stream they have seen, so streams of closed devices are used again.
+_free_streams: dict[int, list[dict[StreamKind, torch.cuda.Stream]]] = {}
+_shared_guard = threading.Lock()
+_LONGEST_DELAY_CYCLES = 1_000_000  # about half a millisecond
 _MEMORY_SHARE = 0.92  # of the memory we may use; the rest is for fragmentation and library workspaces
 
 
@@ -61,14 +67,21 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self._index = index
         self._share = share
+        # For tests: every copy runs late, by chance, and memory is NaN before its time, as on virtual devices.
+        self._under_stress = bool(os.environ.get("ROUNDPIPE_STRESS"))
+        self._random = random.Random(index)
         with torch.cuda.device(index):
-            self._streams = {kind: torch.cuda.Stream(index) for kind in StreamKind}
+            self._streams = _take_streams(index)
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record(self._streams[StreamKind.COMPUTE])
             self._origin.synchronize()
         self._origin_s = time.perf_counter()
-        with _generator_locks_guard:
+        with _shared_guard:
             self._generator_lock = _generator_locks.setdefault(index, threading.Lock())
+
+    def close(self) -> None:
+        with _shared_guard:
+            _free_streams.setdefault(self._index, []).append(self._streams)
 
     @property
     def draws_on_host(self) -> bool:
@@ -91,17 +104,21 @@ class CudaDevice(Device):
                 generator.set_state(users_state)
 
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu", pin_memory=True)
+        memory = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu", pin_memory=True)
+        return poisoned(memory) if self._under_stress else memory
 
     def device_empty_strided(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, stream: StreamKind
     ) -> torch.Tensor:
         with torch.cuda.stream(self._streams[stream]):
-            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.torch_device)
+            memory = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.torch_device)
+            return poisoned(memory) if self._under_stress else memory
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: StreamKind) -> None:
         queue = self._streams[stream]
         with torch.cuda.stream(queue), torch.no_grad():
+            if self._under_stress:
+                torch.cuda._sleep(self._random.randrange(_LONGEST_DELAY_CYCLES))
             destination.copy_(source, non_blocking=True)
         for tensor in (destination, source):
             if tensor.is_cuda:
@@ -122,7 +139,12 @@ class CudaDevice(Device):
         tensor.record_stream(self._streams[stream])
 
     def poison(self, buffer: torch.Tensor, after: Sequence[Event]) -> None:
-        return
+        if not self._under_stress:
+            return
+        for event in after:
+            self.stream_wait(StreamKind.WEIGHTS_UP, event)
+        with torch.cuda.stream(self._streams[StreamKind.WEIGHTS_UP]):
+            poisoned(buffer)
 
     def mark(self) -> Mark:
         event = torch.cuda.Event(enable_timing=True)
@@ -139,6 +161,13 @@ class CudaDevice(Device):
 
     def allocated_bytes(self) -> int | None:
         return int(torch.cuda.memory_allocated(self._index))
+
+
+def _take_streams(index: int) -> dict[StreamKind, torch.cuda.Stream]:
+    with _shared_guard:
+        if _free_streams.get(index):
+            return _free_streams[index].pop()
+    return {kind: torch.cuda.Stream(index) for kind in StreamKind}
 
 
 class CudaPinner(HostPinner):

@@ -110,6 +110,10 @@ class Device(abc.ABC):
     def allocated_bytes(self) -> int | None:
         """Device memory in use now; None where it is not known."""
 
+    @abc.abstractmethod
+    def close(self) -> None:
+        """The device's worker has ended; its streams may serve another."""
+
 
 class HostPinner(abc.ABC):
     """Page-locks host memory for fast copies, where there is a device that profits."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from roundpipe.devices.interface import Device, Event, HostPinner, Mark, StreamKind
+from roundpipe.devices.poison import poisoned
 
 # One lock for all virtual devices: a copy may have to force events of another device first.
 _fabric_lock = threading.RLock()
@@ -99,12 +100,12 @@ class VirtualDevice(Device):
         yield
 
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return _poisoned(torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu"))
+        return poisoned(torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu"))
 
     def device_empty_strided(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, stream: StreamKind
     ) -> torch.Tensor:
-        return _poisoned(torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu"))
+        return poisoned(torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu"))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: StreamKind) -> None:
         def run() -> None:
@@ -134,7 +135,7 @@ class VirtualDevice(Device):
     def poison(self, buffer: torch.Tensor, after: Sequence[Event]) -> None:
         for event in after:
             event.wait()
-        _poisoned(buffer)
+        poisoned(buffer)
 
     def mark(self) -> Mark:
         return _TimeMark()
@@ -144,6 +145,9 @@ class VirtualDevice(Device):
 
     def allocated_bytes(self) -> int | None:
         return None
+
+    def close(self) -> None:
+        return
 
     def _sometimes_run_ahead(self) -> None:
         if self._random.random() < _EARLY_SHARE:
@@ -159,17 +163,3 @@ class NoPinner(HostPinner):
 
     def unpin(self, address: int) -> None:
         return
-
-
-def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN in every float, and in integers a value no index or length has."""
-    with torch.no_grad():
-        if tensor.dtype is torch.uint8:
-            tensor.fill_(0xFF)  # as bytes of float16, bfloat16, float32 and float64: NaN
-        elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            tensor.fill_(float("nan"))
-        elif tensor.dtype is torch.bool:
-            tensor.fill_(True)
-        else:
-            tensor.fill_(torch.iinfo(tensor.dtype).min)
-    return tensor

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from roundpipe.context import Iteration, OptimizerCtx, within_iteration
 from roundpipe.errors import UsageError, add_note
 from roundpipe.store import LayerStore
-from roundpipe.waiting import THREAD_PREFIX
+from roundpipe.waiting import THREAD_PREFIX, end_threads
 
 logger = logging.getLogger("roundpipe")
 _JOIN_S = 5.0
@@ -143,8 +143,8 @@ class Stepper:
                 job.abandoned = job.abandoned or not job.begun
             self._monitor.changed()
         # A finalizer may come at any point of any thread; one that holds the monitor would keep ours from ending.
-        if self._thread is not None and not self.is_current_thread() and not self._monitor.is_held():
-            self._thread.join(_JOIN_S)
+        if self._thread is not None and not self._monitor.is_held():
+            end_threads([self._thread], _JOIN_S)
 
     # The thread's side.
 

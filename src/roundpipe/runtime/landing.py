@@ -32,10 +32,10 @@ class LandingThread:
         self._monitor = monitor
         self._waiting: list[Landing] = []
         self._stopping = False
-        self._thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}landing", daemon=True)
+        self.thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}landing", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def submit(self, landing: Landing) -> None:
         with self._monitor:
@@ -46,10 +46,6 @@ class LandingThread:
         with self._monitor:
             self._stopping = True
             self._monitor.changed()
-
-    def join(self, timeout_s: float) -> None:
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
 
     def _loop(self) -> None:
         while (landing := self._next()) is not None:

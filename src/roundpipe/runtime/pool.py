@@ -6,7 +6,6 @@ One pool per set of devices. It opens at first use and closes when the last mode
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ from roundpipe.plan import deal
 from roundpipe.runtime.landing import LandingThread
 from roundpipe.runtime.run import Run
 from roundpipe.runtime.worker import Worker
-from roundpipe.waiting import Monitor
+from roundpipe.waiting import Monitor, end_threads
 
 _JOIN_S = 3.0
 _pools: weakref.WeakValueDictionary[tuple[DeviceSpec, ...], DevicePool] = weakref.WeakValueDictionary()
@@ -83,10 +82,7 @@ def _stop(monitor: Monitor, landing: LandingThread, workers: list[Worker]) -> No
     landing.stop()
     if monitor.is_held():  # a finalizer may come at any point of any thread, and the others need the monitor to end
         return
-    deadline = time.monotonic() + _JOIN_S  # for all together: a worker may be stuck inside a layer
-    for worker in workers:
-        worker.join(max(deadline - time.monotonic(), 0.0))
-    landing.join(max(deadline - time.monotonic(), 0.0))
+    end_threads([*(worker.thread for worker in workers), landing.thread], _JOIN_S)
 
 
 def shared_pool(specs: Sequence[DeviceSpec]) -> DevicePool:

@@ -216,6 +216,9 @@ class Run:
     def task_done(self) -> None:
         with self.monitor:
             self._tasks_left -= 1
+            if self._tasks_left == 0:
+                # A finished run may be kept for its times; what the user's function holds is not ours to keep.
+                self.loss_fn, self.labels = None, []
             self.monitor.changed()
 
     def landing_done(self) -> None:

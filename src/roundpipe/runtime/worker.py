@@ -18,7 +18,7 @@ from roundpipe.runtime.landing import LandingThread
 from roundpipe.runtime.place import Place
 from roundpipe.runtime.run import Run, RunCancelled
 from roundpipe.runtime.stage import StageRunner
-from roundpipe.waiting import THREAD_PREFIX
+from roundpipe.waiting import IDLE_SLEEP_S, THREAD_PREFIX
 
 _Job = tuple[Run, StageTask]
 
@@ -32,10 +32,10 @@ class Worker:
         self._ready = threading.Condition()
         self._images = LayerImages(device)
         self._runner = StageRunner(device, landing, self._images, self._prefetch_next)
-        self._thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}{device.name}", daemon=True)
+        self.thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}{device.name}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def submit(self, run: Run, task: StageTask) -> None:
         with self._ready:
@@ -51,14 +51,11 @@ class Worker:
         for run in runs:
             run.fail(ClosedError("the device pool was closed while this call was running"))
 
-    def join(self, timeout_s: float) -> None:
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-
     def _next(self) -> _Job | None:
         with self._ready:
             self._current = None  # an idle worker keeps no run, and so no model, alive
-            self._ready.wait_for(lambda: self._jobs or self._stopping)
+            while not self._jobs and not self._stopping:
+                self._ready.wait(IDLE_SLEEP_S)  # for the same reason as Monitor.idle_until
             if self._stopping:
                 return None
             self._current = self._jobs[0][0]
@@ -68,6 +65,7 @@ class Worker:
         while (job := self._next()) is not None:
             self._carry_out(*job)
             del job
+        self.device.close()
 
     def _carry_out(self, run: Run, task: StageTask) -> None:
         try:

@@ -1,0 +1,17 @@
+"""What holds for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_per_kernel() -> Iterator[None]:
+    """The models are tiny; more threads only cost time. test_calling_context has one test with two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,139 @@
+"""Random numbers a layer draws on the CPU come from a stream of its own, whatever operation draws them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from roundpipe.devices.host_random import HostRandomStream
+from roundpipe.errors import UsageError
+
+X = torch.linspace(0.1, 0.9, 24).reshape(4, 6)
+DRAWS: dict[str, Callable[[], Any]] = {
+    "rand": lambda: torch.rand(5),
+    "randn": lambda: torch.randn(2, 3),
+    "randint": lambda: torch.randint(0, 100, (7,)),
+    "randint with one bound": lambda: torch.randint(50, (7,)),
+    "randperm": lambda: torch.randperm(9),
+    "rand_like": lambda: torch.rand_like(X),
+    "randn_like": lambda: torch.randn_like(X),
+    "randint_like": lambda: torch.randint_like(X, 100),
+    "randint_like with two bounds": lambda: torch.randint_like(X, 5, 50),
+    "normal_": lambda: torch.empty(4).normal_(),
+    "uniform_": lambda: torch.empty(4).uniform_(),
+    "bernoulli": lambda: torch.bernoulli(X),
+    "multinomial": lambda: torch.multinomial(X, 3),
+    "poisson": lambda: torch.poisson(X * 10),
+    "normal": lambda: torch.normal(X, X),
+    "dropout": lambda: nn.functional.dropout(X, 0.5),
+    "alpha dropout": lambda: nn.functional.alpha_dropout(X, 0.5, training=True),
+    "feature dropout": lambda: nn.functional.dropout1d(X, 0.5),
+    "rrelu": lambda: nn.functional.rrelu(X - 0.5, training=True),
+    "gumbel softmax": lambda: nn.functional.gumbel_softmax(X),
+    "dropout module": lambda: nn.Dropout(0.3)(X),
+    "exponential_": lambda: torch.empty(4).exponential_(),
+}
+
+
+def drawn(draw: Callable[[], Any], seed: int) -> Any:
+    with HostRandomStream(seed) as stream:
+        value = draw()
+    assert stream.drew
+    return value
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_seed_decides_and_nothing_else(name: str) -> None:
+    torch.manual_seed(0)
+    first = drawn(DRAWS[name], 7)
+    torch.manual_seed(1)
+    torch.rand(3)
+    assert torch.equal(drawn(DRAWS[name], 7), first)
+    others = [drawn(DRAWS[name], seed) for seed in range(8, 14)]
+    assert any(not torch.equal(other, first) for other in others)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_users_generator_is_left_alone(name: str) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    drawn(DRAWS[name], 7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_go_on_within_a_stream() -> None:
+    with HostRandomStream(3):
+        assert not torch.equal(torch.rand(4), torch.rand(4))
+
+
+def test_what_draws_nothing_is_said_so() -> None:
+    with HostRandomStream(3) as stream:
+        (X @ X.t()).relu()
+        nn.functional.dropout(X, 0.5, training=False)
+        nn.functional.scaled_dot_product_attention(X[None], X[None], X[None])
+    assert not stream.drew
+
+
+def test_a_generator_of_the_layers_own_is_used() -> None:
+    own = torch.Generator().manual_seed(11)
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(11))
+    with HostRandomStream(3):
+        assert torch.equal(torch.rand(4, generator=own), expected)
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_dropout_at_its_ends(probability: float) -> None:
+    with HostRandomStream(3):
+        kept = nn.functional.dropout(X, probability)
+    assert torch.equal(kept, X if probability == 0.0 else torch.zeros_like(X))
+
+
+def test_dropout_scales_and_backpropagates() -> None:
+    x = X.clone().requires_grad_()
+    with HostRandomStream(3):
+        y = nn.functional.dropout(x, 0.25)
+    y.sum().backward()
+    assert x.grad is not None
+    kept = y.detach() != 0
+    assert torch.equal(y.detach()[kept], (X / 0.75)[kept]) or torch.allclose(y.detach()[kept], (X / 0.75)[kept])
+    assert torch.equal(x.grad != 0, kept)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    """Also for operations that must borrow the process-wide generator for a moment."""
+    names = ["rand", "normal", "multinomial", "rrelu", "alpha dropout"]
+    expected = {name: drawn(DRAWS[name], 7) for name in names}
+    wrong: list[str] = []
+    barrier = threading.Barrier(len(names))
+
+    def draw(name: str) -> None:
+        barrier.wait(30)
+        for _ in range(30):
+            if not torch.equal(drawn(DRAWS[name], 7), expected[name]):
+                wrong.append(name)
+
+    threads = [threading.Thread(target=draw, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_drawing_inside_a_checkpoint_is_refused() -> None:
+    x = X.clone().requires_grad_()
+    with HostRandomStream(3), pytest.raises(UsageError, match="checkpoint"):
+        checkpoint(lambda value: nn.functional.dropout(value, 0.5), x, use_reentrant=False)
+
+
+def test_a_checkpoint_without_draws_is_fine() -> None:
+    x = X.clone().requires_grad_()
+    with HostRandomStream(3):
+        checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None

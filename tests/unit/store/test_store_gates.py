@@ -1,0 +1,139 @@
+"""What LayerStore adds to the slots' rules: real memory is written only when nobody reads it, whatever fails."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe.devices.virtual import NoPinner
+from roundpipe.store import LayerStore, PinMode
+from roundpipe.waiting import Monitor
+
+WAIT_S = 30.0
+
+
+class Copy:
+    """An upload's event: passes, or fails, when told to."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.ran, self.waited = threading.Event(), threading.Event()
+        self._error = error
+
+    def done(self) -> bool:
+        return self.ran.is_set()
+
+    def wait(self) -> None:
+        self.waited.set()
+        assert self.ran.wait(WAIT_S)
+        if self._error is not None:
+            raise self._error
+
+
+def make_store(mode: PinMode = PinMode.ALLOC) -> LayerStore:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    names = {id(p): f"{i}.{k}" for i, layer in enumerate(layers) for k, p in layer.named_parameters()}
+    store = LayerStore(layers, names, optim_dtype=None, pin_mode=mode, pinner=NoPinner(), monitor=Monitor())
+    for record in store.parameters:
+        store.masters.of(record)
+    return store
+
+
+def change_masters(store: LayerStore) -> None:
+    with torch.no_grad():
+        for master in store.masters.existing():
+            master.fill_(7.0)
+
+
+def weights(store: LayerStore, layer_id: int) -> list[torch.Tensor]:
+    return [record.weights.clone() for record in store.layers[layer_id].parameters]
+
+
+def test_weights_are_overwritten_only_after_uploads_have_run() -> None:
+    store, copy, call = make_store(), Copy(), "call"
+    before = weights(store, 0)
+    store.expect(call, uploads={0: 1}, version=0, landings=[], generation=0)
+    change_masters(store)
+    publisher = threading.Thread(target=lambda: store.publish(0, 1, copy=True), daemon=True)
+    publisher.start()
+    assert not copy.waited.wait(0.05), "the upload is due but not issued: nothing to wait for yet"
+    store.upload_issued(call, 0, 0, copy)
+    assert copy.waited.wait(WAIT_S)
+    assert all(map(torch.equal, weights(store, 0), before))
+    assert store.can_upload(0, 0)
+    copy.ran.set()
+    publisher.join(WAIT_S)
+    assert all((w == 7.0).all() for w in weights(store, 0))
+    assert store.can_upload(0, 1)
+    assert store.can_upload(1, 0), "the other layer is on its own"
+
+
+def test_an_upload_that_failed_holds_nobody_up_and_is_told() -> None:
+    store, error = make_store(), RuntimeError("copy")
+    failed, good = Copy(error), Copy()
+    store.expect("call", uploads={0: 2}, version=0, landings=[], generation=0)
+    for copy in (failed, good):
+        copy.ran.set()
+        store.upload_issued("call", 0, 0, copy)
+    change_masters(store)
+    with pytest.raises(RuntimeError) as caught:
+        store.publish(0, 1, copy=True)
+    assert caught.value is error
+    assert good.waited.is_set()
+    assert store.can_upload(0, 1)
+    assert all((w == 7.0).all() for w in weights(store, 0))
+
+
+def test_publishing_an_old_version_does_nothing() -> None:
+    store = make_store()
+    store.publish(0, 2, copy=False)
+    change_masters(store)
+    store.publish(0, 1, copy=True)
+    assert all((w != 7.0).any() for w in weights(store, 0))
+
+
+def test_a_void_version_is_numbered_but_copies_nothing() -> None:
+    store = make_store()
+    before = weights(store, 0)
+    change_masters(store)
+    store.publish(0, 1, copy=False)
+    assert store.can_upload(0, 1)
+    assert all(map(torch.equal, weights(store, 0), before))
+
+
+def test_gradients_that_cannot_be_handed_over_are_gone_and_the_generation_passes() -> None:
+    store = make_store()
+    record = store.layers[0].parameters[0]
+    store.gradients.add([(record, torch.ones_like(record.weights))], lambda: False)
+    record.master = None  # its copy must be made first, and that fails
+
+    def fail(_: object) -> nn.Parameter:
+        raise MemoryError("no room")
+
+    store.masters.of = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        store.consume(0, 0, lambda: False)
+    assert store.slots[0].open_generation == 1
+    assert not record.has_grad
+
+
+def test_a_cancelled_landing_adds_nothing() -> None:
+    store = make_store()
+    record = store.layers[0].parameters[0]
+    store.gradients.add([(record, torch.ones_like(record.weights))], lambda: True)
+    assert not record.has_grad
+
+
+def test_waiting_for_weights_ends_with_the_call() -> None:
+    store, cancelled = make_store(), threading.Event()
+    outcome: list[bool] = []
+    waiter = threading.Thread(
+        target=lambda: outcome.append(store.wait_for_weights(0, 5, cancelled.is_set)), daemon=True
+    )
+    waiter.start()
+    cancelled.set()
+    store.cancel("call")
+    waiter.join(WAIT_S)
+    assert outcome == [False]
