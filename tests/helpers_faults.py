@@ -43,6 +43,9 @@ class Boom(Exception):
     """Raised by traps only."""
 
 
+def _nothing() -> None: ...
+
+
 class Traps:
     """Passed by layers, losses and copies; raises where it is told to."""
 
@@ -50,7 +53,7 @@ class Traps:
         self._lock = threading.Lock()
         self._passed: Counter[tuple[str, Any]] = Counter()
         self._target: tuple[str, Any, int] | None = None
-        self._action: Callable[[], object] = lambda: None
+        self._action: Callable[[], object] = _nothing
         self.fired = threading.Event()
 
     def arm(self, point: str, where: Any, count: int, error: BaseException) -> None:
@@ -82,10 +85,12 @@ class Traps:
         with self._lock:
             count = self._passed[point, where]
             self._passed[point, where] += 1
-            hit = self._target == (point, where, count)
-        if hit:
-            self.fired.set()
-            self._action()
+            if self._target != (point, where, count):
+                return
+            # Fires once, and keeps no exception: its frames hold graphs that hold us, a cycle nobody can collect.
+            action, self._action, self._target = self._action, _nothing, None
+        self.fired.set()
+        action()
 
     def __deepcopy__(self, memo: Any) -> Traps:
         return Traps()

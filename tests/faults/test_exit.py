@@ -21,12 +21,19 @@ def check(body: str, returncode: int = 0, prompt_s: float = PROMPT_S) -> subproc
     return done
 
 
-def test_right_after_forward_backward() -> None:
-    check("made = Bench(3)\nfor seed in range(3): made.call(seed)", prompt_s=4.0)
-
-
-def test_right_after_an_asynchronous_step() -> None:
-    check("made = Bench(2)\nmade.call(1)\nmade.step(True)\nmade.call(2)\nmade.step(True)", prompt_s=4.0)
+def test_right_after_calls_and_asynchronous_steps() -> None:
+    check(
+        """
+made, other = Bench(3), Bench(2)
+made.call(1)
+made.step(True)
+for seed in range(3):
+    other.call(seed)
+    made.call(seed)
+made.step(True)
+""",
+        prompt_s=4.0,
+    )
 
 
 def test_with_a_layer_and_a_step_still_running() -> None:
@@ -109,26 +116,16 @@ except KeyboardInterrupt as error:
     assert float(words[words.index("after") + 1]) - float(words[words.index("done") + 1]) < 2.2
 
 
-def test_models_that_were_never_used_and_closed_ones() -> None:
+def test_import_and_wrapping_start_no_thread_and_closing_leaves_none() -> None:
     check(
         """
-a, b = Bench(1), Bench(2)
-b.train_right(1)
-b.close()
+assert threading.active_count() == 1, threading.enumerate()
+unused, used = Bench(1), Bench(2)
+assert threading.active_count() == 1, threading.enumerate()
+used.train_right(1)
+assert threading.active_count() == 5, threading.enumerate()
+used.close()
 wait_for_no_threads()
-""",
-        prompt_s=4.0,
-    )
-
-
-def test_import_and_wrapping_start_no_thread() -> None:
-    check(
-        """
-from roundpipe import RoundPipe
-assert threading.active_count() == 1, threading.enumerate()
-model = RoundPipe(nn.Sequential(nn.Linear(2, 2)), devices=["cpu"] * 3)
-list(model.optim_parameters())
-assert threading.active_count() == 1, threading.enumerate()
 """,
         prompt_s=4.0,
     )

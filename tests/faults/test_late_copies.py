@@ -101,7 +101,7 @@ def expected(is_async: bool) -> list[Any]:
 def test_every_order_of_copies_gives_the_same_bits(
     num_devices: int, is_async: bool, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in range(NUM_SEEDS):
+    for seed in range(NUM_SEEDS if is_async else NUM_SEEDS // 4):
         monkeypatch.setenv(SEED, str(seed))
         assert_same(train(num_devices, is_async, "layer" if seed % 2 else "stage"), expected, f"seed {seed}")
         wait_for_no_threads()  # the next seed needs devices of its own
