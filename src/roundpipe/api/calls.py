@@ -132,17 +132,14 @@ def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
     return totals if is_sequence else totals[0]
 
 
-def merged(run: Run, config: ResolvedRunConfig) -> Any:
+def merged(outputs: Sequence[Parcel], config: ResolvedRunConfig) -> Any:
     """The outputs as the user asked for them: put together, or packed by microbatch without waiting."""
-    run.wait_for_outputs()
-    parcels = [run.outputs[microbatch] for microbatch in range(run.num_microbatch)]
-    values = [_moved(parcel, config) for parcel in parcels]
+    values = [_moved(parcel, config) for parcel in outputs]
     if config.merge_output is False:
-        return pack_outputs(values, [parcel.events[0] for parcel in parcels])
-    for parcel in parcels:
+        return pack_outputs(values, [parcel.events[0] for parcel in outputs])
+    for parcel in outputs:
         for event in parcel.events:
             event.wait()
-    run.outputs.clear()  # the run may be kept for a while, its outputs are the user's
     return merge_outputs(values, config.merge_output)
 
 

@@ -114,7 +114,7 @@ class ModelEngine:
             with self._carried_out(run, inputs):
                 run.wait_for_losses()
                 losses = summed_losses(run)
-                outputs = merged(run, config) if return_outputs else None
+                outputs = merged(run.take_outputs(), config) if return_outputs else None
                 self._recovery.commit_buffers(run)
                 if inputs.any_requires_grad:
                     run.wait_until_finished()
@@ -232,9 +232,9 @@ class ModelEngine:
         tasks = self._schedule(RunType.INFER, len(batches), config)
         run = self._new_run(tasks, len(batches), self._new_recall((), config), LayerPhase.INFERENCE)
         with self._carried_out(run, CallInputs(batches)):
-            run.wait_for_outputs()
+            outputs = run.take_outputs()
             self._recovery.commit_buffers(run)
-            return merged(run, config)
+            return merged(outputs, config)
 
     def _forward_with_grad(self, batches: MicrobatchInputs, config: ResolvedRunConfig) -> Any:
         tasks = self._schedule(RunType.TRAIN, len(batches), config)
@@ -243,35 +243,42 @@ class ModelEngine:
         run = self._new_run(forward_tasks, len(batches), recall, LayerPhase.FORWARD)
         inputs = CallInputs(batches)
         with self._carried_out(run, inputs):
-            run.wait_for_outputs()
+            outputs = run.take_outputs()
             self._recovery.commit_buffers(run)
-            outputs = [run.outputs[j] for j in range(run.num_microbatch)]
             with_grad = [t for p in outputs for t, flag in zip(p.bundle.tensors, p.requires_grad, strict=True) if flag]
+            # The node of the outputs keeps this alive. It must not reach the run: a run that fails keeps its exception,
+            # whose frames keep the outputs, and no collector sees a cycle that goes through autograd's graph.
             backward = functools.partial(
-                self._backward, tasks[len(forward_tasks) :], run, inputs, [p.requires_grad for p in outputs]
+                self._backward,
+                tasks[len(forward_tasks) :],
+                recall,
+                run.version,
+                inputs,
+                [p.requires_grad for p in outputs],
             )
             attached = iter(attach(with_grad, inputs.requiring_grad(), backward))
             for j, parcel in enumerate(outputs):
                 pairs = zip(parcel.bundle.tensors, parcel.requires_grad, strict=True)
-                run.outputs[j] = parcel.with_tensors([next(attached) if flag else tensor for tensor, flag in pairs])
-            return merged(run, config)
+                outputs[j] = parcel.with_tensors([next(attached) if flag else tensor for tensor, flag in pairs])
+            return merged(outputs, config)
 
     def _backward(
         self,
         tasks: Sequence[StageTask],
-        forward_run: Run,
+        recall: Recall,
+        version: int,
         inputs: CallInputs,
         output_flags: Sequence[tuple[bool, ...]],
         gradients: tuple[torch.Tensor | None, ...],
     ) -> list[torch.Tensor | None]:
         """Called by autograd with the gradients of all microbatches' outputs; returns those of the inputs."""
         with self._entered():
-            if forward_run.version != self.stepper.visible_version:
+            if version != self.stepper.visible_version:
                 raise StaleGraphError(
-                    f"{self.name}: the weights were updated between this forward (version {forward_run.version}) and "
+                    f"{self.name}: the weights were updated between this forward (version {version}) and "
                     f"its backward (version {self.stepper.visible_version}); call backward() before step()."
                 )
-            run = self._new_run(tasks, forward_run.num_microbatch, forward_run.recall, LayerPhase.FORWARD)
+            run = self._new_run(tasks, len(output_flags), recall, LayerPhase.FORWARD)
             given = iter(gradients)
             parcels = [GradientParcel(tuple(next(given) if flag else None for flag in flags)) for flags in output_flags]
             with self._carried_out(run, parcels):

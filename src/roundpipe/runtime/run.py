@@ -241,9 +241,12 @@ class Run:
         with self.monitor:
             self._wait(lambda: len(self.losses) == self.num_microbatch, "the losses")
 
-    def wait_for_outputs(self) -> None:
+    def take_outputs(self) -> list[Parcel]:
+        """The outputs, once. A run may be kept for its times, and what is taken belongs to the user."""
         with self.monitor:
             self._wait(lambda: len(self.outputs) == self.num_microbatch, "the outputs")
+            outputs, self.outputs = self.outputs, {}
+            return [outputs[microbatch] for microbatch in range(self.num_microbatch)]
 
     def wait_until_finished(self, timeout_s: float | None = None) -> bool:
         """Until no worker touches the run any more; a failure is not raised here."""
