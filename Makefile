@@ -11,6 +11,8 @@ STAMP := .venv/.installed
 SOURCES := src tests demo examples benchmarks
 ARCHITECTURE_TESTS := tests/test_architecture.py
 CONCURRENCY_SUITES := tests/faults tests/parity
+GPU_TESTS := tests/gpu
+ON_ALL_CORES := -n auto --dist worksteal
 
 .PHONY: help demo test check bench test-20 clean
 
@@ -34,8 +36,9 @@ $(STAMP): requirements-dev.txt pyproject.toml
 demo: $(STAMP)  ## train a small language model three ways; report and picture in demo-output/
 	$(BIN)/python -m demo.train_demo
 
-test: check  ## the checks, then every test (tests/gpu skips itself without CUDA)
-	$(BIN)/python -m pytest
+test: check  ## the checks, then every test (those of the GPU alone: they measure its memory; skipped without CUDA)
+	$(BIN)/python -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS)
+	$(BIN)/python -m pytest $(GPU_TESTS)
 
 check: $(STAMP)  ## format, lint, strict types, architecture
 	$(BIN)/ruff format --check $(SOURCES)
@@ -48,7 +51,7 @@ bench: $(STAMP)  ## run every benchmark; each prints ratios measured side by sid
 	for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 
 test-20: $(STAMP)  ## the concurrency suites, 20 times in a row
-	@for i in $$(seq 20); do echo "== round $$i of 20"; $(BIN)/python -m pytest $(CONCURRENCY_SUITES); done
+	@for i in $$(seq 20); do echo "== round $$i of 20"; $(BIN)/python -m pytest $(ON_ALL_CORES) $(CONCURRENCY_SUITES); done
 
 clean:  ## remove what was built and produced, .venv included
 	rm -rf .venv build dist demo-output src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

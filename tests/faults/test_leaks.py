@@ -81,5 +81,6 @@ def test_outputs_nobody_goes_back_from_leave_nothing(merge_output: object, requi
         for number in range(6):
             with contextlib.suppress(Boom):
                 made.model(batch(number)[0], roundpipe_run_config=config)
-            counts.append((alive(Run), alive(torch.Tensor)))
-        assert counts[1] == counts[-1]
+            if number in (1, 5):
+                counts.append((alive(Run), alive(torch.Tensor)))
+        assert counts[0] == counts[1]
