@@ -397,6 +397,8 @@ class ModelEngine:
         self.stepper.wait_until_idle()
         self._raise_failures("it happened in the background after the call that caused it had returned")
         self.stepper.publish_latest()
+        for member in self._members:
+            member._learn()  # which lets go of the runs
 
     def _settles(self) -> bool:
         """Whether all went well; if not, there may be more to wait for behind the failure, which is only logged."""
