@@ -309,3 +309,19 @@ def test_explicit_plan_is_followed() -> None:
     pipe.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
     assert {span.label for span in pipe.timeline().spans} == {"F0", "FB1", "B2", "B3"}
     pipe.close()
+
+
+def test_registered_weights_and_their_neighbours_can_still_be_copied() -> None:
+    """CUDA refuses a copy that begins in registered memory and ends outside: inputs next to weights must not."""
+    width = 1500
+    base = torch.randn(7 + width * width + 64 * width)
+    layer = torch.nn.Linear(width, width, bias=False)
+    layer.weight.data = base[7 : 7 + width * width].view(width, width)
+    neighbour = base[7 + width * width :].view(64, width)
+    expected = F.linear(neighbour.cuda(), layer.weight.detach().cuda())
+    pipe = RoundPipe(torch.nn.Sequential(layer), devices=["cuda:0"], pin_model="register")
+    with torch.no_grad():
+        assert torch.equal(pipe(neighbour, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)), expected.cpu())
+    assert torch.equal(layer.weight.detach().cuda().cpu(), layer.weight.detach())
+    assert torch.equal(neighbour.cuda().cpu(), neighbour)
+    pipe.close()

@@ -6,7 +6,6 @@ Called once by LayerStore. After it a parameter is a view of memory the store kn
 from __future__ import annotations
 
 import enum
-import mmap
 import weakref
 from collections.abc import Sequence
 
@@ -94,37 +93,6 @@ def refuse_owned(model: nn.Module) -> None:
                 f"parameter {name!r} (shape {tuple(param.shape)}) already belongs to another RoundPipe; close that one "
                 "first, or wrap the models that share it as one model."
             )
-
-
-class RegisteredPages:
-    """Pins tensors where they lie. Tensors may share pages, so whole runs of pages are registered once each."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], pinner: HostPinner) -> None:
-        self._pinner = pinner
-        runs = _page_runs([t for t in tensors if t.nbytes])
-        self._pinned = [start for start, end in runs if pinner.pin(start, end - start)]
-
-    def close(self) -> None:
-        for start in self._pinned:
-            self._pinner.unpin(start)
-        self._pinned = []
-
-
-def _page_runs(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    page = mmap.PAGESIZE
-    ends = [
-        (t.data_ptr() // page * page, -(-(t.data_ptr() + t.untyped_storage().nbytes()) // page) * page)
-        if t.storage_offset() == 0
-        else (t.data_ptr() // page * page, -(-(t.data_ptr() + t.nbytes) // page) * page)
-        for t in tensors
-    ]
-    runs: list[tuple[int, int]] = []
-    for start, end in sorted(ends):
-        if runs and start <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
-        else:
-            runs.append((start, end))
-    return runs
 
 
 def _owner_of(param: nn.Parameter) -> object | None:

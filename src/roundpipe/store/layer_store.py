@@ -14,13 +14,14 @@ from torch import nn
 from roundpipe.devices import Event, HostPinner
 from roundpipe.errors import ModelChangedError
 from roundpipe.store import adoption
-from roundpipe.store.adoption import PinMode, RegisteredPages
+from roundpipe.store.adoption import PinMode
 from roundpipe.store.composition import Composition
 from roundpipe.store.host_gradients import HostGradients
 from roundpipe.store.intake import refuse_unusable
 from roundpipe.store.layer_slot import LayerSlot
 from roundpipe.store.masters import Masters
 from roundpipe.store.records import ParameterRecord
+from roundpipe.store.registered_pages import RegisteredPages
 from roundpipe.waiting import Monitor
 
 __all__ = ["LayerStore", "PinMode"]
@@ -48,6 +49,8 @@ class LayerStore:
         self._registered = None
         if pin_mode is PinMode.REGISTER:
             self._registered = RegisteredPages([record.weights for record in self.parameters], pinner)
+            for record in self.parameters:
+                record.cuts = self._registered.cuts(record.weights)
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
         self.masters = Masters(self.layers, optim_dtype)

@@ -6,12 +6,13 @@ Filled by layer_store, read by runtime (replicas, uploads) and optim (masters, g
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from torch import nn
 
 from roundpipe.store.host_buffer import HostBuffer
-from roundpipe.store.layout import Layout
+from roundpipe.store.layout import Layout, TensorPlace
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,6 +23,7 @@ class ParameterRecord:
     param: nn.Parameter
     home: int
     weights: torch.Tensor  # the host memory devices read; shares storage with `param`, not its version counter
+    cuts: tuple[int, ...] = ()  # bytes before which a copy of `weights` must be cut
     seen_version: int = 0  # of `param`: a higher one means the user wrote into it
     master: nn.Parameter | None = None  # the optimizer's copy
     host_grad: torch.Tensor | None = None  # memory of the gathered gradient, once there was one
@@ -67,6 +69,17 @@ class BufferRecord:
                 current.copy_(value)
 
 
+def _cut(place: TensorPlace, image: torch.Tensor, record: ParameterRecord) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The copies that fill one parameter's place: one, or by bytes what lies between its cuts."""
+    if not record.cuts:
+        return [(place.view(image), record.weights)]
+    weights, size = record.weights, record.weights.nbytes
+    storage, offset = weights.untyped_storage(), weights.storage_offset() * weights.itemsize
+    host = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
+    there = image[place.offset_bytes : place.offset_bytes + size]
+    return [(there[a:b], host[a:b]) for a, b in itertools.pairwise((0, *record.cuts, size))]
+
+
 def _differs(current: torch.Tensor, value: torch.Tensor) -> bool:
     return current.shape != value.shape or current.dtype != value.dtype
 
@@ -93,7 +106,7 @@ class LayerRecord:
             in_flat = {record for record in self.parameters if record.home == self.layer_id}
         for record, place in zip(self.parameters, self.image.places, strict=True):
             if record not in in_flat and place.num_bytes:
-                pieces.append((place.view(image), record.weights))
+                pieces += _cut(place, image, record)
         return pieces
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 
@@ -13,9 +12,12 @@ from torch import nn
 from roundpipe import HostMemoryError, RoundPipe
 from roundpipe.devices import HostPinner
 from roundpipe.store import host_memory
-from roundpipe.store.adoption import RegisteredPages
+from roundpipe.store.adoption import PinMode
 from roundpipe.store.host_buffer import HostBuffer
+from roundpipe.store.layer_store import LayerStore
 from roundpipe.store.layout import ALIGNMENT_BYTES, contiguous_stride, dense_stride, lay_out, span_elements
+from roundpipe.store.registered_pages import RegisteredPages
+from roundpipe.waiting import Monitor
 
 
 class RecordingPinner(HostPinner):
@@ -89,17 +91,74 @@ def test_host_memory_of_a_buffer_is_what_was_asked_for() -> None:
     assert resident_bytes() - before < 70 << 20
 
 
-def test_tensors_that_share_pages_are_registered_once() -> None:
-    pinner = RecordingPinner()
-    base = torch.zeros(3 * mmap.PAGESIZE, dtype=torch.uint8)
-    pages = RegisteredPages([base[:100], base[50:200], base[2 * mmap.PAGESIZE :]], pinner)
-    runs = sorted((start, start + size) for start, size in pinner.pinned.items())
-    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(runs))
-    for tensor in (base[:100], base[50:200], base[2 * mmap.PAGESIZE :]):
-        assert any(start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end for start, end in runs)
-    assert all(start % mmap.PAGESIZE == 0 for start, _ in runs)
+PAGE = mmap.PAGESIZE
+
+
+def aligned_bytes(num_pages: int) -> torch.Tensor:
+    memory = torch.zeros((num_pages + 1) * PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + num_pages * PAGE]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ((0, 4 * PAGE), [(0, 4 * PAGE)]),  # whole pages
+        ((0, 3 * PAGE + 8), [(PAGE, 3 * PAGE)]),  # its first byte stays out, or a copy of it would begin inside
+        ((8, 4 * PAGE), [(PAGE, 4 * PAGE)]),
+        ((8, 3 * PAGE + 8), [(PAGE, 3 * PAGE)]),
+        ((8, PAGE + 8), []),
+        ((0, 0), []),
+    ],
+)
+def test_only_pages_that_one_tensor_fills_are_registered(
+    bounds: tuple[int, int], expected: list[tuple[int, int]]
+) -> None:
+    pinner, base = RecordingPinner(), aligned_bytes(5)
+    tensor = base[bounds[0] : bounds[1]]
+    pages = RegisteredPages([tensor], pinner)
+    assert [
+        (start - base.data_ptr(), start + size - base.data_ptr()) for start, size in pinner.pinned.items()
+    ] == expected
+    edges = {edge - bounds[0] for run in expected for edge in run}
+    assert pages.cuts(tensor) == tuple(sorted(edges - {0, tensor.nbytes}))
     pages.close()
     assert not pinner.pinned
+
+
+def test_tensors_that_overlap_are_registered_once_and_cut_alike() -> None:
+    pinner, base = RecordingPinner(), aligned_bytes(8)
+    first, second = base[: 4 * PAGE], base[2 * PAGE : 8 * PAGE]
+    pages = RegisteredPages([first, second], pinner)
+    assert list(pinner.pinned.values()) == [4 * PAGE]
+    assert pages.cuts(second) == (2 * PAGE,)
+
+
+def test_tensors_with_gaps_are_left_alone() -> None:
+    pinner = RecordingPinner()
+    RegisteredPages([torch.zeros(64, PAGE)[:, ::2]], pinner)
+    assert not pinner.pinned
+
+
+def test_what_is_cut_arrives_whole() -> None:
+    """Transposed, channels-last and offset weights, copied in pieces, are the weights."""
+    model = nn.Sequential(nn.Linear(300, 70), nn.Conv2d(40, 40, 3).to(memory_format=torch.channels_last))
+    model[0].weight.data = torch.randn(300, 70).t()
+    base = torch.randn(3 + 70 * 300)
+    model.append(nn.Linear(300, 70, bias=False))
+    model[2].weight.data = base[3:].view(70, 300)
+    names = {id(p): name for name, p in model.named_parameters()}
+    store = LayerStore(
+        list(model), names, optim_dtype=None, pin_mode=PinMode.REGISTER, pinner=RecordingPinner(), monitor=Monitor()
+    )
+    assert sum(bool(record.cuts) for record in store.parameters) == 3
+    for layer in store.layers:
+        image = torch.zeros(layer.image.total_bytes, dtype=torch.uint8)
+        for there, host in layer.upload_pieces(image):
+            there.copy_(host)
+        for record, view in zip(layer.parameters, layer.image.views(image), strict=True):
+            assert torch.equal(view, record.param)
+    store.close()
 
 
 def test_a_model_that_cannot_fit_is_refused_with_a_table_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
