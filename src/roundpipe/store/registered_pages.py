@@ -33,6 +33,8 @@ class RegisteredPages:
 
     def cuts(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The bytes of a tensor before which a copy of it must be cut, in ascending order."""
+        if not _is_dense(tensor):
+            return ()  # it is packed before it is copied
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         inside = self._edges[bisect.bisect_right(self._edges, start) : bisect.bisect_left(self._edges, end)]
         return tuple(edge - start for edge in inside)
@@ -44,8 +46,8 @@ class RegisteredPages:
 
 
 def _pages_inside(tensor: torch.Tensor) -> range:
-    """Addresses of the pages to register; none for a tensor with gaps, which is not copied byte by byte."""
-    if dense_stride(tensor) != tuple(tensor.stride()):
+    """Addresses of the pages to register; none for a tensor with gaps."""
+    if not _is_dense(tensor):
         return range(0)
     page = mmap.PAGESIZE
     start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -53,3 +55,7 @@ def _pages_inside(tensor: torch.Tensor) -> range:
     if first == start and last != end:
         first += page
     return range(first, max(first, last))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return dense_stride(tensor) == tuple(tensor.stride())

@@ -136,8 +136,17 @@ def test_tensors_that_overlap_are_registered_once_and_cut_alike() -> None:
 
 def test_tensors_with_gaps_are_left_alone() -> None:
     pinner = RecordingPinner()
-    RegisteredPages([torch.zeros(64, PAGE)[:, ::2]], pinner)
+    gappy = torch.zeros(64, PAGE)
+    pages = RegisteredPages([gappy[:, ::2]], pinner)
     assert not pinner.pinned
+    assert pages.cuts(gappy[:, ::2]) == ()
+
+
+def test_a_tensor_with_gaps_in_registered_memory_is_not_cut() -> None:
+    base = aligned_bytes(8)[8:]
+    pages = RegisteredPages([base], RecordingPinner())
+    assert pages.cuts(base) != ()
+    assert pages.cuts(base[::2]) == ()
 
 
 def test_what_is_cut_arrives_whole() -> None:
