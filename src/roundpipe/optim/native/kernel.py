@@ -1,0 +1,181 @@
+"""The one-pass Adam kernel as seen from Python: what it needs to know of each tensor, and the threads it runs on.
+
+Called by optim.adam. Knows pointers and precisions; which tensors belong together, and when they may be touched, is
+the caller's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+
+from roundpipe.optim.native import library
+
+MAX_FACTORS = 4
+_PRECISIONS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+LOW_PRECISIONS = (torch.bfloat16, torch.float16)
+_THREADS_VARIABLE = "ROUNDPIPE_OPTIMIZER_THREADS"
+_CORES_FOR_LAUNCHES = 2  # on a machine that has them to spare: devices must never wait for their next kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamRule:
+    """The numbers of one parameter group at one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    is_decoupled: bool
+    step: int
+    gradient_factors: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitMaster:
+    """A float32 master as the upper half its bfloat16 weight is, and the rest. See the note in the C source."""
+
+    weight: torch.Tensor
+    low: torch.Tensor
+    ties: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One parameter: dense tensors of one shape and layout. `weight` is where the rounded result goes, if anywhere."""
+
+    master: torch.Tensor | SplitMaster
+    gradient: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
+    largest: torch.Tensor | None
+    weight: torch.Tensor | None
+    rule: AdamRule
+
+
+class _Rule(ctypes.Structure):
+    _fields_ = (
+        ("factors", ctypes.c_float * MAX_FACTORS),
+        ("num_factors", ctypes.c_int32),
+        ("shrink", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("beta1_rest", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("beta2_rest", ctypes.c_float),
+        ("step_size", ctypes.c_float),
+        ("correction", ctypes.c_float),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = (
+        ("master", ctypes.c_void_p),
+        ("old_weight", ctypes.c_void_p),
+        ("low", ctypes.c_void_p),
+        ("ties", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("largest", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("weight_precision", ctypes.c_int32),
+        ("gradient_precision", ctypes.c_int32),
+        ("rule", _Rule),
+    )
+
+
+class OnePassKernel:
+    """The kernel with a team of threads of its own."""
+
+    def __init__(self, loaded: ctypes.CDLL, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._adam, self._join, self._split = loaded.roundpipe_adam, loaded.roundpipe_join, loaded.roundpipe_split
+        self._adam.argtypes, self._adam.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), None
+        self._join.argtypes, self._join.restype = (*[ctypes.c_void_p] * 4, ctypes.c_int64), None
+        self._split.argtypes, self._split.restype = (*[ctypes.c_void_p] * 4, ctypes.c_int64), None
+        loaded.roundpipe_team.restype = ctypes.c_void_p
+        self._team = loaded.roundpipe_team(num_threads)
+        if not self._team:
+            raise MemoryError("no memory for the optimizer's threads")
+
+    def adam(self, segments: Sequence[Segment]) -> None:
+        """Update all of them, in one go over the team."""
+        packed = (_Segment * len(segments))(*map(_packed, segments))
+        self._adam(self._team, packed, len(segments))
+
+    def join(self, master: SplitMaster, to: torch.Tensor) -> None:
+        self._join(to.data_ptr(), master.weight.data_ptr(), master.low.data_ptr(), master.ties.data_ptr(), to.numel())
+
+    def split(self, values: torch.Tensor, to: SplitMaster) -> None:
+        """Also writes the weight: `values` rounded."""
+        self._split(to.weight.data_ptr(), to.low.data_ptr(), to.ties.data_ptr(), values.data_ptr(), values.numel())
+
+
+def one_pass_kernel() -> OnePassKernel | None:
+    """This process's kernel; None where it cannot be built. A child after fork() has a team of its own."""
+    return _kernel_of(os.getpid())
+
+
+@functools.cache
+def _kernel_of(pid: int) -> OnePassKernel | None:
+    loaded = library.load()
+    return None if loaded is None else OnePassKernel(loaded, _num_threads())
+
+
+def _num_threads() -> int:
+    asked = os.environ.get(_THREADS_VARIABLE)
+    if asked:
+        if not asked.isdigit() or int(asked) < 1:
+            raise ValueError(f"{_THREADS_VARIABLE}={asked!r} is no number of threads; give 1 or more, or unset it.")
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores - _CORES_FOR_LAUNCHES if cores > 2 * _CORES_FOR_LAUNCHES else cores
+
+
+def _packed(segment: Segment) -> _Segment:
+    master, weight = segment.master, segment.weight
+    split = master if isinstance(master, SplitMaster) else None
+    assert split is None or weight is not None
+    return _Segment(
+        master=_address(master) if isinstance(master, torch.Tensor) else None,
+        old_weight=_address(split.weight) if split else None,
+        low=_address(split.low) if split else None,
+        ties=_address(split.ties) if split else None,
+        weight=_address(weight),
+        gradient=_address(segment.gradient),
+        first=_address(segment.first),
+        second=_address(segment.second),
+        largest=_address(segment.largest),
+        count=segment.gradient.numel(),
+        weight_precision=0 if weight is None else _PRECISIONS[weight.dtype],
+        gradient_precision=_PRECISIONS[segment.gradient.dtype],
+        rule=_packed_rule(segment.rule),
+    )
+
+
+def _packed_rule(rule: AdamRule) -> _Rule:
+    return _Rule(
+        factors=rule.gradient_factors,
+        num_factors=len(rule.gradient_factors),
+        shrink=1 - rule.lr * rule.weight_decay if rule.is_decoupled else 1.0,
+        decay=0.0 if rule.is_decoupled else rule.weight_decay,
+        beta1_rest=1 - rule.beta1,
+        beta2=rule.beta2,
+        beta2_rest=1 - rule.beta2,
+        step_size=rule.lr / (1 - rule.beta1**rule.step),
+        correction=math.sqrt(1 - rule.beta2**rule.step),
+        eps=rule.eps,
+    )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,95 @@
+"""Finds the compiled kernel, or compiles it.
+
+Asked once per process, when an optimizer first steps. The library was built with the package, or is compiled into the
+user's cache, once for every version of the source. Where neither works the caller does without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.machinery
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger("roundpipe")
+
+SOURCE = Path(__file__).with_name("one_pass_adam.c")
+# Optimized, but every operation rounded by itself: no flag may change what comes out.
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread")
+_BUILT_NAME = "_one_pass_adam"
+_COMPILERS = ("cc", "gcc", "clang")
+_COMPILE_S = 120.0
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library; None, and one line in the log, where there is none and none can be made."""
+    for path in _built_with_the_package():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            logger.warning("the optimizer kernel %s cannot be loaded: %s", path, error)
+    try:
+        return ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning(
+            "Adam runs without its one-pass kernel, about half as fast and with more memory: %s. "
+            "A C compiler (cc) is all it needs.",
+            _reason(error),
+        )
+        return None
+
+
+def _built_with_the_package() -> Iterator[Path]:
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = SOURCE.with_name(_BUILT_NAME + suffix)
+        if path.exists() and path.stat().st_mtime >= SOURCE.stat().st_mtime:
+            yield path
+
+
+def _compiled() -> Path:
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((*FLAGS, platform.machine(), sys.platform)).encode())
+    directory = _cache_directory()
+    library = directory / f"one_pass_adam-{key.hexdigest()[:16]}.so"
+    if not library.exists():
+        _compile(library)
+    return library
+
+
+def _compile(library: Path) -> None:
+    """Into a file of its own first, so that another process never loads half a library."""
+    compiler = os.environ.get("CC") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise OSError("there is no C compiler")
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        made = Path(directory) / library.name
+        command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        made.replace(library)
+
+
+def _cache_directory() -> Path:
+    """One that only the user can write to: what lies in it is executed."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roundpipe"
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(base, os.W_OK) and base.stat().st_uid == os.getuid():
+            return base
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="roundpipe-"))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
+    return str(error)
