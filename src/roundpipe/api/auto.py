@@ -57,6 +57,8 @@ class AutoRoundPipe(ModelFace):
         _exchange(model, parts)
         if loss is not None:
             loss.put_into(model)
+        for store in engine.stepper.stores:
+            store.is_read_on_host = True  # those of parts, too: code between them may read any parameter
         super().__init__(
             model, engine, _parts=dict(parts), _loss=loss, optim_dtype=optim_dtype, model_run_config=model_run_config
         )

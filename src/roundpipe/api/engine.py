@@ -127,7 +127,7 @@ class ModelEngine:
             for member in self._members:
                 member.store.gradients.conceal()
             announce_step(self.stepper.iteration)
-            job = self.stepper.issue(step_fn, is_async)
+            job = self.stepper.issue(step_fn, is_async, may_overlap=False)
             if is_async:
                 return
             try:
@@ -412,8 +412,7 @@ class ModelEngine:
         return True
 
     def _wait_for_visible_weights(self) -> None:
-        for member in self._members:
-            member.store.wait_for_version(self.stepper.visible_version)
+        self.stepper.show_visible()
 
     def _raise_failures(self, remark: str | None) -> None:
         self._recovery.raise_failures(remark)

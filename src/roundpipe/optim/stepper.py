@@ -4,15 +4,13 @@ Owned by api for one model, or for several that are stepped together. Knows the 
 schedules.
 
 [Note: exactly one step old]
-Step n consumes generation n - 1 and makes version n. Its job runs, layer by layer, from the last layer to the first:
-
-    wait until the gradients of generation n - 1 have landed, take them
-    wait until the uploads of version n - 2 have run, publish version n - 1
-    (all layers done) run step_fn: the optimizer's copies are now version n
-    synchronous: publish version n
-
-Calls after an asynchronous step n read version n - 1, always: it is published by job n, not by chance. Calls after a
-synchronous step n read version n. A step that fails makes a void version: it is numbered, but nothing is copied.
+Step n consumes generation n - 1 and makes version n. Its job runs step_fn at once: gradients are waited for where they
+are used, layer by layer where the optimizer can, and each layer's new weights are written when the uploads that read
+what they replace have run. After an asynchronous step n calls read version n - 1 and after a synchronous one version n,
+always: it is the number of the version that is asked for, not the time. While version n is written calls may still
+have to read n - 1, so asynchronous steps keep both (LayerWeights). Where the host itself reads the parameters there is
+one memory only, and job n + 1 makes the weights of version n from the optimizer's copies before it does anything else.
+A step that fails makes a void version: it is numbered, and is what the one before was.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from roundpipe.context import Iteration, OptimizerCtx, within_iteration
 from roundpipe.errors import UsageError, add_note
-from roundpipe.store import LayerStore
+from roundpipe.store import LayerStore, LayerUpdate, StepAbandoned
 from roundpipe.waiting import THREAD_PREFIX, end_threads
 
 logger = logging.getLogger("roundpipe")
@@ -38,10 +36,13 @@ _JOIN_S = 5.0
 
 
 class StepJob:
-    def __init__(self, number: int, step_fn: Callable[[], object], is_async: bool, iteration: Iteration) -> None:
+    def __init__(
+        self, number: int, step_fn: Callable[[], object], is_async: bool, may_overlap: bool, iteration: Iteration
+    ) -> None:
         self.number = number
         self.step_fn = step_fn
         self.is_async = is_async
+        self.may_overlap = may_overlap  # with calls whose gradients it takes
         self.iteration = iteration
         self.num_threads = torch.get_num_threads()  # sums on the CPU depend on it
         self.publishes = not is_async
@@ -78,10 +79,10 @@ class Stepper:
         """The generation calls issued now belong to."""
         return self.steps_issued
 
-    def issue(self, step_fn: Callable[[], object], is_async: bool) -> StepJob:
+    def issue(self, step_fn: Callable[[], object], is_async: bool, may_overlap: bool) -> StepJob:
         with self._monitor:
             self.steps_issued += 1
-            job = StepJob(self.steps_issued, step_fn, is_async, self.iteration)
+            job = StepJob(self.steps_issued, step_fn, is_async, may_overlap, self.iteration)
             job.abandoned = self._lost_since is not None and job.number - 1 >= self._lost_since
             self.visible_version = job.number - 1 if is_async else job.number
             self.iteration = Iteration()
@@ -107,8 +108,17 @@ class Stepper:
 
     def publish_latest(self) -> None:
         """Make the newest update what calls and the user see. Only while idle."""
-        self._publish_all(self.steps_issued)
+        self._publish_late(self.steps_issued)
         self.visible_version = self.steps_issued
+        for store in self.stores:
+            store.weights.show(self.visible_version)
+
+    def show_visible(self) -> None:
+        """Let the user's parameters be what calls read."""
+        for store in self.stores:
+            if not store.is_read_on_host:  # there that is so by itself, once it is published
+                self.wait_until_idle()
+            store.weights.show(self.visible_version)
 
     def abandon(self, generation: int) -> None:
         """Gradients of `generation` and later are lost: steps that would consume them must not run.
@@ -181,15 +191,19 @@ class Stepper:
         del step_fn
 
     def _carry_out(self, job: StepJob) -> None:
+        updates: list[LayerUpdate] = []
         try:
-            self._take_gradients(job)
-            if self._may_begin(job):
-                self._run_step_fn(job)
-            else:
-                self._discard(job)
+            self._publish_late(job.number - 1)
+            updates += self._updates(job)
+            if not self._may_begin(job):
+                raise StepAbandoned
+            self._run_step_fn(job, updates)
         except BaseException as error:
-            self._discard(job)
-            what = "running step_fn of" if job.begun else "taking the gradients of"
+            self._void_versions.add(job.number)
+            self._end_all(updates, LayerUpdate.revoke)
+            if isinstance(error, StepAbandoned):
+                return
+            what = "running step_fn of" if job.begun else "preparing"
             add_note(
                 error,
                 f"while {what} optimizer step {job.number} on the optimizer thread; nothing of this step is published "
@@ -198,43 +212,47 @@ class Stepper:
             raise
         finally:
             if job.publishes:
-                self._publish_all(job.number)
+                self._publish_late(job.number)
 
-    def _take_gradients(self, job: StepJob) -> None:
-        """Whatever goes wrong with one layer, all of them pass to the next generation and version: calls need it."""
-        generation, version = job.number - 1, job.number - 1
-        errors: list[BaseException] = []
-        for store, layer_id in reversed(self._all_layers()):
-            with _collecting(errors):
-                store.consume(layer_id, generation, lambda: job.abandoned)
-            with _collecting(errors):
-                store.publish(layer_id, version, copy=version not in self._void_versions)
-        for store, layer_id in self._all_layers():
-            store.skip_generation(layer_id, generation)
-        self._void_versions.discard(version - 1)
-        if errors:
-            raise errors[0]
+    def _updates(self, job: StepJob) -> list[LayerUpdate]:
+        """Of all layers, in the order in which their gradients land."""
+        updates = [
+            LayerUpdate(store, layer_id, step=job.number, is_async=not job.publishes, abandoned=lambda: job.abandoned)
+            for store, layer_id in reversed(self._all_layers())
+        ]
+        for update in updates:
+            update.prepare()
+        if not job.may_overlap:
+            for update in updates:
+                update.wait_for_gradients()
+        return updates
 
     def _may_begin(self, job: StepJob) -> bool:
         with self._monitor:
             job.begun = not job.abandoned
             return job.begun
 
-    def _run_step_fn(self, job: StepJob) -> None:
+    def _run_step_fn(self, job: StepJob, updates: Sequence[LayerUpdate]) -> None:
         if torch.get_num_threads() != job.num_threads:
             torch.set_num_threads(job.num_threads)
         with OptimizerCtx(), within_iteration(job.iteration), _OptimizerGuard(self.stores):
             job.step_fn()
+        self._end_all(updates, LayerUpdate.close)
 
-    def _discard(self, job: StepJob) -> None:
-        self._void_versions.add(job.number)
-        for store in self.stores:
-            for master in store.masters.existing():
-                master.grad = None
+    def _end_all(self, updates: Sequence[LayerUpdate], end: Callable[[LayerUpdate], None]) -> None:
+        """Whatever goes wrong with one layer, all of them pass to the next generation and version: calls need it."""
+        errors: list[BaseException] = []
+        for update in updates:
+            with _collecting(errors):
+                end(update)
+        if errors:
+            raise errors[0]
 
-    def _publish_all(self, version: int) -> None:
+    def _publish_late(self, version: int) -> None:
+        """Where this could not be done by the step that made it."""
         for store, layer_id in self._all_layers():
-            store.publish(layer_id, version, copy=version not in self._void_versions)
+            store.weights.publish(layer_id, version, copy=version not in self._void_versions)
+        self._void_versions.discard(version - 1)
 
     def _all_layers(self) -> list[tuple[LayerStore, int]]:
         return [(store, layer.layer_id) for store in self.stores for layer in store.layers]

@@ -44,7 +44,7 @@ class LayerImages:
         for layer_id in _order_of_use(run, task):
             if self._key(run, task, layer_id) in self._images:
                 continue
-            if run.failed or not run.store.can_upload(layer_id, run.version):
+            if run.failed or not run.store.weights.can_upload(layer_id, run.version):
                 return
             self._upload(run, task, layer_id, place)
 
@@ -52,7 +52,7 @@ class LayerImages:
         """The layer's weights; compute queued from now on waits for this layer's upload, and for no other."""
         key = self._key(run, task, layer_id)
         if key not in self._images:
-            if not run.store.wait_for_weights(layer_id, run.version, lambda: run.failed):
+            if not run.store.weights.wait_for(layer_id, run.version, lambda: run.failed):
                 run.check()
             self._upload(run, task, layer_id, place)
             self.prefetch(run, task, place)
@@ -75,11 +75,11 @@ class LayerImages:
         buffer, free_after = self._pool.take(layer.image.total_bytes)
         for event in free_after:
             self._device.stream_wait(StreamKind.WEIGHTS_UP, event)
-        for part, host in layer.upload_pieces(buffer):
+        for part, host in run.store.weights.upload_pieces(layer_id, run.version, buffer):
             self._device.copy(part, host, StreamKind.WEIGHTS_UP)
         uploaded = self._device.record(StreamKind.WEIGHTS_UP)
         self._images[self._key(run, task, layer_id)] = _Image(buffer, uploaded)
-        run.store.upload_issued(run, layer_id, run.version, uploaded)
+        run.store.weights.upload_issued(run, layer_id, run.version, uploaded)
 
     @staticmethod
     def _key(run: Run, task: StageTask, layer_id: int) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from roundpipe.store.layer_slot import LayerSlot
 from roundpipe.store.layer_store import LayerStore, PinMode
+from roundpipe.store.layer_update import LayerUpdate, StepAbandoned
 from roundpipe.store.layout import Layout, TensorPlace
 from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord
 
@@ -10,8 +11,10 @@ __all__ = [
     "LayerRecord",
     "LayerSlot",
     "LayerStore",
+    "LayerUpdate",
     "Layout",
     "ParameterRecord",
     "PinMode",
+    "StepAbandoned",
     "TensorPlace",
 ]

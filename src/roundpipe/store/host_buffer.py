@@ -24,6 +24,9 @@ class HostBuffer:
         self._pinner = pinner
         self._pinned = bool(num_bytes and pinner and pinner.pin(self.tensor.data_ptr(), num_bytes))
 
+    def __len__(self) -> int:
+        return self.tensor.numel()
+
     def close(self) -> None:
         if self._pinned and self._pinner is not None:
             self._pinner.unpin(self.tensor.data_ptr())

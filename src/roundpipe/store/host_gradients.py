@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from roundpipe.store.masters import Masters
 from roundpipe.store.records import ParameterRecord
 
 
@@ -37,20 +36,23 @@ class HostGradients:
                 record.param.grad = None
             return had_any
 
-    def hand_over(self, records: Sequence[ParameterRecord], masters: Masters) -> None:
-        """Move gathered gradients into `.grad` of the optimizer's copies, adding to what is there."""
-        with self._lock, torch.no_grad():
-            taken = [record for record in records if record.has_grad]
-            for record in taken:
-                record.has_grad = False  # before anything can fail: it is the step's now, whatever becomes of that
-            for record in taken:
-                assert record.host_grad is not None
-                master = masters.of(record)
-                if master.grad is None:
-                    master.grad = record.host_grad.to(master.dtype, copy=True)
-                else:
-                    master.grad.add_(record.host_grad.to(master.dtype))
+    def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, torch.Tensor]:
+        """What is gathered, with its memory; sums start anew."""
+        with self._lock:
+            taken = {}
+            for record in records:
                 self._conceal(record)
+                if record.has_grad:
+                    assert record.host_grad is not None
+                    taken[record] = record.host_grad
+                    record.has_grad, record.host_grad = False, None
+            return taken
+
+    def give_back(self, record: ParameterRecord, memory: torch.Tensor) -> None:
+        """Memory that was taken may be used for the next gradient."""
+        with self._lock:
+            if record.host_grad is None:
+                record.host_grad = memory
 
     def expose(self) -> None:
         """Let `param.grad` of every parameter show what is gathered."""

@@ -5,60 +5,107 @@ fit the state is a bug of ours and asserts.
 
 [Note: versions and generations]
 Optimizer steps are numbered from 1. Weights of version v are those after update v (0: as wrapped). A call reads one
-version. Gradients of generation g come from calls issued after g steps; step g + 1 consumes them. So, layer by layer:
+version. Gradients of generation g come from calls issued after g steps; step g + 1 consumes them. Weights lie in one
+buffer, or in two when a call may read one version while the next is written. A buffer holds a range of versions: those
+between which this layer did not change. So, layer by layer:
 
     event                       allowed when
-    upload for version v        weights are of version v
-    publish version v           no upload of an older version is due, and those issued have run
+    upload for version v        a buffer holds version v
+    write version v             every upload that is due finds its version in the other buffer, or is of v or later,
+    into a buffer               and the uploads issued from this buffer have run
     land for generation g       generation g - 1 is consumed, and earlier calls of generation g have landed
     consume generation g        no landing of generation g is due
 """
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Hashable
 
 from roundpipe.devices import Event
 
+_NOTHING = range(0)
+
+
+class WeightBuffer(enum.IntEnum):
+    FRONT = 0  # what the user's parameters are
+    BACK = 1
+
+    @property
+    def other(self) -> WeightBuffer:
+        return WeightBuffer(1 - self)
+
 
 class LayerSlot:
     def __init__(self) -> None:
-        self.weights_version = 0
         self.open_generation = 0  # the generation whose gradients the host buffer takes
+        self._held = [range(0, 1), _NOTHING]  # versions, by buffer
         self._uploads_due: Counter[tuple[Hashable, int]] = Counter()
         self._landings_due: Counter[tuple[Hashable, int]] = Counter()
-        self._upload_events: list[Event] = []
+        self._upload_events: list[list[Event]] = [[], []]
 
     # Weights.
 
+    @property
+    def newest_version(self) -> int:
+        """The last one that is complete; of none while the only buffer is written."""
+        return max(held.stop for held in self._held) - 1
+
+    def buffer_of(self, version: int) -> WeightBuffer | None:
+        return next((buffer for buffer in WeightBuffer if version in self._held[buffer]), None)
+
     def expect_uploads(self, call: Hashable, version: int, count: int) -> None:
-        assert version >= self.weights_version, f"version {version} is gone, the slot has {self.weights_version}"
+        assert version > self.newest_version or self.can_upload(version), f"version {version} is gone: {self._held}"
         if count:
             self._uploads_due[call, version] += count
 
     def can_upload(self, version: int) -> bool:
-        return self.weights_version == version
+        return self.buffer_of(version) is not None
 
     def upload_issued(self, call: Hashable, version: int, event: Event) -> None:
         """Also of a cancelled call: what it computes is thrown away, but its copy does run."""
+        buffer = self.buffer_of(version)
         if (call, version) in self._uploads_due:
-            assert self.can_upload(version)
+            assert buffer is not None
             self._decrease(self._uploads_due, (call, version))
-        self._upload_events.append(event)
+        self._upload_events[buffer or WeightBuffer.FRONT].append(event)
 
-    def can_publish(self, version: int) -> bool:
-        return all(due >= version for _, due in self._uploads_due)
+    def can_write(self, version: int, buffer: WeightBuffer) -> bool:
+        elsewhere = self._held[buffer.other]
+        return all(due >= version or due in elsewhere for _, due in self._uploads_due)
 
-    def take_upload_events(self) -> list[Event]:
-        """Events that must have passed before the weights may be overwritten."""
-        events, self._upload_events = self._upload_events, []
+    def take_upload_events(self, buffer: WeightBuffer) -> list[Event]:
+        """Events that must have passed before the buffer may be overwritten."""
+        events, self._upload_events[buffer] = self._upload_events[buffer], []
         return events
 
-    def published(self, version: int) -> None:
-        assert self.can_publish(version)
-        assert version >= self.weights_version
-        self.weights_version = version
+    def write_begun(self, version: int, buffer: WeightBuffer) -> None:
+        assert self.can_write(version, buffer)
+        self._held[buffer] = _NOTHING
+
+    def written(self, version: int, buffer: WeightBuffer) -> None:
+        assert self.can_write(version, buffer)
+        assert version > self._held[buffer.other].stop - 1
+        self._held[buffer] = range(version, version + 1)
+
+    def write_revoked(self, version: int, buffer: WeightBuffer) -> None:
+        """What was written into a buffer of its own is void: version `version` is what the one before was."""
+        assert version - 1 in self._held[buffer.other]
+        self._held[buffer] = _NOTHING
+        self.unchanged(version)
+
+    def unchanged(self, version: int) -> None:
+        """Update `version` did not touch this layer: what was the newest stays it."""
+        newest = max(WeightBuffer, key=lambda buffer: self._held[buffer].stop)
+        held = self._held[newest]
+        assert version == held.stop
+        self._held[newest] = range(held.start, version + 1)
+
+    def swapped(self) -> None:
+        """The contents of the two buffers have changed places."""
+        self._held.reverse()
+        self._upload_events.reverse()
 
     # Gradients.
 

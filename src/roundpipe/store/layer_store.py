@@ -1,6 +1,6 @@
 """The host's side of all layers: who may read or write which weights and gradients, and when.
 
-Opened by api for one model; used by runtime (uploads, landings), by optim.stepper (publish, consume) and by api.
+Opened by api for one model; used by runtime (uploads, landings), by optim.stepper (gradients, weights) and by api.
 All waiting goes through the monitor; the rules themselves are LayerSlot's. Knows no schedule and no optimizer.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import nn
 
-from roundpipe.devices import Event, HostPinner
+from roundpipe.devices import HostPinner
 from roundpipe.errors import ModelChangedError
 from roundpipe.store import adoption
 from roundpipe.store.adoption import PinMode
@@ -19,6 +19,7 @@ from roundpipe.store.composition import Composition
 from roundpipe.store.host_gradients import HostGradients
 from roundpipe.store.intake import refuse_unusable
 from roundpipe.store.layer_slot import LayerSlot
+from roundpipe.store.layer_weights import LayerWeights
 from roundpipe.store.masters import Masters
 from roundpipe.store.records import ParameterRecord
 from roundpipe.store.registered_pages import RegisteredPages
@@ -54,13 +55,15 @@ class LayerStore:
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
         self.masters = Masters(self.layers, optim_dtype)
+        is_pinned = pin_mode is not PinMode.OFF
+        self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
+        self._takers: dict[int, tuple[int, Callable[[], None]]] = {}
+        self.is_read_on_host = False  # whether calls use the parameters where they lie
         self._compositions = [Composition(layer) for layer in self.layers]
 
     def close(self) -> None:
         """Unpin and give the parameters free; their values stay where they are."""
-        for layer in self.layers:
-            if layer.flat is not None:
-                layer.flat.close()
+        self.weights.close()
         if self._registered is not None:
             self._registered.close()
         adoption.release(self.parameters, self)
@@ -81,34 +84,9 @@ class LayerStore:
 
     def cancel(self, call: Hashable) -> None:
         with self.monitor:
-            for slot in self.slots:
+            for layer_id, slot in enumerate(self.slots):
                 slot.cancel(call)
-            self.monitor.changed()
-
-    # Uploads.
-
-    def can_upload(self, layer_id: int, version: int) -> bool:
-        return all(self.slots[home].can_upload(version) for home in self.layers[layer_id].homes)
-
-    def wait_for_weights(self, layer_id: int, version: int, cancelled: Callable[[], bool]) -> bool:
-        """Returns whether the weights of `version` may be read now; False when `cancelled` first."""
-        with self.monitor:
-            self.monitor.wait_until(
-                lambda: cancelled() or self.can_upload(layer_id, version),
-                f"weights of layer {layer_id}, version {version}",
-            )
-            return not cancelled()
-
-    def wait_for_version(self, version: int) -> None:
-        with self.monitor:
-            self.monitor.wait_until(
-                lambda: all(slot.weights_version == version for slot in self.slots), f"weights of version {version}"
-            )
-
-    def upload_issued(self, call: Hashable, layer_id: int, version: int, event: Event) -> None:
-        with self.monitor:
-            for home in self.layers[layer_id].homes:
-                self.slots[home].upload_issued(call, version, event)
+                self._let_take(layer_id)
             self.monitor.changed()
 
     # Landings.
@@ -120,6 +98,7 @@ class LayerStore:
         with self.monitor:
             for home in self.layers[layer_id].homes:
                 self.slots[home].landed(call, generation)
+                self._let_take(home)
             self.monitor.changed()
 
     def wait_until_landed(self, generation: int) -> None:
@@ -133,51 +112,26 @@ class LayerStore:
 
     # The optimizer's side.
 
-    def publish(self, layer_id: int, version: int, *, copy: bool) -> None:
-        """Make the masters the weights of `version`, once nobody reads the older ones any more."""
-        slot = self.slots[layer_id]
-        if slot.weights_version >= version:
-            return
+    def when_landed(self, layer_id: int, generation: int, take: Callable[[], None]) -> None:
+        """Call `take` as soon as the layer's gradients have landed, on whatever thread, under the monitor.
+
+        Those of the next generation may land from then on.
+        """
         with self.monitor:
-            self.monitor.wait_until(lambda: slot.can_publish(version), f"uploads of layer {layer_id} to be issued")
-            events = slot.take_upload_events()
-        failure: BaseException | None = None
-        for event in events:
-            try:
-                event.wait()
-            except BaseException as error:  # a copy that failed does not read any more either
-                failure = failure or error
-        if copy:
-            self.masters.copy_to_weights(layer_id)
-        with self.monitor:
-            slot.published(version)
+            self._takers[layer_id] = (generation, take)
+            self._let_take(layer_id)
+
+    def _let_take(self, layer_id: int) -> None:
+        generation, take = self._takers.get(layer_id, (-1, _nothing))
+        if self.slots[layer_id].can_consume(generation):
+            del self._takers[layer_id]
+            take()
+            self.slots[layer_id].consumed(generation)
             self.monitor.changed()
-        if failure is not None:
-            raise failure
 
-    def consume(self, layer_id: int, generation: int, abandoned: Callable[[], bool]) -> bool:
-        """Hand the gathered gradients of a layer to the optimizer's copies; False when `abandoned` first."""
-        slot = self.slots[layer_id]
+    def wait_for_step(self, ready: Callable[[], bool], abandoned: Callable[[], bool], layer_id: int) -> None:
         with self.monitor:
-            self.monitor.wait_until(
-                lambda: abandoned() or slot.can_consume(generation), f"gradients of layer {layer_id}"
-            )
-            if abandoned():
-                return False
-        at_home = [record for record in self.layers[layer_id].parameters if record.home == layer_id]
-        try:
-            self.gradients.hand_over(at_home, self.masters)
-        finally:
-            self.skip_generation(layer_id, generation)
-        return True
-
-    def skip_generation(self, layer_id: int, generation: int) -> None:
-        """The slot takes gradients of the next generation from now on."""
-        with self.monitor:
-            slot = self.slots[layer_id]
-            if slot.open_generation == generation:
-                slot.consumed(generation)
-                self.monitor.changed()
+            self.monitor.wait_until(lambda: abandoned() or ready(), f"gradients of layer {layer_id}")
 
     # The user's hands on the model.
 
@@ -202,3 +156,9 @@ class LayerStore:
             if record.master is not None:
                 with torch.no_grad():
                     record.master.copy_(record.param)
+                    if record.back is not None:
+                        record.back.copy_(record.param)
+
+
+def _nothing() -> None:
+    return

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 from roundpipe.store.host_buffer import HostBuffer
 from roundpipe.store.layout import lay_out
+from roundpipe.store.optimizer_copy import OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord
 
 
@@ -20,7 +20,7 @@ class Masters:
         self._layers = layers
         self._optim_dtype = optim_dtype
 
-    def of(self, record: ParameterRecord) -> nn.Parameter:
+    def of(self, record: ParameterRecord) -> OptimizerCopy:
         """The optimizer's copy of a parameter; the whole home layer gets its copies at once, in one flat buffer."""
         if record.master is None:
             at_home = [r for r in self._layers[record.home].trainable if r.home == record.home and r.master is None]
@@ -28,17 +28,15 @@ class Masters:
         assert record.master is not None
         return record.master
 
-    def existing(self) -> Iterator[nn.Parameter]:
+    def wanted(self, record: ParameterRecord) -> bool:
+        """Whether a gradient of this parameter would be the optimizer's."""
+        return record.master is not None or record.param.requires_grad or record.has_grad
+
+    def existing(self) -> Iterator[OptimizerCopy]:
         for layer in self._layers:
             for record in layer.parameters:
                 if record.home == layer.layer_id and record.master is not None:
                     yield record.master
-
-    def copy_to_weights(self, layer_id: int) -> None:
-        with torch.no_grad():
-            for record in self._layers[layer_id].parameters:
-                if record.home == layer_id and record.master is not None:
-                    record.weights.copy_(record.master)
 
     def _create(self, records: Sequence[ParameterRecord]) -> None:
         layout = lay_out([record.weights for record in records])
@@ -48,4 +46,5 @@ class Masters:
         for record, view in zip(records, layout.views(flat.tensor), strict=True):
             with torch.no_grad():
                 view.copy_(record.weights)
-            record.master = nn.Parameter(view)
+            record.master = OptimizerCopy(view)
+            record.master.forget_touches()

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from roundpipe.store.host_buffer import HostBuffer
+from roundpipe.store.layer_slot import WeightBuffer
 from roundpipe.store.layout import Layout, TensorPlace
+from roundpipe.store.optimizer_copy import OptimizerCopy
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,13 +25,18 @@ class ParameterRecord:
     name: str
     param: nn.Parameter
     home: int
-    weights: torch.Tensor  # the host memory devices read; shares storage with `param`, not its version counter
+    weights: torch.Tensor  # host memory that devices read; shares storage with `param`, not its version counter
+    back: torch.Tensor | None = None  # a second such memory, for weights that are made while these are read
     cuts: tuple[int, ...] = ()  # bytes before which a copy of `weights` must be cut
     seen_version: int = 0  # of `param`: a higher one means the user wrote into it
-    master: nn.Parameter | None = None  # the optimizer's copy
+    master: OptimizerCopy | None = None  # the optimizer's copy
     host_grad: torch.Tensor | None = None  # memory of the gathered gradient, once there was one
     has_grad: bool = False  # whether host_grad holds something not yet consumed
     exposed: bool = False  # whether `param.grad` was set to host_grad for the user to see
+
+    def memory(self, buffer: WeightBuffer) -> torch.Tensor:
+        """Where this parameter lies in a buffer; one that has no second memory never changes."""
+        return self.back if buffer is WeightBuffer.BACK and self.back is not None else self.weights
 
     def is_untouched(self) -> bool:
         """Whether `param` still is the view of our memory it was made."""
@@ -69,10 +77,13 @@ class BufferRecord:
                 current.copy_(value)
 
 
-def _cut(place: TensorPlace, image: torch.Tensor, record: ParameterRecord) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _cut(
+    place: TensorPlace, image: torch.Tensor, record: ParameterRecord, buffer: WeightBuffer
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The copies that fill one parameter's place: one, or by bytes what lies between its cuts."""
-    if not record.cuts:
-        return [(place.view(image), record.weights)]
+    memory = record.memory(buffer)
+    if not record.cuts or memory is not record.weights:
+        return [(place.view(image), memory)]
     weights, size = record.weights, record.weights.nbytes
     storage, offset = weights.untyped_storage(), weights.storage_offset() * weights.itemsize
     host = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
@@ -89,6 +100,7 @@ class LayerRecord:
     """One layer: its module, each parameter and buffer once, and where the weights lie in the layer's flat image.
 
     Parameters at home in this layer come first; where `flat` is given it holds exactly those, laid out as the image.
+    `back` is a second buffer for those that train.
     """
 
     layer_id: int
@@ -97,17 +109,32 @@ class LayerRecord:
     buffers: list[BufferRecord]
     image: Layout
     flat: HostBuffer | None = None
+    back: HostBuffer | None = None
 
-    def upload_pieces(self, image: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of the device image, host memory) for every copy that fills a layer's image."""
+    def upload_pieces(
+        self, image: torch.Tensor, buffer_of_home: Callable[[int], WeightBuffer]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of the device image, host memory) for every copy that fills a layer's image.
+
+        `buffer_of_home`: which buffer of a layer holds the wanted version.
+        """
         pieces, in_flat = [], set()
-        if self.flat is not None and self.flat.tensor.numel():
-            pieces.append((image[: self.flat.tensor.numel()], self.flat.tensor))
-            in_flat = {record for record in self.parameters if record.home == self.layer_id}
+        flat, own_buffer = self.flat, buffer_of_home(self.layer_id)
+        if own_buffer is WeightBuffer.BACK and self.back is not None and len(self.back) == len(self.flat or ()):
+            flat = self.back  # every parameter trains: it is laid out as `flat`
+        if flat is not None and len(flat):
+            pieces.append((image[: len(flat)], flat.tensor))
+            in_flat = {
+                r for r in self.at_home if flat is self.back or own_buffer is WeightBuffer.FRONT or r.back is None
+            }
         for record, place in zip(self.parameters, self.image.places, strict=True):
             if record not in in_flat and place.num_bytes:
-                pieces += _cut(place, image, record)
+                pieces += _cut(place, image, record, buffer_of_home(record.home))
         return pieces
+
+    @property
+    def at_home(self) -> list[ParameterRecord]:
+        return [record for record in self.parameters if record.home == self.layer_id]
 
     @property
     def homes(self) -> set[int]:

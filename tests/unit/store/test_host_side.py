@@ -163,7 +163,7 @@ def test_what_is_cut_arrives_whole() -> None:
     assert sum(bool(record.cuts) for record in store.parameters) == 3
     for layer in store.layers:
         image = torch.zeros(layer.image.total_bytes, dtype=torch.uint8)
-        for there, host in layer.upload_pieces(image):
+        for there, host in store.weights.upload_pieces(layer.layer_id, 0, image):
             there.copy_(host)
         for record, view in zip(layer.parameters, layer.image.views(image), strict=True):
             assert torch.equal(view, record.param)

@@ -1,0 +1,154 @@
+"""One layer in one optimizer step: the gradients it takes and the weights it makes.
+
+Made by optim.stepper for every layer and step, used on the optimizer thread only. An optimizer that works in one pass
+finds it through its parameters, so that a layer is updated when its gradients have landed and not when all have.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from roundpipe.store.layer_slot import WeightBuffer
+from roundpipe.store.records import ParameterRecord
+
+if TYPE_CHECKING:
+    from roundpipe.store.layer_store import LayerStore
+
+
+class StepAbandoned(BaseException):
+    """Unwinds a step function whose gradients will not come. Never reaches a user."""
+
+
+class LayerUpdate:
+    def __init__(
+        self, store: LayerStore, layer_id: int, *, step: int, is_async: bool, abandoned: Callable[[], bool]
+    ) -> None:
+        self._store, self._layer_id = store, layer_id
+        self._generation, self._version = step - 1, step
+        self._is_async = is_async
+        self._abandoned = abandoned
+        self._thread = threading.get_ident()
+        self._records = [record for record in store.layers[layer_id].at_home if store.masters.wanted(record)]
+        self._gradients: dict[ParameterRecord, torch.Tensor] | None = None  # once they have landed
+        self._settled = False
+        self._target: WeightBuffer | None = None
+        self._updated: set[ParameterRecord] = set()
+
+    @property
+    def publishes_late(self) -> bool:
+        """Whether these weights must not be written before the next step: calls on the host read the old ones."""
+        return self._is_async and self._store.is_read_on_host
+
+    # Gradients.
+
+    def prepare(self) -> None:
+        """Tell the optimizer's copies where their gradients come from, and take the memory the step will need."""
+        for record in self._records:
+            self._store.masters.of(record).expect_gradient(Source(self, record))
+        if self._is_async and not self.publishes_late:
+            self._store.weights.keep_two(self._layer_id)
+        self._store.when_landed(self._layer_id, self._generation, self._take)
+
+    def _take(self) -> None:
+        """Called under the monitor, perhaps by the thread that lands: what is gathered is the step's from now on."""
+        self._gradients = self._store.gradients.take(self._records)
+
+    def wait_for_gradients(self) -> None:
+        self._store.wait_for_step(lambda: self._gradients is not None, self._abandoned, self._layer_id)
+        if self._abandoned():
+            raise StepAbandoned
+
+    def gradient_of(self, record: ParameterRecord) -> torch.Tensor | None:
+        self.wait_for_gradients()
+        assert self._gradients is not None
+        return self._gradients.get(record)
+
+    def release(self, record: ParameterRecord) -> None:
+        """The step is done with a gradient, perhaps before it has come."""
+        if self._gradients is not None and record in self._gradients:
+            self._store.gradients.give_back(record, self._gradients.pop(record))
+
+    def is_current_thread(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    # Weights.
+
+    def target_of(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Where new weights may be written at once; None if they are to be made from the masters later."""
+        return None if self.publishes_late else record.memory(self._begun())
+
+    def was_updated(self, record: ParameterRecord) -> None:
+        self._updated.add(record)
+
+    def close(self) -> None:
+        """The step function has come to its end: what it left open is settled, and the weights are made complete."""
+        for record in self._records:
+            self._store.masters.of(record).settle_gradient()
+        if not self.publishes_late:
+            self._complete_weights()
+        self._settled = True
+
+    def revoke(self) -> None:
+        """The step failed: its gradients are dropped, and its weights, unless they have replaced the old ones."""
+        if self._settled:
+            return
+        for record in self._records:
+            master = self._store.masters.of(record)
+            master.grad = None
+            master.mark_touched()  # what the step has changed stays, and is published by the next one
+        if not self.publishes_late:
+            self._revoke_weights()
+        self._settled = True
+
+    def _revoke_weights(self) -> None:
+        if self._target is None:
+            self._store.weights.unchanged(self._layer_id, self._version)
+        elif self._old() is None:
+            self._complete_weights()
+        else:
+            self._store.weights.revoke(self._layer_id, self._version, self._target)
+
+    def _begun(self) -> WeightBuffer:
+        if self._target is None:
+            self._target = self._store.weights.begin(self._layer_id, self._version)
+        return self._target
+
+    def _old(self) -> WeightBuffer | None:
+        """The buffer with the weights before this step; None if they have been overwritten."""
+        return self._store.slots[self._layer_id].buffer_of(self._version - 1)
+
+    def _complete_weights(self) -> None:
+        if not self._records:
+            self._store.weights.unchanged(self._layer_id, self._version)
+            return
+        target = self._begun()
+        try:
+            with torch.no_grad():
+                for record in self._records:
+                    master = self._store.masters.of(record)
+                    # Not every kernel leaves a trace: what was not written in one pass may have changed.
+                    if record not in self._updated or master.was_touched():
+                        record.memory(target).copy_(master)
+                        master.forget_touches()
+        finally:
+            self._store.weights.end(self._layer_id, self._version, target)
+
+
+class Source:
+    """Where one step's gradient of one copy comes from, and where its weights go."""
+
+    def __init__(self, update: LayerUpdate, record: ParameterRecord) -> None:
+        self.update, self.record = update, record
+
+    def is_usable(self) -> bool:
+        return self.update.is_current_thread()
+
+    def get(self) -> torch.Tensor | None:
+        return self.update.gradient_of(self.record)
+
+    def release(self) -> None:
+        self.update.release(self.record)
