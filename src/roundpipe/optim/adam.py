@@ -1,7 +1,7 @@
-"""Adam and AdamW: torch's, with the fused kernel wherever it is right.
+"""Adam and AdamW: torch's, with the fused kernel wherever it is right, and in one pass on a model's optimizer copies.
 
 Built by users, on a model's optimizer copies or on ordinary tensors; run by whoever calls `step()`. Signatures, state
-and state dicts are torch's own. Knows nothing of layers, threads or scales.
+and state dicts are torch's own. Copies are left to optim.one_pass where that can update them.
 
 [Note: fused layout] torch's fused CPU kernel walks parameter, gradient and moments as flat memory and does not look at
 strides: a transposed parameter with a contiguous gradient gets a wrong update, in silence (the CUDA kernel refuses).
@@ -11,11 +11,15 @@ at in every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from roundpipe.optim.one_pass import step_in_one_pass
+from roundpipe.store import OptimizerCopy
 
 _FUSED_DEVICES = ("cpu", "cuda")
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -23,6 +27,34 @@ _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 class _FusedByDefault(torch.optim.Optimizer):
     """What both optimizers add to torch's: `fused=True` for a group for which neither foreach nor fused was given."""
+
+    _updated: frozenset[int] = frozenset()  # within a step: parameters that need nothing more, by id
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step; a copy whose gradient is still on its way is waited for."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._updated = frozenset(step_in_one_pass(self))
+        # torch's own step, without the hooks around it, which are around this one already.
+        torchs = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
+        try:
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                torchs(self)
+        finally:
+            self._updated = frozenset()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, without waiting for gradients that nobody has asked for."""
+        if set_to_none:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if isinstance(param, OptimizerCopy):
+                        param.grad = None
+        super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -43,8 +75,9 @@ class _FusedByDefault(torch.optim.Optimizer):
 
     def _init_group(self, group: dict[str, Any], *lists: Any, **named_lists: Any) -> Any:
         """torch's step calls this per group, closure done and state made, then takes the kernel `group` names."""
-        has_complex = super()._init_group(group, *lists, **named_lists)  # type: ignore[misc]
-        if group["fused"] and not all(self._one_layout(param) for param in group["params"]):
+        rest = [param for param in group["params"] if id(param) not in self._updated]
+        has_complex = super()._init_group({**group, "params": rest}, *lists, **named_lists)  # type: ignore[misc]
+        if group["fused"] and not all(self._one_layout(param) for param in rest):
             group["fused"] = None  # see [Note: fused layout]
         return has_complex
 

@@ -217,8 +217,15 @@ class Stepper:
     def _updates(self, job: StepJob) -> list[LayerUpdate]:
         """Of all layers, in the order in which their gradients land."""
         updates = [
-            LayerUpdate(store, layer_id, step=job.number, is_async=not job.publishes, abandoned=lambda: job.abandoned)
-            for store, layer_id in reversed(self._all_layers())
+            LayerUpdate(
+                store,
+                layer_id,
+                order,
+                step=job.number,
+                is_async=not job.publishes,
+                abandoned=lambda: job.abandoned,
+            )
+            for order, (store, layer_id) in enumerate(reversed(self._all_layers()))
         ]
         for update in updates:
             update.prepare()

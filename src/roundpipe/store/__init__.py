@@ -4,6 +4,7 @@ from roundpipe.store.layer_slot import LayerSlot
 from roundpipe.store.layer_store import LayerStore, PinMode
 from roundpipe.store.layer_update import LayerUpdate, StepAbandoned
 from roundpipe.store.layout import Layout, TensorPlace
+from roundpipe.store.optimizer_copy import LowGradient, OptimizerCopy
 from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "LayerStore",
     "LayerUpdate",
     "Layout",
+    "LowGradient",
+    "OptimizerCopy",
     "ParameterRecord",
     "PinMode",
     "StepAbandoned",

@@ -25,8 +25,17 @@ class StepAbandoned(BaseException):
 
 class LayerUpdate:
     def __init__(
-        self, store: LayerStore, layer_id: int, *, step: int, is_async: bool, abandoned: Callable[[], bool]
+        self,
+        store: LayerStore,
+        layer_id: int,
+        order: int,
+        *,
+        step: int,
+        is_async: bool,
+        abandoned: Callable[[], bool],
     ) -> None:
+        """`order`: the place of its gradients among those of all layers, by the time they land."""
+        self.order = order
         self._store, self._layer_id = store, layer_id
         self._generation, self._version = step - 1, step
         self._is_async = is_async
@@ -48,7 +57,7 @@ class LayerUpdate:
     def prepare(self) -> None:
         """Tell the optimizer's copies where their gradients come from, and take the memory the step will need."""
         for record in self._records:
-            self._store.masters.of(record).expect_gradient(Source(self, record))
+            self._store.masters.of(record).begin_step(Source(self, record))
         if self._is_async and not self.publishes_late:
             self._store.weights.keep_two(self._layer_id)
         self._store.when_landed(self._layer_id, self._generation, self._take)
@@ -87,7 +96,7 @@ class LayerUpdate:
     def close(self) -> None:
         """The step function has come to its end: what it left open is settled, and the weights are made complete."""
         for record in self._records:
-            self._store.masters.of(record).settle_gradient()
+            self._store.masters.of(record).end_step()
         if not self.publishes_late:
             self._complete_weights()
         self._settled = True
@@ -99,6 +108,7 @@ class LayerUpdate:
         for record in self._records:
             master = self._store.masters.of(record)
             master.grad = None
+            master.end_step()
             master.mark_touched()  # what the step has changed stays, and is published by the next one
         if not self.publishes_late:
             self._revoke_weights()

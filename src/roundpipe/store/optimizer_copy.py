@@ -47,37 +47,36 @@ class GradientSource(Protocol):
 class OptimizerCopy(nn.Parameter):
     """A parameter like any other, until it has a gradient source."""
 
-    source: GradientSource | None = None
+    source: GradientSource | None = None  # of the step that is being carried out
+    _is_pending = False  # whether its gradient is still the source's
     _factors: tuple[float, ...] = ()
     _seen_version = 0
     _data_was_handed_out = False
 
     # What the step does.
 
-    def expect_gradient(self, source: GradientSource) -> None:
-        self.source, self._factors = source, ()
+    def begin_step(self, source: GradientSource) -> None:
+        self.source, self._is_pending, self._factors = source, True, ()
 
-    def settle_gradient(self) -> None:
-        """What nobody has cleared stays, as torch has it: the next step's is added to it."""
-        if self.source is not None:
+    def end_step(self) -> None:
+        """A gradient that nobody has cleared stays, as torch has it: the next step's is added to it."""
+        if self._is_pending:
             self._materialise()
+        self.source = None
 
     # What an optimizer does that works in one pass.
 
     def low_gradient(self) -> LowGradient | None:
         """The gradient as it lies in host memory; None if there is none, or if `.grad` is a tensor by now."""
-        if self.source is None or _GRAD.__get__(self) is not None:
+        if not self._is_pending or _GRAD.__get__(self) is not None:
             return None
+        assert self.source is not None
         tensor = self.source.get()
         return None if tensor is None else LowGradient(tensor, self._factors)
 
     def scale_gradient(self, factor: float) -> None:
         """As `grad.mul_(factor)`, without making it a tensor."""
         self._factors += (factor,)
-
-    def has_own_gradient(self) -> bool:
-        """Whether `.grad` is a tensor already, which costs nothing to look at."""
-        return _GRAD.__get__(self) is not None
 
     # Whether somebody else may have written into it.
 
@@ -103,7 +102,7 @@ class OptimizerCopy(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if self.source is not None and self.source.is_usable():
+        if self._is_pending and self.source is not None and self.source.is_usable():
             self._materialise()
         grad: torch.Tensor | None = _GRAD.__get__(self)
         return grad
@@ -123,6 +122,6 @@ class OptimizerCopy(nn.Parameter):
         self._let_go()
 
     def _let_go(self) -> None:
-        source, self.source, self._factors = self.source, None, ()
-        if source is not None:
-            source.release()
+        was_pending, self._is_pending, self._factors = self._is_pending, False, ()
+        if was_pending and self.source is not None:
+            self.source.release()

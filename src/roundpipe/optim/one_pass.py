@@ -1,0 +1,114 @@
+"""Adam over a model's optimizer copies in one pass, layer by layer as their gradients land.
+
+Called by optim.adam in `step()`, on the optimizer thread. Takes the parameters that the kernel can do; all others, and
+all where there is no kernel, are torch's. The arithmetic is that of torch's fused kernel, operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.optim.native.kernel import MAX_FACTORS, AdamRule, OnePassKernel, Segment, one_pass_kernel
+from roundpipe.store import LayerUpdate, OptimizerCopy
+from roundpipe.store.layer_update import Source
+from roundpipe.store.layout import dense_stride
+
+_Item = tuple[OptimizerCopy, Source, dict[str, Any]]
+
+
+def step_in_one_pass(optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    """Update what can be updated so; yields the ids of parameters with which the step is done."""
+    items = _items_by_update(optimizer)
+    kernel = one_pass_kernel() if items else None
+    if kernel is None:
+        return
+    for update in sorted(items, key=lambda update: update.order):
+        yield from _update_layer(optimizer, update, items[update], kernel)
+
+
+def _items_by_update(optimizer: torch.optim.Optimizer) -> dict[LayerUpdate, list[_Item]]:
+    items: dict[LayerUpdate, list[_Item]] = defaultdict(list)
+    for group in optimizer.param_groups:
+        if not group["fused"] or group["capturable"] or group["differentiable"]:
+            continue
+        for param in group["params"]:
+            source = param.source if isinstance(param, OptimizerCopy) and param.dtype is torch.float32 else None
+            if isinstance(source, Source) and source.is_usable():
+                items[source.update].append((param, source, group))
+    return items
+
+
+def _update_layer(
+    optimizer: torch.optim.Optimizer, update: LayerUpdate, items: Sequence[_Item], kernel: OnePassKernel
+) -> Iterator[int]:
+    update.wait_for_gradients()
+    segments, done = [], []
+    for copy, source, group in items:
+        gradient, factors = _gradient_of(copy)
+        if gradient is None:
+            continue
+        state = _state_of(optimizer, copy, amsgrad=group["amsgrad"])
+        moments = [value for key, value in state.items() if key != "step"]
+        if not _share_layout([copy, gradient, *moments]):
+            continue
+        state["step"] += 1
+        segments.append(
+            Segment(
+                master=copy,
+                gradient=gradient,
+                first=state["exp_avg"],
+                second=state["exp_avg_sq"],
+                largest=state["max_exp_avg_sq"] if group["amsgrad"] else None,
+                weight=update.target_of(source.record),
+                rule=_rule(group, _is_decoupled(optimizer, group), int(state["step"]), factors),
+            )
+        )
+        done.append((copy, source))
+    kernel.adam(segments)
+    for copy, source in done:
+        update.was_updated(source.record)
+        yield id(copy)
+
+
+def _gradient_of(copy: OptimizerCopy) -> tuple[torch.Tensor | None, tuple[float, ...]]:
+    low = copy.low_gradient()
+    if low is None or len(low.factors) >= MAX_FACTORS:
+        return copy.grad, ()
+    return low.tensor, low.factors
+
+
+def _state_of(optimizer: torch.optim.Optimizer, copy: OptimizerCopy, *, amsgrad: bool) -> dict[str, Any]:
+    """As torch makes it at a parameter's first step."""
+    state: dict[str, Any] = optimizer.state[copy]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())):
+            state[key] = torch.zeros_like(copy, memory_format=torch.preserve_format)
+    return state
+
+
+def _is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def _rule(group: dict[str, Any], is_decoupled: bool, step: int, factors: tuple[float, ...]) -> AdamRule:
+    beta1, beta2 = group["betas"]
+    return AdamRule(
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        is_decoupled=is_decoupled,
+        step=step,
+        gradient_factors=(*factors, -1.0) if group["maximize"] else factors,
+    )
+
+
+def _share_layout(tensors: Sequence[torch.Tensor]) -> bool:
+    stride = tensors[0].stride()
+    return dense_stride(tensors[0]) == tuple(stride) and all(tensor.stride() == stride for tensor in tensors)
