@@ -5,7 +5,7 @@ Used by api.engine. Knows microbatches and runs, never devices or weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ class CallInputs:
     @property
     def any_requires_grad(self) -> bool:
         return any(any(bundle.requires_grad) for bundle in self._bundles)
+
+    def shapes(self) -> Hashable:
+        """Of all tensors, labels not included."""
+        return tuple(tuple((t.shape, t.dtype) for t in bundle.tensors) for bundle in self._bundles)
 
     def parcels(self) -> list[Parcel]:
         wait_for_producers([tensor for bundle in self._bundles for tensor in bundle.tensors])

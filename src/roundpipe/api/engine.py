@@ -111,6 +111,7 @@ class ModelEngine:
             run.loss_fn, run.wants_outputs = loss_fn, return_outputs
             inputs = CallInputs(batches)
             run.labels = inputs.label_bundles()
+            run.signature = (tasks, config.recompute_grain, inputs.shapes())
             with self._carried_out(run, inputs):
                 run.wait_for_losses()
                 losses = summed_losses(run)
@@ -127,7 +128,7 @@ class ModelEngine:
             for member in self._members:
                 member.store.gradients.conceal()
             announce_step(self.stepper.iteration)
-            job = self.stepper.issue(step_fn, is_async, may_overlap=False)
+            job = self.stepper.issue(step_fn, is_async, may_overlap=self._recovery.all_are_proven())
             if is_async:
                 return
             try:

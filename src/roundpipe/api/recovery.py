@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
@@ -37,6 +37,7 @@ class Recovery:
         self._drop_generation: int | None = None
         self._failed_by_themselves: set[int] = set()  # numbers of runs; others were only dragged along
         self._dragging = False
+        self._proven: set[Hashable] = set()  # signatures of runs that have come through
 
     def watch(self, run: Run) -> None:
         with self._monitor:
@@ -72,7 +73,16 @@ class Recovery:
             self._runs = [run for run in self._runs if run not in finished]
         for run in finished:
             self._written.pop(run.number, None)
+            self._proven.add((run.store, run.signature))
         return finished
+
+    def all_are_proven(self) -> bool:
+        """Whether every run on its way is like one that has come through before.
+
+        An optimizer that works while such a run goes on can hardly be left half way by its failure.
+        """
+        with self._monitor:
+            return all(run.finished or (run.store, run.signature) in self._proven for run in self._runs)
 
     def forget_finished(self) -> None:
         self._runs.clear()

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from roundpipe.errors import ArgumentTypeError, ConfigError
+from roundpipe.optim.low_gradients import pending_copies, widened
+from roundpipe.store import OptimizerCopy
 
 
 @runtime_checkable
@@ -37,7 +39,33 @@ def clip_grad_norm_(
     _check_positive("max_norm", max_norm)
     _check_positive("norm_type", norm_type)
     params = _gradient_owners(model_or_params)
+    pending = pending_copies(params)
+    if pending and len(pending) == len(params) and len({copy.dtype for copy in pending}) == 1:
+        norm = _clip_pending(pending, float(max_norm), float(norm_type), error_if_nonfinite)
+        if norm is not None:
+            return norm
     return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+
+
+@torch.no_grad()
+def _clip_pending(
+    copies: list[OptimizerCopy], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor | None:
+    """As torch does it, operation by operation, without making the gradients tensors.
+
+    None, and nothing is done, if there are no gradients or torch would refuse their norm.
+    """
+    norms = {id(copy): torch.linalg.vector_norm(values, norm_type) for copy, values in widened(copies)}
+    if not norms:
+        return None
+    in_order = [norms[id(copy)] for copy in copies if id(copy) in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        return None
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for copy in copies:
+        copy.scale_gradient(float(factor))
+    return total
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -43,7 +43,7 @@ from roundpipe.optim.scale_window import (
     loaded_decision,
     wait_for_steps,
 )
-from roundpipe.optim.unscaling import dense_gradients, unscale_in_place
+from roundpipe.optim.unscaling import unscale
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _NOT_COPIED = ("_lock", "_window", "_records", "_main_record", "_loss_factor")  # made by GradScaler._open
@@ -135,7 +135,7 @@ class GradScaler:
             progress = record[optimizer] = OptimizerProgress()
             scale = self._scale_in_use()
         try:
-            found_inf = unscale_in_place(dense_gradients(optimizer), 1.0 / scale)
+            found_inf = unscale(optimizer, 1.0 / scale)
         except BaseException:
             with self._lock:
                 del record[optimizer]

@@ -128,7 +128,7 @@ class Stepper:
         with self._monitor:
             self._lost_since = generation if self._lost_since is None else min(generation, self._lost_since)
             for job in self._jobs:
-                if job.number - 1 >= generation and not job.begun:
+                if job.number - 1 >= generation:
                     job.abandoned = True
             self._monitor.changed()
 

@@ -5,20 +5,41 @@ Used by optim.grad_scaler. Refuses all gradients before it changes any. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from roundpipe.errors import UsageError
+from roundpipe.optim.low_gradients import pending_copies, widened
+from roundpipe.store import OptimizerCopy
 
 _UNSCALABLE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
-def dense_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every gradient once, a sparse one by its coalesced values; refuses all before any is changed."""
+def unscale(optimizer: torch.optim.Optimizer, inverse_scale: float) -> bool:
+    """Multiply every gradient by `inverse_scale` (rounded to float32); whether any element is not finite."""
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-    with_grad = [param for param in params.values() if param.grad is not None]
+    pending = [copy for copy in pending_copies(params.values()) if copy.dtype in _UNSCALABLE_DTYPES]
+    others = [param for key, param in params.items() if key not in {id(copy) for copy in pending}]
+    found_inf = unscale_in_place(dense_gradients(others), inverse_scale)
+    return _unscale_pending(pending, inverse_scale) or found_inf
+
+
+def _unscale_pending(copies: Sequence[OptimizerCopy], inverse_scale: float) -> bool:
+    """For gradients that nobody has made tensors: they are looked at, and multiplied when they are used."""
+    factor = float(torch.full((), inverse_scale, dtype=torch.float32))
+    found_inf = False
+    for copy, values in widened(copies):
+        found_inf |= unscale_in_place([values], inverse_scale)
+        copy.scale_gradient(factor)
+    return found_inf
+
+
+def dense_gradients(params: Iterable[Any]) -> list[Tensor]:
+    """Every gradient, a sparse one by its coalesced values; refuses all before any is changed."""
+    with_grad = [param for param in params if param.grad is not None]
     for param in with_grad:
         _check_can_unscale(param.grad)
     return [_coalesced_values(param) if param.grad.is_sparse else param.grad for param in with_grad]

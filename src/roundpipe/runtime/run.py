@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -114,7 +114,9 @@ class Run:
         generation: int,
         iteration: Iteration,
         on_failure: Callable[[Run], None],
+        signature: Hashable = None,
     ) -> None:
+        """`signature`: runs that have the same do the same work on tensors of the same shapes."""
         self.number = next(_run_numbers)
         self.store = store
         self.monitor = store.monitor
@@ -125,6 +127,7 @@ class Run:
         self.version = version
         self.generation = generation
         self.iteration = iteration
+        self.signature = signature
         self._on_failure = on_failure
         self.loss_fn: Callable[[Any, Any], Any] | None = None
         self.labels: list[Bundle] = []

@@ -48,7 +48,7 @@ class OptimizerCopy(nn.Parameter):
     """A parameter like any other, until it has a gradient source."""
 
     source: GradientSource | None = None  # of the step that is being carried out
-    _is_pending = False  # whether its gradient is still the source's
+    is_pending = False  # whether its gradient is still the source's
     _factors: tuple[float, ...] = ()
     _seen_version = 0
     _data_was_handed_out = False
@@ -56,11 +56,11 @@ class OptimizerCopy(nn.Parameter):
     # What the step does.
 
     def begin_step(self, source: GradientSource) -> None:
-        self.source, self._is_pending, self._factors = source, True, ()
+        self.source, self.is_pending, self._factors = source, True, ()
 
     def end_step(self) -> None:
         """A gradient that nobody has cleared stays, as torch has it: the next step's is added to it."""
-        if self._is_pending:
+        if self.is_pending:
             self._materialise()
         self.source = None
 
@@ -68,7 +68,7 @@ class OptimizerCopy(nn.Parameter):
 
     def low_gradient(self) -> LowGradient | None:
         """The gradient as it lies in host memory; None if there is none, or if `.grad` is a tensor by now."""
-        if not self._is_pending or _GRAD.__get__(self) is not None:
+        if not self.is_pending or _GRAD.__get__(self) is not None:
             return None
         assert self.source is not None
         tensor = self.source.get()
@@ -102,7 +102,7 @@ class OptimizerCopy(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if self._is_pending and self.source is not None and self.source.is_usable():
+        if self.is_pending and self.source is not None and self.source.is_usable():
             self._materialise()
         grad: torch.Tensor | None = _GRAD.__get__(self)
         return grad
@@ -122,6 +122,6 @@ class OptimizerCopy(nn.Parameter):
         self._let_go()
 
     def _let_go(self) -> None:
-        was_pending, self._is_pending, self._factors = self._is_pending, False, ()
+        was_pending, self.is_pending, self._factors = self.is_pending, False, ()
         if was_pending and self.source is not None:
             self.source.release()
