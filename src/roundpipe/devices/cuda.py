@@ -138,12 +138,12 @@ class CudaDevice(Device):
     def lend(self, tensor: torch.Tensor, stream: StreamKind) -> None:
         tensor.record_stream(self._streams[stream])
 
-    def poison(self, buffer: torch.Tensor, after: Sequence[Event]) -> None:
+    def poison(self, buffer: torch.Tensor, after: Sequence[Event], stream: StreamKind) -> None:
         if not self._under_stress:
             return
         for event in after:
-            self.stream_wait(StreamKind.WEIGHTS_UP, event)
-        with torch.cuda.stream(self._streams[StreamKind.WEIGHTS_UP]):
+            self.stream_wait(stream, event)
+        with torch.cuda.stream(self._streams[stream]):
             poisoned(buffer)
 
     def mark(self) -> Mark:

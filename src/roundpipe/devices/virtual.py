@@ -132,7 +132,7 @@ class VirtualDevice(Device):
     def lend(self, tensor: torch.Tensor, stream: StreamKind) -> None:
         return
 
-    def poison(self, buffer: torch.Tensor, after: Sequence[Event]) -> None:
+    def poison(self, buffer: torch.Tensor, after: Sequence[Event], stream: StreamKind) -> None:
         for event in after:
             event.wait()
         poisoned(buffer)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import defaultdict
 
 import torch
 
 from roundpipe.config import RecomputeGrain
 from roundpipe.devices import Device, Event, StreamKind
 from roundpipe.plan import StageTask, TaskKind
+from roundpipe.runtime.device_buffers import DeviceBuffers
 from roundpipe.runtime.place import Place
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import Run
@@ -29,7 +29,7 @@ class _Image:
 class LayerImages:
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._pool = _BufferPool(device)
+        self._buffers = DeviceBuffers(device, StreamKind.WEIGHTS_UP, StreamKind.COMPUTE)
         self._images: dict[tuple[int, int, int], _Image] = {}
         self._replicas: weakref.WeakKeyDictionary[LayerStore, dict[int, Replica]] = weakref.WeakKeyDictionary()
 
@@ -67,14 +67,12 @@ class LayerImages:
         for layer_id in task.layers:
             image = self._images.pop(self._key(run, task, layer_id), None)
             if image is not None:
-                self._pool.give(image.buffer, [passed, image.uploaded])
+                self._buffers.give(image.buffer, [passed, image.uploaded])
 
     def _upload(self, run: Run, task: StageTask, layer_id: int, place: Place) -> None:
         place.at(layer_id, "weight upload")
         layer = run.store.layers[layer_id]
-        buffer, free_after = self._pool.take(layer.image.total_bytes)
-        for event in free_after:
-            self._device.stream_wait(StreamKind.WEIGHTS_UP, event)
+        buffer = self._buffers.take(layer.image.total_bytes)
         for part, host in run.store.weights.upload_pieces(layer_id, run.version, buffer):
             self._device.copy(part, host, StreamKind.WEIGHTS_UP)
         uploaded = self._device.record(StreamKind.WEIGHTS_UP)
@@ -84,32 +82,6 @@ class LayerImages:
     @staticmethod
     def _key(run: Run, task: StageTask, layer_id: int) -> tuple[int, int, int]:
         return run.number, task.index, layer_id
-
-
-class _BufferPool:
-    """Device buffers by exact size; each comes with the events after which it may be written again."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._free: dict[int, list[tuple[torch.Tensor, list[Event]]]] = defaultdict(list)
-
-    def take(self, num_bytes: int) -> tuple[torch.Tensor, list[Event]]:
-        if self._free[num_bytes]:
-            return self._free[num_bytes].pop()
-        try:
-            return self._allocate(num_bytes), []
-        except torch.OutOfMemoryError:
-            self._free.clear()  # buffers of other sizes go back to the allocator
-            return self._allocate(num_bytes), []
-
-    def give(self, buffer: torch.Tensor, free_after: list[Event]) -> None:
-        self._device.poison(buffer, free_after)
-        self._free[buffer.numel()].append((buffer, free_after))
-
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
-        buffer = self._device.device_empty_strided((num_bytes,), (1,), torch.uint8, StreamKind.WEIGHTS_UP)
-        self._device.lend(buffer, StreamKind.COMPUTE)
-        return buffer
 
 
 def _order_of_use(run: Run, task: StageTask) -> list[int]:

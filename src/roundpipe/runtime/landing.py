@@ -10,10 +10,10 @@ import threading
 
 import torch
 
-from roundpipe.devices import Event
 from roundpipe.errors import add_note
+from roundpipe.runtime.layer_gradients import GradientsDown
 from roundpipe.runtime.run import Run
-from roundpipe.store import ParameterRecord
+from roundpipe.store.host_gradients import GradientPart
 from roundpipe.waiting import THREAD_PREFIX, Monitor
 
 
@@ -23,8 +23,7 @@ class Landing:
 
     run: Run
     layer_id: int
-    parts: list[tuple[ParameterRecord, torch.Tensor]]
-    arrived: Event
+    sent: GradientsDown | None  # None: the layer has none
 
 
 class LandingThread:
@@ -55,6 +54,8 @@ class LandingThread:
                 add_note(error, f"while landing gradients of layer {landing.layer_id}")
                 landing.run.fail(error)
             finally:
+                if landing.sent is not None:
+                    landing.sent.buffer.let_go()
                 landing.run.landing_done()
                 del landing  # an idle thread keeps no run alive
 
@@ -73,26 +74,29 @@ def _has_its_turn(landing: Landing) -> bool:
 
 def _land(landing: Landing) -> None:
     run, store = landing.run, landing.run.store
-    landing.arrived.wait()
+    if landing.sent is not None:
+        landing.sent.arrived.wait()
     store.gradients.add(_complete_parts(landing), lambda: run.failed)
     store.landed(run, landing.layer_id, run.generation)
 
 
-def _complete_parts(landing: Landing) -> list[tuple[ParameterRecord, torch.Tensor]]:
+def _complete_parts(landing: Landing) -> list[GradientPart]:
     """Parts that can be added now. A parameter of several layers waits for all its parts, and these are summed from
     the last layer to the first, whatever order they arrive in."""
-    run = landing.run
-    parts = {id(record): part for record, part in landing.parts}
-    complete = [(record, part) for record, part in landing.parts if record not in run.contributors]
+    run, sent = landing.run, landing.sent
+    parts = {} if sent is None else dict(sent.parts)
+    buffer = None if sent is None else sent.buffer
+    complete = [GradientPart(record, part, buffer) for record, part in parts.items() if record not in run.contributors]
     for record in run.store.layers[landing.layer_id].parameters:
         layers = run.contributors.get(record)
         if layers is None:
             continue
         gathered = run.shared_parts.setdefault(record, {})
-        gathered[landing.layer_id] = parts.get(id(record))
+        part = parts.get(record)
+        gathered[landing.layer_id] = None if part is None else part.clone()  # it outlives its buffer
         if len(gathered) == len(layers):
             present = [part for _, part in sorted(gathered.items(), reverse=True) if part is not None]
-            complete += [(record, _sum(present))] if present else []
+            complete += [GradientPart(record, _sum(present))] if present else []
     return complete
 
 

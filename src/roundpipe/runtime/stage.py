@@ -18,14 +18,16 @@ import torch
 
 from roundpipe.config import RecomputeGrain
 from roundpipe.context import LayerPhase, LayerRun, running_layer, within_iteration
-from roundpipe.devices import Device, Mark
+from roundpipe.devices import Device, Mark, StreamKind
 from roundpipe.devices.host_random import HostRandomStream
 from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
 from roundpipe.plan import Phase, StageTask, TaskKind
 from roundpipe.runtime.bundle import Bundle
+from roundpipe.runtime.device_buffers import DeviceBuffers
 from roundpipe.runtime.frame import Frame, Gradients, Leaves
 from roundpipe.runtime.images import LayerImages
 from roundpipe.runtime.landing import Landing, LandingThread
+from roundpipe.runtime.layer_gradients import LayerGradients
 from roundpipe.runtime.place import Place
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import Measurement, Run, TaskSpan
@@ -46,6 +48,7 @@ class StageRunner:
         self.images = images
         self.prefetch_next = prefetch_next
         self.transfer = Transfer(device)
+        self.gradient_buffers = DeviceBuffers(device, StreamKind.COMPUTE, StreamKind.GRADS_DOWN)
         self.place = Place()
 
     def run(self, run: Run, task: StageTask) -> None:
@@ -67,6 +70,7 @@ class _Task:
         self._mail = StageMail(run, task, runner.transfer, runner.place)
         self._buffers = StageBuffers(run, runner.transfer)
         self._replicas: dict[int, Replica] = {}
+        self._gradients: dict[int, LayerGradients] = {}
 
     def carry_out(self) -> None:
         try:
@@ -221,6 +225,7 @@ class _Task:
         start = self._device.mark()
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+            self._gradients[frame.layer_id].gather()
         self._run.measurements.append(Measurement(frame.layer_id, Phase.BACKWARD, start, self._device.mark()))
         if microbatch == self._run.num_microbatch - 1:
             self._send_parameter_gradients(frame.layer_id)
@@ -231,22 +236,8 @@ class _Task:
         if layer_id not in self._run.landing_layers:
             return
         self._place.at(layer_id, "gradient download")
-        replica = self._replicas[layer_id]
-        gathered = [
-            (record, stand_in.grad)
-            for record, stand_in in zip(replica.record.parameters, replica.parameters, strict=True)
-            if stand_in.grad is not None
-        ]
-        for record, gradient in gathered:
-            if gradient.layout is not torch.strided:
-                raise UsageError(
-                    f"parameter {record.name!r} has a {gradient.layout} gradient; use dense ones (sparse=False)."
-                )
-        copies, event = self._runner.transfer.gradients_down([gradient for _, gradient in gathered])
-        for stand_in in replica.parameters:
-            stand_in.grad = None
-        parts = [(record, copy) for (record, _), copy in zip(gathered, copies, strict=True)]
-        self._runner.landing.submit(Landing(self._run, layer_id, parts, event))
+        sent = self._gradients[layer_id].download(self._runner.transfer, self._run.store.landing_buffers)
+        self._runner.landing.submit(Landing(self._run, layer_id, sent))
 
     def _bound_replica(self, layer_id: int) -> Replica:
         if layer_id not in self._replicas:
@@ -255,6 +246,7 @@ class _Task:
             image = self._images.ready(self._run, self._task, layer_id, self._place)
             replica.bind(image, self._recall.settings[layer_id])
             self._replicas[layer_id] = replica
+            self._gradients[layer_id] = LayerGradients(replica, self._runner.gradient_buffers)
             self._buffers.upload(replica)
         return self._replicas[layer_id]
 

@@ -46,11 +46,13 @@ class Transfer:
         copies, event = self.down(bundle.tensors)
         return bundle.with_tensors(copies), event
 
-    def gradients_down(self, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
+    def gradients_down(self, host: torch.Tensor, gradients: torch.Tensor) -> Event:
+        """Fill host memory with what compute has gathered so far."""
         device, stream = self._device, StreamKind.GRADS_DOWN
+        device.poison(host, (), stream)
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
-        copies = [_copy_of(gradient, device.host_empty_strided, self._copier(stream)) for gradient in gradients]
-        return copies, device.record(stream)
+        device.copy(host, gradients, stream)
+        return device.record(stream)
 
     def let_downloads_finish_first(self) -> None:
         """Compute queued from now on may overwrite what is being downloaded."""

@@ -6,12 +6,23 @@ order is LayerStore's business. Knows no device and no call.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
-from roundpipe.store.records import ParameterRecord
+from roundpipe.store.landing_buffers import LandingBuffer
+from roundpipe.store.records import Gathered, ParameterRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientPart:
+    """What one call adds to a parameter's gradient: memory of a landing buffer, or the part's own."""
+
+    record: ParameterRecord
+    tensor: torch.Tensor
+    buffer: LandingBuffer | None = None
 
 
 class HostGradients:
@@ -19,47 +30,39 @@ class HostGradients:
         self._parameters = parameters
         self._lock = threading.Lock()
 
-    def add(self, parts: Sequence[tuple[ParameterRecord, torch.Tensor]], cancelled: Callable[[], bool]) -> None:
-        """Put each part onto the sum so far; the first part is taken as it is, as autograd does."""
+    def add(self, parts: Sequence[GradientPart], cancelled: Callable[[], bool]) -> None:
+        """Put each part onto the sum so far; the first part is the sum, as with autograd, and stays where it is."""
         with self._lock, torch.no_grad():
             if cancelled():
                 return
-            for record, part in parts:
-                self._add_one(record, part)
+            for part in parts:
+                self._add_one(part)
 
     def drop(self) -> bool:
         """Forget everything gathered, here and in `param.grad`. Returns whether there was anything."""
         with self._lock:
-            had_any = any(record.has_grad for record in self._parameters)
+            had_any = any(record.gathered is not None for record in self._parameters)
             for record in self._parameters:
-                record.has_grad = record.exposed = False
-                record.param.grad = None
+                record.exposed, record.param.grad = False, None
+                self._forget(record)
             return had_any
 
-    def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, torch.Tensor]:
-        """What is gathered, with its memory; sums start anew."""
+    def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, Gathered]:
+        """What is gathered is the caller's now, to be let go; sums start anew."""
         with self._lock:
             taken = {}
             for record in records:
                 self._conceal(record)
-                if record.has_grad:
-                    assert record.host_grad is not None
-                    taken[record] = record.host_grad
-                    record.has_grad, record.host_grad = False, None
+                if record.gathered is not None:
+                    taken[record], record.gathered = record.gathered, None
             return taken
-
-    def give_back(self, record: ParameterRecord, memory: torch.Tensor) -> None:
-        """Memory that was taken may be used for the next gradient."""
-        with self._lock:
-            if record.host_grad is None:
-                record.host_grad = memory
 
     def expose(self) -> None:
         """Let `param.grad` of every parameter show what is gathered."""
         with self._lock:
             for record in self._parameters:
-                record.param.grad = record.host_grad if record.has_grad else None
-                record.exposed = record.has_grad
+                record.param.grad = None if record.gathered is None else record.gathered.tensor
+                record.exposed = record.gathered is not None
 
     def conceal(self) -> None:
         """Take `param.grad` back: what is gathered now belongs to a step, what the user adds later to the next one."""
@@ -69,7 +72,7 @@ class HostGradients:
 
     def touched_by_user(self) -> list[ParameterRecord]:
         """Parameters whose `.grad` is not what we showed last: set, replaced or cleared by the user."""
-        return [r for r in self._parameters if r.param.grad is not (r.host_grad if r.exposed else None)]
+        return [record for record in self._parameters if record.param.grad is not _shown(record)]
 
     def adopt_touched(self, records: Sequence[ParameterRecord]) -> None:
         """Follow the user: a cleared gradient is dropped, a replaced one taken, a new one added."""
@@ -77,22 +80,32 @@ class HostGradients:
             for record in records:
                 users = record.param.grad
                 if record.exposed:
-                    record.has_grad = False
+                    self._forget(record)
                 if users is not None:
-                    self._add_one(record, users)
+                    own = torch.empty_like(record.weights, memory_format=torch.preserve_format).copy_(users)
+                    self._add_one(GradientPart(record, own))
                 record.param.grad, record.exposed = None, False
 
-    def _add_one(self, record: ParameterRecord, part: torch.Tensor) -> None:
-        if record.has_grad:
-            assert record.host_grad is not None
-            record.host_grad.add_(part)
+    def _add_one(self, part: GradientPart) -> None:
+        record = part.record
+        if record.gathered is not None:
+            record.gathered.tensor.add_(part.tensor)
             return
-        if record.host_grad is None:
-            record.host_grad = torch.empty_like(record.weights, memory_format=torch.preserve_format)
-        record.host_grad.copy_(part)
-        record.has_grad = True
+        record.gathered = Gathered(part.tensor, part.buffer)
+        if part.buffer is not None:
+            part.buffer.hold()
+
+    @staticmethod
+    def _forget(record: ParameterRecord) -> None:
+        if record.gathered is not None:
+            record.gathered.let_go()
+            record.gathered = None
 
     @staticmethod
     def _conceal(record: ParameterRecord) -> None:
         if record.exposed:
             record.param.grad, record.exposed = None, False
+
+
+def _shown(record: ParameterRecord) -> torch.Tensor | None:
+    return record.gathered.tensor if record.exposed and record.gathered is not None else None

@@ -18,6 +18,7 @@ from roundpipe.store.adoption import PinMode
 from roundpipe.store.composition import Composition
 from roundpipe.store.host_gradients import HostGradients
 from roundpipe.store.intake import refuse_unusable
+from roundpipe.store.landing_buffers import LandingBuffers
 from roundpipe.store.layer_slot import LayerSlot
 from roundpipe.store.layer_weights import LayerWeights
 from roundpipe.store.masters import Masters
@@ -57,6 +58,7 @@ class LayerStore:
         self.masters = Masters(self.layers, optim_dtype)
         is_pinned = pin_mode is not PinMode.OFF
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
+        self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
         self._takers: dict[int, tuple[int, Callable[[], None]]] = {}
         self.is_read_on_host = False  # whether calls use the parameters where they lie
         self._compositions = [Composition(layer) for layer in self.layers]
@@ -64,6 +66,7 @@ class LayerStore:
     def close(self) -> None:
         """Unpin and give the parameters free; their values stay where they are."""
         self.weights.close()
+        self.landing_buffers.close()
         if self._registered is not None:
             self._registered.close()
         adoption.release(self.parameters, self)

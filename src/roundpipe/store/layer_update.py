@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roundpipe.store.layer_slot import WeightBuffer
-from roundpipe.store.records import ParameterRecord
+from roundpipe.store.records import Gathered, ParameterRecord
 
 if TYPE_CHECKING:
     from roundpipe.store.layer_store import LayerStore
@@ -42,7 +42,7 @@ class LayerUpdate:
         self._abandoned = abandoned
         self._thread = threading.get_ident()
         self._records = [record for record in store.layers[layer_id].at_home if store.masters.wanted(record)]
-        self._gradients: dict[ParameterRecord, torch.Tensor] | None = None  # once they have landed
+        self._gradients: dict[ParameterRecord, Gathered] | None = None  # once they have landed
         self._settled = False
         self._target: WeightBuffer | None = None
         self._updated: set[ParameterRecord] = set()
@@ -74,12 +74,12 @@ class LayerUpdate:
     def gradient_of(self, record: ParameterRecord) -> torch.Tensor | None:
         self.wait_for_gradients()
         assert self._gradients is not None
-        return self._gradients.get(record)
+        return self._gradients[record].tensor if record in self._gradients else None
 
     def release(self, record: ParameterRecord) -> None:
         """The step is done with a gradient, perhaps before it has come."""
         if self._gradients is not None and record in self._gradients:
-            self._store.gradients.give_back(record, self._gradients.pop(record))
+            self._gradients.pop(record).let_go()
 
     def is_current_thread(self) -> bool:
         return threading.get_ident() == self._thread

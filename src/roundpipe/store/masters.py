@@ -30,7 +30,7 @@ class Masters:
 
     def wanted(self, record: ParameterRecord) -> bool:
         """Whether a gradient of this parameter would be the optimizer's."""
-        return record.master is not None or record.param.requires_grad or record.has_grad
+        return record.master is not None or record.param.requires_grad or record.gathered is not None
 
     def existing(self) -> Iterator[OptimizerCopy]:
         for layer in self._layers:

@@ -13,9 +13,22 @@ import torch
 from torch import nn
 
 from roundpipe.store.host_buffer import HostBuffer
+from roundpipe.store.landing_buffers import LandingBuffer
 from roundpipe.store.layer_slot import WeightBuffer
 from roundpipe.store.layout import Layout, TensorPlace
 from roundpipe.store.optimizer_copy import OptimizerCopy
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """A sum of gradients, and the landing buffer it lies in, if it does."""
+
+    tensor: torch.Tensor
+    buffer: LandingBuffer | None = None
+
+    def let_go(self) -> None:
+        if self.buffer is not None:
+            self.buffer.let_go()
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,9 +43,8 @@ class ParameterRecord:
     cuts: tuple[int, ...] = ()  # bytes before which a copy of `weights` must be cut
     seen_version: int = 0  # of `param`: a higher one means the user wrote into it
     master: OptimizerCopy | None = None  # the optimizer's copy
-    host_grad: torch.Tensor | None = None  # memory of the gathered gradient, once there was one
-    has_grad: bool = False  # whether host_grad holds something not yet consumed
-    exposed: bool = False  # whether `param.grad` was set to host_grad for the user to see
+    gathered: Gathered | None = None  # the sum of gradients so far, not yet consumed
+    exposed: bool = False  # whether `param.grad` was set to it for the user to see
 
     def memory(self, buffer: WeightBuffer) -> torch.Tensor:
         """Where this parameter lies in a buffer; one that has no second memory never changes."""
