@@ -132,6 +132,7 @@ class Run:
         self.loss_fn: Callable[[Any, Any], Any] | None = None
         self.labels: list[Bundle] = []
         self.wants_outputs = True
+        self.tail = 1  # microbatches at the end that go backward together
         self.workers: tuple[int, ...] = ()
         self.first_task_index = tasks[0].index if tasks else 0
 

@@ -6,6 +6,11 @@ is StageBuffers', and when weights may be read is LayerStore's.
 [Note: forward keeps the grad mode]
 A forward that will be recomputed runs with grad enabled too, and its graph is dropped layer by layer: code that looks
 at the grad mode (fused kernels, checkpoints) takes the same path both times.
+
+[Note: tail]
+The last microbatches of a fused task may run all their forwards first, and then go backward layer by layer, all of them
+through a layer before any goes through the one before it. Each layer adds up the same gradients in the same order, but
+those of the last layers are complete early, so that an optimizer which needs them all can work behind the backward.
 """
 
 from __future__ import annotations
@@ -75,12 +80,15 @@ class _Task:
     def carry_out(self) -> None:
         try:
             self._images.prefetch(self._run, self._task, self._place)
-            for microbatch in range(self._run.num_microbatch):
+            in_tail = self._tail()
+            for microbatch in range(in_tail.start):
                 self._run.check()
                 self._place.microbatch = microbatch
                 self._run_microbatch(microbatch)
                 if microbatch == 0:
                     self._runner.prefetch_next()
+            if in_tail:
+                self._run_tail(in_tail)
         finally:
             for replica in self._replicas.values():
                 replica.unbind()
@@ -117,6 +125,42 @@ class _Task:
         gradients = self._loss(microbatch, bundle, flags)
         del bundle
         self._backward_frames(frames, gradients, microbatch)
+
+    def _tail(self) -> range:
+        """The microbatches at the end of a fused task that go backward together; see [Note: tail].
+
+        None where a layer writes buffers: what one microbatch has saved another would change.
+        """
+        count = self._run.num_microbatch
+        has_one = self._task.kind is TaskKind.FUSED and self._run.tail > 1
+        if not has_one or not self._recall.writes_buffers.isdisjoint(self._task.layers):
+            return range(count, count)
+        return range(max(count - self._run.tail, 0), count)
+
+    def _run_tail(self, microbatches: range) -> None:
+        stacks: dict[int, list[Frame]] = {}
+        gradients: dict[int, Gradients] = {}
+        for microbatch in microbatches:
+            self._run.check()
+            self._place.microbatch = microbatch
+            bundle, flags = self._mail.receive(microbatch)
+            with self._spanned(microbatch):
+                frames, bundle, flags = self._forward_stage(microbatch, bundle, flags, LayerPhase.FUSED)
+                of_outputs = self._loss(microbatch, bundle, flags)
+                del bundle
+                # The last layer at once: what comes out of it, often the largest of all, need not be kept.
+                gradients[microbatch] = self._backward_layer(frames.pop(), of_outputs, microbatch)
+                stacks[microbatch] = frames
+            if microbatch == microbatches.start == 0:
+                self._runner.prefetch_next()
+        for _ in self._task.layers[1:]:
+            self._run.check()
+            for microbatch in microbatches:
+                self._place.microbatch = microbatch
+                frame = stacks[microbatch].pop()
+                gradients[microbatch] = self._backward_layer(frame, gradients[microbatch], microbatch)
+        for microbatch in microbatches:
+            self._mail.send_gradients(microbatch, gradients[microbatch])
 
     def _backward_task(self, microbatch: int, gradients: Gradients) -> None:
         if self._needs_no_gradient(microbatch):
