@@ -191,16 +191,20 @@ class Stepper:
         del step_fn
 
     def _carry_out(self, job: StepJob) -> None:
-        updates: list[LayerUpdate] = []
+        updates = self._updates(job)
         try:
+            self._for_all(updates, LayerUpdate.prepare)
             self._publish_late(job.number - 1)
-            updates += self._updates(job)
+            if not job.may_overlap:
+                for update in updates:
+                    update.wait_for_gradients()
             if not self._may_begin(job):
                 raise StepAbandoned
-            self._run_step_fn(job, updates)
+            self._run_step_fn(job)
+            self._for_all(updates, LayerUpdate.close)
         except BaseException as error:
             self._void_versions.add(job.number)
-            self._end_all(updates, LayerUpdate.revoke)
+            self._for_all(updates, LayerUpdate.revoke)
             if isinstance(error, StepAbandoned):
                 return
             what = "running step_fn of" if job.begun else "preparing"
@@ -216,42 +220,31 @@ class Stepper:
 
     def _updates(self, job: StepJob) -> list[LayerUpdate]:
         """Of all layers, in the order in which their gradients land."""
-        updates = [
+        layers = enumerate(reversed(self._all_layers()))
+        return [
             LayerUpdate(
-                store,
-                layer_id,
-                order,
-                step=job.number,
-                is_async=not job.publishes,
-                abandoned=lambda: job.abandoned,
+                store, layer_id, order, step=job.number, is_async=not job.publishes, abandoned=lambda: job.abandoned
             )
-            for order, (store, layer_id) in enumerate(reversed(self._all_layers()))
+            for order, (store, layer_id) in layers
         ]
-        for update in updates:
-            update.prepare()
-        if not job.may_overlap:
-            for update in updates:
-                update.wait_for_gradients()
-        return updates
 
     def _may_begin(self, job: StepJob) -> bool:
         with self._monitor:
             job.begun = not job.abandoned
             return job.begun
 
-    def _run_step_fn(self, job: StepJob, updates: Sequence[LayerUpdate]) -> None:
+    def _run_step_fn(self, job: StepJob) -> None:
         if torch.get_num_threads() != job.num_threads:
             torch.set_num_threads(job.num_threads)
         with OptimizerCtx(), within_iteration(job.iteration), _OptimizerGuard(self.stores):
             job.step_fn()
-        self._end_all(updates, LayerUpdate.close)
 
-    def _end_all(self, updates: Sequence[LayerUpdate], end: Callable[[LayerUpdate], None]) -> None:
+    def _for_all(self, updates: Sequence[LayerUpdate], do: Callable[[LayerUpdate], None]) -> None:
         """Whatever goes wrong with one layer, all of them pass to the next generation and version: calls need it."""
         errors: list[BaseException] = []
         for update in updates:
             with _collecting(errors):
-                end(update)
+                do(update)
         if errors:
             raise errors[0]
 

@@ -59,7 +59,7 @@ class LayerStore:
         is_pinned = pin_mode is not PinMode.OFF
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
         self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
-        self._takers: dict[int, tuple[int, Callable[[], None]]] = {}
+        self._takers: dict[tuple[int, int], Callable[[], None]] = {}
         self.is_read_on_host = False  # whether calls use the parameters where they lie
         self._compositions = [Composition(layer) for layer in self.layers]
 
@@ -121,15 +121,14 @@ class LayerStore:
         Those of the next generation may land from then on.
         """
         with self.monitor:
-            self._takers[layer_id] = (generation, take)
+            self._takers[layer_id, generation] = take
             self._let_take(layer_id)
 
     def _let_take(self, layer_id: int) -> None:
-        generation, take = self._takers.get(layer_id, (-1, _nothing))
-        if self.slots[layer_id].can_consume(generation):
-            del self._takers[layer_id]
-            take()
-            self.slots[layer_id].consumed(generation)
+        slot = self.slots[layer_id]
+        while slot.can_consume(slot.open_generation) and (layer_id, slot.open_generation) in self._takers:
+            self._takers.pop((layer_id, slot.open_generation))()
+            slot.consumed(slot.open_generation)
             self.monitor.changed()
 
     def wait_for_step(self, ready: Callable[[], bool], abandoned: Callable[[], bool], layer_id: int) -> None:
@@ -161,7 +160,3 @@ class LayerStore:
                     record.master.copy_(record.param)
                     if record.back is not None:
                         record.back.copy_(record.param)
-
-
-def _nothing() -> None:
-    return

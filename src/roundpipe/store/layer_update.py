@@ -56,15 +56,21 @@ class LayerUpdate:
 
     def prepare(self) -> None:
         """Tell the optimizer's copies where their gradients come from, and take the memory the step will need."""
+        self._store.when_landed(self._layer_id, self._generation, self._take)
         for record in self._records:
             self._store.masters.of(record).begin_step(Source(self, record))
         if self._is_async and not self.publishes_late:
             self._store.weights.keep_two(self._layer_id)
-        self._store.when_landed(self._layer_id, self._generation, self._take)
 
     def _take(self) -> None:
         """Called under the monitor, perhaps by the thread that lands: what is gathered is the step's from now on."""
         self._gradients = self._store.gradients.take(self._records)
+        if self._settled:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for record in list(self._gradients or ()):
+            self.release(record)
 
     def wait_for_gradients(self) -> None:
         self._store.wait_for_step(lambda: self._gradients is not None, self._abandoned, self._layer_id)
@@ -95,6 +101,7 @@ class LayerUpdate:
 
     def close(self) -> None:
         """The step function has come to its end: what it left open is settled, and the weights are made complete."""
+        self.wait_for_gradients()
         for record in self._records:
             self._store.masters.of(record).end_step()
         if not self.publishes_late:
@@ -102,17 +109,20 @@ class LayerUpdate:
         self._settled = True
 
     def revoke(self) -> None:
-        """The step failed: its gradients are dropped, and its weights, unless they have replaced the old ones."""
+        """The step failed: its gradients are dropped, and its weights, unless they have replaced the old ones.
+
+        Waits for nothing: gradients that are still to come are dropped when they do.
+        """
         if self._settled:
             return
-        for record in self._records:
-            master = self._store.masters.of(record)
+        self._settled = True
+        for master in [record.master for record in self._records if record.master is not None]:
             master.grad = None
             master.end_step()
             master.mark_touched()  # what the step has changed stays, and is published by the next one
+        self._drop_gradients()
         if not self.publishes_late:
             self._revoke_weights()
-        self._settled = True
 
     def _revoke_weights(self) -> None:
         if self._target is None:

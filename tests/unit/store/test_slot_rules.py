@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from roundpipe.store import LayerSlot
+from roundpipe.store.layer_slot import WeightBuffer
 
 
 class Passed:
@@ -21,32 +22,98 @@ class Passed:
 EVENT = Passed()
 
 
+FRONT, BACK = WeightBuffer.FRONT, WeightBuffer.BACK
+
+
+def write(slot: LayerSlot, version: int, buffer: WeightBuffer = FRONT) -> None:
+    slot.write_begun(version, buffer)
+    slot.written(version, buffer)
+
+
 def test_an_upload_needs_its_version() -> None:
     slot = LayerSlot()
     assert slot.can_upload(0)
     assert not slot.can_upload(1)
-    slot.published(1)
+    write(slot, 1)
     assert slot.can_upload(1)
     assert not slot.can_upload(0)
 
 
-def test_weights_are_published_when_no_older_upload_is_due() -> None:
+def test_weights_are_overwritten_when_no_upload_of_them_is_due() -> None:
     slot = LayerSlot()
     slot.expect_uploads("call", 0, 2)
-    assert not slot.can_publish(1)
+    assert not slot.can_write(1, FRONT)
     slot.upload_issued("call", 0, EVENT)
-    assert not slot.can_publish(1)
+    assert not slot.can_write(1, FRONT)
     slot.upload_issued("call", 0, EVENT)
-    assert slot.can_publish(1)
-    assert slot.take_upload_events() == [EVENT, EVENT]
-    assert slot.take_upload_events() == []
+    assert slot.can_write(1, FRONT)
+    assert slot.take_upload_events(FRONT) == [EVENT, EVENT]
+    assert slot.take_upload_events(FRONT) == []
 
 
 def test_uploads_of_the_new_version_do_not_hold_it_up() -> None:
     slot = LayerSlot()
     slot.expect_uploads("next", 1, 1)
-    assert slot.can_publish(1)
-    assert not slot.can_publish(2)
+    assert slot.can_write(1, FRONT)
+    assert not slot.can_write(2, FRONT)
+
+
+def test_nobody_reads_what_is_being_written() -> None:
+    slot = LayerSlot()
+    slot.write_begun(1, FRONT)
+    assert not slot.can_upload(0)
+    assert not slot.can_upload(1)
+    slot.written(1, FRONT)
+    assert slot.can_upload(1)
+
+
+def test_one_version_is_read_while_the_next_is_written_beside_it() -> None:
+    slot = LayerSlot()
+    slot.expect_uploads("call", 0, 1)
+    slot.write_begun(1, BACK)
+    assert slot.can_upload(0)
+    slot.written(1, BACK)
+    assert (slot.buffer_of(0), slot.buffer_of(1)) == (FRONT, BACK)
+    assert not slot.can_write(2, FRONT)  # the call has not read version 0 yet
+    slot.upload_issued("call", 0, EVENT)
+    assert slot.can_write(2, FRONT)
+    assert slot.take_upload_events(BACK) == []
+    assert slot.take_upload_events(FRONT) == [EVENT]
+    write(slot, 2, FRONT)
+    assert (slot.buffer_of(0), slot.buffer_of(1), slot.buffer_of(2)) == (None, BACK, FRONT)
+
+
+def test_a_version_that_changes_nothing_is_what_the_one_before_was() -> None:
+    slot = LayerSlot()
+    slot.expect_uploads("old", 0, 1)
+    slot.unchanged(1)
+    assert slot.buffer_of(0) is slot.buffer_of(1) is FRONT
+    assert slot.newest_version == 1
+    assert not slot.can_write(2, FRONT)
+    write(slot, 2, BACK)
+    slot.unchanged(3)
+    assert slot.buffer_of(0) is FRONT
+    assert slot.buffer_of(2) is slot.buffer_of(3) is BACK
+
+
+def test_what_a_failed_step_has_written_is_void() -> None:
+    slot = LayerSlot()
+    slot.write_begun(1, BACK)
+    slot.write_revoked(1, BACK)
+    assert slot.buffer_of(1) is FRONT
+    slot.write_begun(2, FRONT.other)
+    slot.written(2, BACK)
+    assert slot.newest_version == 2
+
+
+def test_buffers_change_places_with_what_is_read_from_them() -> None:
+    slot = LayerSlot()
+    slot.expect_uploads("call", 0, 1)
+    slot.upload_issued("call", 0, EVENT)
+    write(slot, 1, BACK)
+    slot.swapped()
+    assert (slot.buffer_of(0), slot.buffer_of(1)) == (BACK, FRONT)
+    assert slot.take_upload_events(BACK) == [EVENT]
 
 
 def test_gradients_land_in_the_order_calls_were_announced() -> None:
@@ -79,18 +146,18 @@ def test_a_cancelled_call_holds_nothing_up_but_its_copies_are_still_waited_for()
     slot.upload_issued("call", 0, EVENT)
     slot.cancel("call")
     assert slot.is_idle()
-    assert slot.can_publish(1)
+    assert slot.can_write(1, FRONT)
     assert slot.can_consume(0)
     slot.upload_issued("call", 0, EVENT)  # it was on its way when the call failed
     slot.landed("call", 0)
-    assert slot.take_upload_events() == [EVENT, EVENT]
+    assert slot.take_upload_events(FRONT) == [EVENT, EVENT]
 
 
 def test_events_that_do_not_fit_are_bugs() -> None:
     slot = LayerSlot()
     slot.expect_uploads("call", 0, 1)
     with pytest.raises(AssertionError):
-        slot.published(1)
+        slot.write_begun(1, FRONT)
     slot.expect_landings("call", 0, 1)
     with pytest.raises(AssertionError):
         slot.consumed(0)
@@ -100,29 +167,34 @@ def test_events_that_do_not_fit_are_bugs() -> None:
 
 
 class SlotAgainstModel(RuleBasedStateMachine):
-    """Any legal sequence of events, against plain lists of what is due."""
+    """Any legal sequence of events, against plain lists of what is due and of what the two memories hold."""
 
     def __init__(self) -> None:
         super().__init__()
         self.slot = LayerSlot()
+        self.contents = {FRONT: {0}, BACK: set()}
         self.version = 0
         self.generation = 0
         self.uploads: list[tuple[int, int]] = []
         self.landings: list[tuple[int, int]] = []
         self.calls = 0
 
-    @rule(uploads=st.integers(0, 2), ahead=st.integers(0, 1), landings=st.integers(0, 2), later=st.integers(0, 1))
-    def announce(self, uploads: int, ahead: int, landings: int, later: int) -> None:
+    def readable(self) -> set[int]:
+        return self.contents[FRONT] | self.contents[BACK]
+
+    @rule(data=st.data(), uploads=st.integers(0, 2), landings=st.integers(0, 2), later=st.integers(0, 1))
+    def announce(self, data: st.DataObject, uploads: int, landings: int, later: int) -> None:
+        version = data.draw(st.sampled_from(sorted({*self.readable(), self.version + 1})))
         self.calls += 1
-        self.slot.expect_uploads(self.calls, self.version + ahead, uploads)
+        self.slot.expect_uploads(self.calls, version, uploads)
         self.slot.expect_landings(self.calls, self.generation + later, landings)
-        self.uploads += [(self.calls, self.version + ahead)] * uploads
+        self.uploads += [(self.calls, version)] * uploads
         self.landings += [(self.calls, self.generation + later)] * landings
 
-    @precondition(lambda self: any(version == self.version for _, version in self.uploads))
+    @precondition(lambda self: any(version in self.readable() for _, version in self.uploads))
     @rule()
     def upload(self) -> None:
-        due = next(pair for pair in self.uploads if pair[1] == self.version)
+        due = next(pair for pair in self.uploads if pair[1] in self.readable())
         self.slot.upload_issued(due[0], due[1], EVENT)
         self.uploads.remove(due)
 
@@ -134,11 +206,28 @@ class SlotAgainstModel(RuleBasedStateMachine):
         self.slot.landed(*due)
         self.landings.remove(due)
 
-    @precondition(lambda self: all(version > self.version for _, version in self.uploads))
+    def may_write(self, buffer: WeightBuffer) -> bool:
+        return all(v > self.version or v in self.contents[buffer.other] for _, v in self.uploads)
+
+    @rule(buffer=st.sampled_from(WeightBuffer))
+    def write(self, buffer: WeightBuffer) -> None:
+        assert self.slot.can_write(self.version + 1, buffer) == self.may_write(buffer)
+        if self.may_write(buffer):
+            self.version += 1
+            write(self.slot, self.version, buffer)
+            self.contents[buffer] = {self.version}
+
     @rule()
-    def publish(self) -> None:
+    def leave_unchanged(self) -> None:
+        holder = next(buffer for buffer in WeightBuffer if self.version in self.contents[buffer])
         self.version += 1
-        self.slot.published(self.version)
+        self.slot.unchanged(self.version)
+        self.contents[holder].add(self.version)
+
+    @rule()
+    def swap(self) -> None:
+        self.slot.swapped()
+        self.contents = {FRONT: self.contents[BACK], BACK: self.contents[FRONT]}
 
     @precondition(lambda self: all(generation > self.generation for _, generation in self.landings))
     @rule()
@@ -156,9 +245,10 @@ class SlotAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def answers_agree(self) -> None:
-        assert self.slot.can_upload(self.version)
-        assert not self.slot.can_upload(self.version + 1)
-        assert self.slot.can_publish(self.version + 1) == all(v > self.version for _, v in self.uploads)
+        assert {v for v in range(self.version + 2) if self.slot.can_upload(v)} == self.readable()
+        assert self.slot.newest_version == self.version
+        for buffer in WeightBuffer:
+            assert self.slot.can_write(self.version + 1, buffer) == self.may_write(buffer)
         assert self.slot.can_consume(self.generation) == all(g > self.generation for _, g in self.landings)
         assert self.slot.is_idle() == (not self.uploads and not self.landings)
         present = [call for call, generation in self.landings if generation == self.generation]

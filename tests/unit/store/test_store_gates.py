@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from roundpipe.devices.virtual import NoPinner
-from roundpipe.store import LayerStore, PinMode
+from roundpipe.store import LayerStore, ParameterRecord, PinMode
+from roundpipe.store.host_gradients import GradientPart
 from roundpipe.waiting import Monitor
 
 WAIT_S = 30.0
@@ -56,18 +57,17 @@ def test_weights_are_overwritten_only_after_uploads_have_run() -> None:
     before = weights(store, 0)
     store.expect(call, uploads={0: 1}, version=0, landings=[], generation=0)
     change_masters(store)
-    publisher = threading.Thread(target=lambda: store.publish(0, 1, copy=True), daemon=True)
+    publisher = threading.Thread(target=lambda: store.weights.publish(0, 1, copy=True), daemon=True)
     publisher.start()
     assert not copy.waited.wait(0.05), "the upload is due but not issued: nothing to wait for yet"
-    store.upload_issued(call, 0, 0, copy)
+    store.weights.upload_issued(call, 0, 0, copy)
     assert copy.waited.wait(WAIT_S)
     assert all(map(torch.equal, weights(store, 0), before))
-    assert store.can_upload(0, 0)
     copy.ran.set()
     publisher.join(WAIT_S)
     assert all((w == 7.0).all() for w in weights(store, 0))
-    assert store.can_upload(0, 1)
-    assert store.can_upload(1, 0), "the other layer is on its own"
+    assert store.weights.can_upload(0, 1)
+    assert store.weights.can_upload(1, 0), "the other layer is on its own"
 
 
 def test_an_upload_that_failed_holds_nobody_up_and_is_told() -> None:
@@ -76,21 +76,22 @@ def test_an_upload_that_failed_holds_nobody_up_and_is_told() -> None:
     store.expect("call", uploads={0: 2}, version=0, landings=[], generation=0)
     for copy in (failed, good):
         copy.ran.set()
-        store.upload_issued("call", 0, 0, copy)
+        store.weights.upload_issued("call", 0, 0, copy)
     change_masters(store)
     with pytest.raises(RuntimeError) as caught:
-        store.publish(0, 1, copy=True)
+        store.weights.publish(0, 1, copy=True)
     assert caught.value is error
     assert good.waited.is_set()
-    assert store.can_upload(0, 1)
+    assert store.weights.can_upload(0, 1)
     assert all((w == 7.0).all() for w in weights(store, 0))
 
 
 def test_publishing_an_old_version_does_nothing() -> None:
     store = make_store()
-    store.publish(0, 2, copy=False)
+    for version in (1, 2):
+        store.weights.publish(0, version, copy=False)
     change_masters(store)
-    store.publish(0, 1, copy=True)
+    store.weights.publish(0, 1, copy=True)
     assert all((w != 7.0).any() for w in weights(store, 0))
 
 
@@ -98,39 +99,27 @@ def test_a_void_version_is_numbered_but_copies_nothing() -> None:
     store = make_store()
     before = weights(store, 0)
     change_masters(store)
-    store.publish(0, 1, copy=False)
-    assert store.can_upload(0, 1)
+    store.weights.publish(0, 1, copy=False)
+    assert store.weights.can_upload(0, 1)
     assert all(map(torch.equal, weights(store, 0), before))
 
 
-def test_gradients_that_cannot_be_handed_over_are_gone_and_the_generation_passes() -> None:
-    store = make_store()
-    record = store.layers[0].parameters[0]
-    store.gradients.add([(record, torch.ones_like(record.weights))], lambda: False)
-    record.master = None  # its copy must be made first, and that fails
-
-    def fail(_: object) -> nn.Parameter:
-        raise MemoryError("no room")
-
-    store.masters.of = fail  # type: ignore[method-assign]
-    with pytest.raises(MemoryError):
-        store.consume(0, 0, lambda: False)
-    assert store.slots[0].open_generation == 1
-    assert not record.has_grad
+def part(record: ParameterRecord) -> GradientPart:
+    return GradientPart(record, torch.ones_like(record.weights))
 
 
 def test_a_cancelled_landing_adds_nothing() -> None:
     store = make_store()
     record = store.layers[0].parameters[0]
-    store.gradients.add([(record, torch.ones_like(record.weights))], lambda: True)
-    assert not record.has_grad
+    store.gradients.add([part(record)], lambda: True)
+    assert record.gathered is None
 
 
 def test_waiting_for_weights_ends_with_the_call() -> None:
     store, cancelled = make_store(), threading.Event()
     outcome: list[bool] = []
     waiter = threading.Thread(
-        target=lambda: outcome.append(store.wait_for_weights(0, 5, cancelled.is_set)), daemon=True
+        target=lambda: outcome.append(store.weights.wait_for(0, 5, cancelled.is_set)), daemon=True
     )
     waiter.start()
     cancelled.set()
