@@ -158,7 +158,7 @@ EVERY_PROCESSOR static void multiply(float *restrict values, float factor, int64
         (void)largest;                                                                                                \
         for (int64_t i = 0; i < count; i++) {                                                                         \
             float value = master[i] * shrink;                                                                         \
-            float g = fmaf(decay, value, gradient[i]);                                                                \
+            float g = decay != 0 ? fmaf(decay, value, gradient[i]) : gradient[i];                                     \
             float m = fmaf(beta1_rest, g - first[i], first[i]);                                                       \
             float v = fmaf(beta2_rest * g, g, second[i] * beta2);                                                     \
             first[i] = m;                                                                                             \
