@@ -6,13 +6,14 @@ all where there is no kernel, are torch's. The arithmetic is that of torch's fus
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from roundpipe.optim.native.kernel import MAX_FACTORS, AdamRule, OnePassKernel, Segment, one_pass_kernel
+from roundpipe.optim.native.kernel import MAX_FACTORS, AdamRule, OnePassKernel, Segment, SplitMaster, one_pass_kernel
 from roundpipe.store import LayerUpdate, OptimizerCopy
 from roundpipe.store.layer_update import Source
 from roundpipe.store.layout import dense_stride
@@ -46,6 +47,15 @@ def _update_layer(
     optimizer: torch.optim.Optimizer, update: LayerUpdate, items: Sequence[_Item], kernel: OnePassKernel
 ) -> Iterator[int]:
     update.wait_for_gradients()
+    with contextlib.ExitStack() as held:
+        for copy, _, _ in items:
+            held.enter_context(copy.lock)
+        yield from _update_held(optimizer, update, items, kernel)
+
+
+def _update_held(
+    optimizer: torch.optim.Optimizer, update: LayerUpdate, items: Sequence[_Item], kernel: OnePassKernel
+) -> Iterator[int]:
     segments, done = [], []
     for copy, source, group in items:
         gradient, factors = _gradient_of(copy)
@@ -56,22 +66,33 @@ def _update_layer(
         if not _share_layout([copy, gradient, *moments]):
             continue
         state["step"] += 1
+        weight = update.target_of(source.record)
         segments.append(
             Segment(
-                master=copy,
+                master=_master_of(copy, weight),
                 gradient=gradient,
                 first=state["exp_avg"],
                 second=state["exp_avg_sq"],
                 largest=state["max_exp_avg_sq"] if group["amsgrad"] else None,
-                weight=update.target_of(source.record),
+                weight=weight,
                 rule=_rule(group, _is_decoupled(optimizer, group), int(state["step"]), factors),
             )
         )
         done.append((copy, source))
     kernel.adam(segments)
-    for copy, source in done:
+    for (copy, source), segment in zip(done, segments, strict=True):
+        if copy.split_value is not None and segment.weight is not None:
+            copy.split_value.weight = segment.weight
         update.was_updated(source.record)
         yield id(copy)
+
+
+def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor | SplitMaster:
+    if weight is None:  # nowhere to put the upper half
+        copy.take_memory()
+    if copy.split_value is None:
+        return copy
+    return SplitMaster(copy.split_value.weight, copy.split_value.low, copy.split_value.ties)
 
 
 def _gradient_of(copy: OptimizerCopy) -> tuple[torch.Tensor | None, tuple[float, ...]]:

@@ -157,6 +157,6 @@ class LayerStore:
             record.seen_version = record.param._version
             if record.master is not None:
                 with torch.no_grad():
-                    record.master.copy_(record.param)
+                    record.master.follow_weight(record.weights)
                     if record.back is not None:
                         record.back.copy_(record.param)

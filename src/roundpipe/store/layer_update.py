@@ -152,7 +152,7 @@ class LayerUpdate:
                     master = self._store.masters.of(record)
                     # Not every kernel leaves a trace: what was not written in one pass may have changed.
                     if record not in self._updated or master.was_touched():
-                        record.memory(target).copy_(master)
+                        master.write_weight(record.memory(target))
                         master.forget_touches()
         finally:
             self._store.weights.end(self._layer_id, self._version, target)

@@ -128,7 +128,9 @@ class LayerWeights:
             return
         target = self.begin(layer_id, version)
         try:
-            copy_masters(self._layers[layer_id].at_home, target)
+            for record in self._layers[layer_id].at_home:
+                if record.master is not None:
+                    record.master.write_weight(record.memory(target))
         finally:
             self.end(layer_id, version, target)
 
@@ -165,19 +167,14 @@ class LayerWeights:
             layer.back = flat
 
 
-def copy_masters(records: Sequence[ParameterRecord], target: WeightBuffer) -> None:
-    with torch.no_grad():
-        for record in records:
-            if record.master is not None:
-                record.memory(target).copy_(record.master)
-
-
 def _swap(layer: LayerRecord) -> None:
     for record in layer.at_home:
         if record.back is not None:
             front = record.weights.clone()
             record.weights.copy_(record.back)
             record.back.copy_(front)
+            if record.master is not None:
+                record.master.weights_swapped(record.weights, record.back)
 
 
 def _wait_for_all(events: Sequence[Event]) -> BaseException | None:

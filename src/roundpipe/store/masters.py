@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from roundpipe.store.host_buffer import HostBuffer
-from roundpipe.store.layout import lay_out
 from roundpipe.store.optimizer_copy import OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord
 
@@ -21,11 +19,10 @@ class Masters:
         self._optim_dtype = optim_dtype
 
     def of(self, record: ParameterRecord) -> OptimizerCopy:
-        """The optimizer's copy of a parameter; the whole home layer gets its copies at once, in one flat buffer."""
+        """The optimizer's copy of a parameter, made when it is first asked for."""
         if record.master is None:
-            at_home = [r for r in self._layers[record.home].trainable if r.home == record.home and r.master is None]
-            self._create(at_home if record in at_home else [record])
-        assert record.master is not None
+            newest = record.weights
+            record.master = OptimizerCopy.of_weight(newest, self._optim_dtype or newest.dtype)
         return record.master
 
     def wanted(self, record: ParameterRecord) -> bool:
@@ -37,14 +34,3 @@ class Masters:
             for record in layer.parameters:
                 if record.home == layer.layer_id and record.master is not None:
                     yield record.master
-
-    def _create(self, records: Sequence[ParameterRecord]) -> None:
-        layout = lay_out([record.weights for record in records])
-        if self._optim_dtype is not None:
-            layout = lay_out([record.weights for record in records], self._optim_dtype)
-        flat = HostBuffer(layout.total_bytes, None)
-        for record, view in zip(records, layout.views(flat.tensor), strict=True):
-            with torch.no_grad():
-                view.copy_(record.weights)
-            record.master = OptimizerCopy(view)
-            record.master.forget_touches()

@@ -3,18 +3,43 @@
 Made by Masters, handed to users by `optim_parameters()`. Inside a step its gradient may still be on its way: whoever
 asks for `.grad` waits for it and gets it in the copy's own precision; an optimizer that can use it as it lies asks for
 `low_gradient()`. Knows where its gradient comes from only by GradientSource.
+
+[Note: values without memory] A float32 copy of a bfloat16 weight begins as a SplitValue and has no memory of its own.
+The first operation that needs its values, by whomever, gives it memory for good; only questions about shape and type do
+not. The one-pass optimizer works on the split value under `lock`, so that nobody takes it away meanwhile.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from roundpipe.store.split_value import SplitValue
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
+    *("is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested", "_version", "retains_grad"),
+)
+_METHODS = (
+    *("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset", "is_contiguous", "get_device"),
+    *("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__"),
+)
+_FUNCTIONS = ("zeros_like", "empty_like", "ones_like", "full_like", "numel", "is_floating_point", "is_complex")
+_ABOUT_SHAPE_AND_TYPE = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in (*_ATTRIBUTES, "grad")),
+        *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+        *(getattr(torch, name) for name in _FUNCTIONS),
+    ]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +77,68 @@ class OptimizerCopy(nn.Parameter):
     _factors: tuple[float, ...] = ()
     _seen_version = 0
     _data_was_handed_out = False
+    split_value: SplitValue | None = None  # the value, while there is no memory for it
+    lock = threading.RLock()  # of each split copy its own
+
+    @classmethod
+    def of_weight(cls, weight: torch.Tensor, dtype: torch.dtype) -> OptimizerCopy:
+        """A copy of a dense weight; without memory of its own where that can be."""
+        is_split = weight.dtype is torch.bfloat16 and dtype is torch.float32 and weight.numel() > 0
+        memory = torch.empty_like(weight, dtype=dtype, memory_format=torch.preserve_format)
+        if is_split:
+            memory.untyped_storage().resize_(0)
+        else:
+            memory.copy_(weight)
+        copy = cls(memory)
+        if is_split:
+            copy.split_value, copy.lock = SplitValue(weight), threading.RLock()
+        copy.forget_touches()
+        return copy
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ABOUT_SHAPE_AND_TYPE:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, OptimizerCopy):
+                    value.take_memory()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the plain parameter it looks like: steps and locks are this process's."""
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+    def take_memory(self) -> None:
+        """Be a tensor like any other."""
+        with self.lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if self.split_value is not None:
+                value = self.split_value.joined()
+                self.untyped_storage().resize_(value.nbytes)
+                _DATA.__get__(self).copy_(value)
+                self.split_value = None
+
+    def write_weight(self, to: torch.Tensor) -> None:
+        """Let `to` be the value, rounded."""
+        with self.lock, torch.no_grad():
+            if self.split_value is None:
+                to.copy_(self)
+            elif to is not self.split_value.weight:
+                to.copy_(self.split_value.weight)
+                self.split_value.weight = to
+
+    def weights_swapped(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """The contents of two memories have changed places."""
+        with self.lock:
+            if self.split_value is not None:
+                self.split_value.weight = other if self.split_value.weight is one else one
+
+    def follow_weight(self, weight: torch.Tensor) -> None:
+        """The user has written into the weight: that is the value now."""
+        with self.lock, torch.no_grad():
+            if self.split_value is None:
+                self.copy_(weight)
+            else:
+                self.split_value.become(weight)
 
     # What the step does.
 
@@ -92,12 +179,14 @@ class OptimizerCopy(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         self._data_was_handed_out = True  # writes through it leave no trace
+        self.take_memory()
         data: torch.Tensor = _DATA.__get__(self)
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self._data_was_handed_out = True
+        self.take_memory()
         _DATA.__set__(self, value)
 
     @property
