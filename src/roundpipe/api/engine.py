@@ -64,6 +64,7 @@ class ModelEngine:
         self._recovery = Recovery(self.stepper, pool.monitor)
         self._lock = threading.RLock()
         self._last_run: Run | None = None
+        self._steps_are_exact = False  # the last one was; the next one most likely is what that was
         self._joined: list[ModelEngine] = []  # all that share steps, failures and lock; empty where this one is alone
         self._closed = False
         self._unreachable = False
@@ -109,9 +110,11 @@ class ModelEngine:
             tasks = self._schedule(RunType.FUSED, len(batches), config)
             run = self._new_run(tasks, len(batches), self._new_recall(tasks, config), LayerPhase.FORWARD)
             run.loss_fn, run.wants_outputs = loss_fn, return_outputs
+            if self._steps_are_exact:
+                run.tail = self._planner.tail(tasks, len(batches), config, self._pool.devices()[0])
             inputs = CallInputs(batches)
             run.labels = inputs.label_bundles()
-            run.signature = (tasks, config.recompute_grain, inputs.shapes())
+            run.signature = (tasks, run.tail, config.recompute_grain, inputs.shapes())
             with self._carried_out(run, inputs):
                 run.wait_for_losses()
                 losses = summed_losses(run)
@@ -127,6 +130,7 @@ class ModelEngine:
         with self._entered(*self._members):
             for member in self._members:
                 member.store.gradients.conceal()
+                member._steps_are_exact = not is_async
             announce_step(self.stepper.iteration)
             job = self.stepper.issue(step_fn, is_async, may_overlap=self._recovery.all_are_proven())
             if is_async:

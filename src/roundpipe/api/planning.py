@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 from roundpipe.config import RecomputeGrain, ResolvedRunConfig
 from roundpipe.devices import Device
 from roundpipe.plan import CostModel, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_plan
+from roundpipe.plan.memory import Grain, StageMemory
+from roundpipe.plan.schedule import StageTask
 from roundpipe.plan.simulator import steady_step_s
 from roundpipe.runtime.run import Run
 from roundpipe.store import LayerStore
@@ -90,6 +93,15 @@ class Planner:
             choice.pause = min(2 * choice.pause, _LONGEST_PAUSE)
             choice.calls_until_review = choice.pause
         return choice.plan
+
+    def tail(self, tasks: Sequence[StageTask], num_microbatch: int, config: ResolvedRunConfig, device: Device) -> int:
+        """How many microbatches of a call whose update is waited for go backward together."""
+        if self.is_blind(RunType.FUSED, num_microbatch, device):
+            return 1
+        grain: Grain = "layer" if config.recompute_grain is RecomputeGrain.LAYER else "stage"
+        limit = device.memory_limit_bytes()
+        memory = StageMemory(self.profile(num_microbatch, limit).layers, grain)
+        return memory.longest_tail(tasks, self._num_devices, num_microbatch, limit)
 
     def is_blind(self, run_type: RunType, num_microbatch: int, device: Device) -> bool:
         """Whether memory is limited and nobody knows yet what activations of such a call take."""

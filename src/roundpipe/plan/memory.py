@@ -60,6 +60,23 @@ class StageMemory:
             for place, task in enumerate(tasks)
         )
 
+    def longest_tail(
+        self, tasks: Sequence[StageTask], num_devices: int, num_microbatch: int, limit_bytes: int | None
+    ) -> int:
+        """How many microbatches may be between forward and backward of the fused task at a time; one at least.
+
+        The activations of its last layer are never held for more than one. Where another device goes on after it,
+        that one must not be kept waiting.
+        """
+        fused = next((task for task in tasks if task.kind is TaskKind.FUSED), None)
+        if fused is None or (num_devices > 1 and fused is not tasks[-1]):
+            return 1
+        if limit_bytes is None:
+            return num_microbatch
+        each = self._activation_bytes(TaskKind.FUSED, fused.layers[:-1])
+        room = limit_bytes - self.peak_bytes(tasks, num_devices)
+        return num_microbatch if each == 0 else min(num_microbatch, 1 + max(room // each, 0))
+
     def _prefetched_bytes(self, tasks: Sequence[StageTask], following: int, *, losses_known: bool) -> int:
         """Weights of the task that follows on the same device, in this call or in the next.
 
