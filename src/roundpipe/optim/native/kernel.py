@@ -137,8 +137,13 @@ def _num_threads() -> int:
         if not asked.isdigit() or int(asked) < 1:
             raise ValueError(f"{_THREADS_VARIABLE}={asked!r} is no number of threads; give 1 or more, or unset it.")
         return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return cores - _CORES_FOR_LAUNCHES if cores > 2 * _CORES_FOR_LAUNCHES else cores
+
+
+def usable_cores() -> int:
+    """Those this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _packed(segment: Segment) -> _Segment:
