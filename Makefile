@@ -36,9 +36,10 @@ $(STAMP): requirements-dev.txt pyproject.toml
 demo: $(STAMP)  ## train a small language model three ways; report and picture in demo-output/
 	$(BIN)/python -m demo.train_demo
 
-test: check  ## the checks, then every test (those of the GPU alone: they measure its memory; skipped without CUDA)
-	$(BIN)/python -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS)
+# The GPU's tests run alone, because they measure its memory, and first, so that the last line counts the tests of every machine.
+test: check  ## the checks, then every test (those of the GPU are skipped without CUDA)
 	$(BIN)/python -m pytest $(GPU_TESTS)
+	$(BIN)/python -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS)
 
 check: $(STAMP)  ## format, lint, strict types, architecture
 	$(BIN)/ruff format --check $(SOURCES)
