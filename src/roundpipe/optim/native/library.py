@@ -23,6 +23,7 @@ from pathlib import Path
 logger = logging.getLogger("roundpipe")
 
 SOURCE = Path(__file__).with_name("one_pass_adam.c")
+_SOURCES = (SOURCE, SOURCE.with_name("adam_block.h"))
 # Optimized, but every operation rounded by itself: no flag may change what comes out.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread")
 _BUILT_NAME = "_one_pass_adam"
@@ -52,12 +53,13 @@ def load() -> ctypes.CDLL | None:
 def _built_with_the_package() -> Iterator[Path]:
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         path = SOURCE.with_name(_BUILT_NAME + suffix)
-        if path.exists() and path.stat().st_mtime >= SOURCE.stat().st_mtime:
+        if path.exists() and path.stat().st_mtime >= max(source.stat().st_mtime for source in _SOURCES):
             yield path
 
 
 def _compiled() -> Path:
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((*FLAGS, platform.machine(), sys.platform)).encode())
+    text = b"".join(source.read_bytes() for source in _SOURCES)
+    key = hashlib.sha256(text + " ".join((*FLAGS, platform.machine(), sys.platform)).encode())
     directory = _cache_directory()
     library = directory / f"one_pass_adam-{key.hexdigest()[:16]}.so"
     if not library.exists():

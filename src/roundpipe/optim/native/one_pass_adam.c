@@ -20,13 +20,6 @@
 #define BLOCK 1024         /* elements that pass through the first-level cache together */
 #define CHUNK (64 * BLOCK) /* elements a thread takes at a time; a multiple of 8, so that threads share no byte of `ties` */
 
-/* One binary for all processors of a kind; the loader of the system picks the version. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define EVERY_PROCESSOR __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define EVERY_PROCESSOR
-#endif
-
 enum precision { NOTHING = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
 struct adam_rule {
@@ -91,125 +84,43 @@ static inline uint16_t to_bfloat(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-EVERY_PROCESSOR static void widen_bfloat(float *restrict to, const uint16_t *restrict from, int64_t count) {
-    for (int64_t i = 0; i < count; i++) to[i] = as_float((uint32_t)from[i] << 16);
+/* The arithmetic, compiled once for each kind of processor; which of them runs is decided when the library is loaded. */
+
+#define FOR(name) name##_any
+#define PROCESSOR
+#include "adam_block.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define SEVERAL_PROCESSORS
+
+#define FOR(name) name##_avx2
+#define PROCESSOR __attribute__((target("avx2,fma")))
+#include "adam_block.h"
+
+#define FOR(name) name##_avx512
+#define PROCESSOR __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+#include "adam_block.h"
+#endif
+
+static void (*update_block)(const struct adam_segment *s, int64_t start, int64_t count) = update_block_any;
+static void (*join)(float *, const uint16_t *, const uint16_t *, const uint8_t *, int64_t) = join_any;
+static void (*split)(uint16_t *, uint16_t *, uint8_t *, const float *, int64_t) = split_any;
+
+#ifdef SEVERAL_PROCESSORS
+__attribute__((constructor)) static void choose_processor(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return;
+    update_block = update_block_avx2;
+    join = join_avx2;
+    split = split_avx2;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return;
+    update_block = update_block_avx512;
+    join = join_avx512;
+    split = split_avx512;
 }
-
-EVERY_PROCESSOR static void widen_half(float *restrict to, const uint16_t *restrict from, int64_t count) {
-    for (int64_t i = 0; i < count; i++) to[i] = from_half(from[i]);
-}
-
-EVERY_PROCESSOR static void narrow_bfloat(uint16_t *restrict to, const float *restrict from, int64_t count) {
-    for (int64_t i = 0; i < count; i++) to[i] = to_bfloat(from[i]);
-}
-
-EVERY_PROCESSOR static void narrow_half(uint16_t *restrict to, const float *restrict from, int64_t count) {
-    for (int64_t i = 0; i < count; i++) to[i] = to_half(from[i]);
-}
-
-/* Split masters. */
-
-EVERY_PROCESSOR static void join(float *restrict to, const uint16_t *restrict weight, const uint16_t *restrict low,
-                                 const uint8_t *restrict ties, int64_t count) {
-    uint32_t num_ties = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t upper = (uint32_t)weight[i] - (low[i] > 0x8000u);
-        num_ties += low[i] == 0x8000u;
-        to[i] = as_float(upper << 16 | low[i]);
-    }
-    for (int64_t i = 0; num_ties && i < count; i++)
-        if (low[i] == 0x8000u) {
-            uint32_t upper = (uint32_t)weight[i] - (ties[i / 8] >> (i % 8) & 1u);
-            to[i] = as_float(upper << 16 | low[i]);
-            num_ties--;
-        }
-}
-
-EVERY_PROCESSOR static void split(uint16_t *restrict weight, uint16_t *restrict low, uint8_t *restrict ties,
-                                  const float *restrict from, int64_t count) {
-    uint32_t num_ties = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint16_t lower = (uint16_t)as_bits(from[i]);
-        weight[i] = to_bfloat(from[i]);
-        low[i] = lower;
-        num_ties += lower == 0x8000u;
-    }
-    for (int64_t i = 0; num_ties && i < count; i++)
-        if (low[i] == 0x8000u) {
-            uint8_t bit = (uint8_t)(1u << (i % 8)), went_up = weight[i] != (uint16_t)(as_bits(from[i]) >> 16);
-            ties[i / 8] = (uint8_t)(went_up ? ties[i / 8] | bit : ties[i / 8] & ~bit);
-            num_ties--;
-        }
-}
-
-/* The update. */
-
-EVERY_PROCESSOR static void multiply(float *restrict values, float factor, int64_t count) {
-    for (int64_t i = 0; i < count; i++) values[i] *= factor;
-}
-
-#define ADAM(NAME, DENOMINATOR_OF)                                                                                    \
-    EVERY_PROCESSOR static void NAME(float *restrict master, float *restrict first, float *restrict second,           \
-                                     float *restrict largest, const float *restrict gradient, int64_t count,          \
-                                     const struct adam_rule *restrict rule) {                                         \
-        const float shrink = rule->shrink, decay = rule->decay, beta1_rest = rule->beta1_rest, beta2 = rule->beta2,   \
-                    beta2_rest = rule->beta2_rest, step_size = rule->step_size, correction = rule->correction,        \
-                    eps = rule->eps;                                                                                  \
-        (void)largest;                                                                                                \
-        for (int64_t i = 0; i < count; i++) {                                                                         \
-            float value = master[i] * shrink;                                                                         \
-            float g = decay != 0 ? fmaf(decay, value, gradient[i]) : gradient[i];                                     \
-            float m = fmaf(beta1_rest, g - first[i], first[i]);                                                       \
-            float v = fmaf(beta2_rest * g, g, second[i] * beta2);                                                     \
-            first[i] = m;                                                                                             \
-            second[i] = v;                                                                                            \
-            DENOMINATOR_OF(v);                                                                                        \
-            master[i] = value - step_size * m / (sqrtf(v) / correction + eps);                                        \
-        }                                                                                                             \
-    }
-
-#define THE_MOMENT(v) (void)0
-#define THE_LARGEST_MOMENT(v) v = largest[i] = largest[i] > v ? largest[i] : v
-
-ADAM(adam, THE_MOMENT)
-ADAM(amsgrad, THE_LARGEST_MOMENT)
-
-static const float *gradient_block(float *scratch, const struct adam_segment *s, int64_t start, int64_t count) {
-    const void *from = s->gradient;
-    switch (s->gradient_precision) {
-        case BFLOAT16: widen_bfloat(scratch, (const uint16_t *)from + start, count); break;
-        case FLOAT16: widen_half(scratch, (const uint16_t *)from + start, count); break;
-        default:
-            if (!s->rule.num_factors) return (const float *)from + start;
-            memcpy(scratch, (const float *)from + start, (size_t)count * sizeof(float));
-    }
-    for (int32_t f = 0; f < s->rule.num_factors; f++) multiply(scratch, s->rule.factors[f], count);
-    return scratch;
-}
-
-static void write_weight(const struct adam_segment *s, const float *master, int64_t start, int64_t count) {
-    switch (s->weight_precision) {
-        case FLOAT32: memcpy((float *)s->weight + start, master, (size_t)count * sizeof(float)); break;
-        case BFLOAT16: narrow_bfloat((uint16_t *)s->weight + start, master, count); break;
-        case FLOAT16: narrow_half((uint16_t *)s->weight + start, master, count); break;
-        default: break;
-    }
-}
-
-static void update_block(const struct adam_segment *s, int64_t start, int64_t count) {
-    float gradient_scratch[BLOCK], master_scratch[BLOCK];
-    const float *gradient = gradient_block(gradient_scratch, s, start, count);
-    float *master = s->master ? s->master + start : master_scratch;
-    if (!s->master) join(master, s->old_weight + start, s->low + start, s->ties + start / 8, count);
-    if (s->largest)
-        amsgrad(master, s->first + start, s->second + start, s->largest + start, gradient, count, &s->rule);
-    else
-        adam(master, s->first + start, s->second + start, 0, gradient, count, &s->rule);
-    if (s->master)
-        write_weight(s, master, start, count);
-    else
-        split((uint16_t *)s->weight + start, s->low + start, s->ties + start / 8, master, count);
-}
+#endif
 
 static void update_chunk(const struct adam_segment *segments, int64_t num_segments, int64_t chunk) {
     for (int64_t k = 0; k < num_segments; k++) {

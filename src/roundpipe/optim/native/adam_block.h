@@ -1,0 +1,133 @@
+/* The arithmetic of one block, for one kind of processor. Included by one_pass_adam.c, once for each kind, with
+ *   FOR(name)   the name of a function of this kind
+ *   PROCESSOR   the attribute that lets the compiler use its instructions
+ * Blocks pass through the first-level cache; each loop is one that compilers make vectors of.
+ */
+
+PROCESSOR static void FOR(widen_bfloat)(float *restrict to, const uint16_t *restrict from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = as_float((uint32_t)from[i] << 16);
+}
+
+PROCESSOR static void FOR(widen_half)(float *restrict to, const uint16_t *restrict from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = from_half(from[i]);
+}
+
+PROCESSOR static void FOR(narrow_bfloat)(uint16_t *restrict to, const float *restrict from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = to_bfloat(from[i]);
+}
+
+PROCESSOR static void FOR(narrow_half)(uint16_t *restrict to, const float *restrict from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = to_half(from[i]);
+}
+
+/* Split masters. */
+
+PROCESSOR static void FOR(join)(float *restrict to, const uint16_t *restrict weight, const uint16_t *restrict low,
+                                const uint8_t *restrict ties, int64_t count) {
+    uint32_t num_ties = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t upper = (uint32_t)weight[i] - (low[i] > 0x8000u);
+        num_ties += low[i] == 0x8000u;
+        to[i] = as_float(upper << 16 | low[i]);
+    }
+    for (int64_t i = 0; num_ties && i < count; i++)
+        if (low[i] == 0x8000u) {
+            uint32_t upper = (uint32_t)weight[i] - (ties[i / 8] >> (i % 8) & 1u);
+            to[i] = as_float(upper << 16 | low[i]);
+            num_ties--;
+        }
+}
+
+PROCESSOR static void FOR(split)(uint16_t *restrict weight, uint16_t *restrict low, uint8_t *restrict ties,
+                                 const float *restrict from, int64_t count) {
+    uint32_t num_ties = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint16_t lower = (uint16_t)as_bits(from[i]);
+        weight[i] = to_bfloat(from[i]);
+        low[i] = lower;
+        num_ties += lower == 0x8000u;
+    }
+    for (int64_t i = 0; num_ties && i < count; i++)
+        if (low[i] == 0x8000u) {
+            uint8_t bit = (uint8_t)(1u << (i % 8)), went_up = weight[i] != (uint16_t)(as_bits(from[i]) >> 16);
+            ties[i / 8] = (uint8_t)(went_up ? ties[i / 8] | bit : ties[i / 8] & ~bit);
+            num_ties--;
+        }
+}
+
+/* The update. */
+
+PROCESSOR static void FOR(multiply)(float *restrict values, float factor, int64_t count) {
+    for (int64_t i = 0; i < count; i++) values[i] *= factor;
+}
+
+#define ADAM(NAME, DENOMINATOR_OF)                                                                                  \
+    PROCESSOR static void NAME(float *restrict master, float *restrict first, float *restrict second,               \
+                               float *restrict largest, const float *restrict gradient, int64_t count,              \
+                               const struct adam_rule *restrict rule) {                                             \
+        const float shrink = rule->shrink, decay = rule->decay, beta1_rest = rule->beta1_rest, beta2 = rule->beta2, \
+                    beta2_rest = rule->beta2_rest, step_size = rule->step_size, correction = rule->correction,      \
+                    eps = rule->eps;                                                                                \
+        (void)largest;                                                                                              \
+        for (int64_t i = 0; i < count; i++) {                                                                       \
+            float value = master[i] * shrink;                                                                       \
+            float g = decay != 0 ? fmaf(decay, value, gradient[i]) : gradient[i];                                   \
+            float m = fmaf(beta1_rest, g - first[i], first[i]);                                                     \
+            float v = fmaf(beta2_rest * g, g, second[i] * beta2);                                                   \
+            first[i] = m;                                                                                           \
+            second[i] = v;                                                                                          \
+            DENOMINATOR_OF(v);                                                                                      \
+            master[i] = value - step_size * m / (sqrtf(v) / correction + eps);                                      \
+        }                                                                                                           \
+    }
+
+#define THE_MOMENT(v) (void)0
+#define THE_LARGEST_MOMENT(v) v = largest[i] = largest[i] > v ? largest[i] : v
+
+ADAM(FOR(adam), THE_MOMENT)
+ADAM(FOR(amsgrad), THE_LARGEST_MOMENT)
+
+PROCESSOR static const float *FOR(gradient_block)(float *scratch, const struct adam_segment *s, int64_t start,
+                                                  int64_t count) {
+    const void *from = s->gradient;
+    switch (s->gradient_precision) {
+        case BFLOAT16: FOR(widen_bfloat)(scratch, (const uint16_t *)from + start, count); break;
+        case FLOAT16: FOR(widen_half)(scratch, (const uint16_t *)from + start, count); break;
+        default:
+            if (!s->rule.num_factors) return (const float *)from + start;
+            memcpy(scratch, (const float *)from + start, (size_t)count * sizeof(float));
+    }
+    for (int32_t f = 0; f < s->rule.num_factors; f++) FOR(multiply)(scratch, s->rule.factors[f], count);
+    return scratch;
+}
+
+PROCESSOR static void FOR(write_weight)(const struct adam_segment *s, const float *master, int64_t start,
+                                        int64_t count) {
+    switch (s->weight_precision) {
+        case FLOAT32: memcpy((float *)s->weight + start, master, (size_t)count * sizeof(float)); break;
+        case BFLOAT16: FOR(narrow_bfloat)((uint16_t *)s->weight + start, master, count); break;
+        case FLOAT16: FOR(narrow_half)((uint16_t *)s->weight + start, master, count); break;
+        default: break;
+    }
+}
+
+PROCESSOR static void FOR(update_block)(const struct adam_segment *s, int64_t start, int64_t count) {
+    float gradient_scratch[BLOCK], master_scratch[BLOCK];
+    const float *gradient = FOR(gradient_block)(gradient_scratch, s, start, count);
+    float *master = s->master ? s->master + start : master_scratch;
+    if (!s->master) FOR(join)(master, s->old_weight + start, s->low + start, s->ties + start / 8, count);
+    if (s->largest)
+        FOR(amsgrad)(master, s->first + start, s->second + start, s->largest + start, gradient, count, &s->rule);
+    else
+        FOR(adam)(master, s->first + start, s->second + start, 0, gradient, count, &s->rule);
+    if (s->master)
+        FOR(write_weight)(s, master, start, count);
+    else
+        FOR(split)((uint16_t *)s->weight + start, s->low + start, s->ties + start / 8, master, count);
+}
+
+#undef ADAM
+#undef THE_MOMENT
+#undef THE_LARGEST_MOMENT
+#undef FOR
+#undef PROCESSOR
