@@ -77,7 +77,7 @@ def test_a_step_that_waits_for_earlier_gradients_still_gets_them() -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_step_whose_gradients_are_lost_is_not_run(is_async: bool) -> None:
+def test_a_step_whose_gradients_are_lost_does_nothing(is_async: bool) -> None:
     with short_bench() as made:
         made.train_right(1)
         made.model.synchronize()
@@ -94,7 +94,8 @@ def test_a_step_whose_gradients_are_lost_is_not_run(is_async: bool) -> None:
             threading.Timer(0.05, gate.opened.set).start()
             caught = raised_by(made.step)
         assert caught is error
-        assert made.traps.passes()["step_fn", None] == 0
+        # A synchronous step begins at once, and is unwound where it meets the gradients.
+        assert made.traps.passes()["step_fn", None] == (0 if is_async else 1)
         made.model.synchronize()
         assert_same(made.snapshot(), before, "after the failure")
         made.train_right(3)

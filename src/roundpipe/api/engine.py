@@ -132,7 +132,9 @@ class ModelEngine:
                 member.store.gradients.conceal()
                 member._steps_are_exact = not is_async
             announce_step(self.stepper.iteration)
-            job = self.stepper.issue(step_fn, is_async, may_overlap=self._recovery.all_are_proven())
+            # An asynchronous step has the next iteration's time: it need not begin before its gradients are whole.
+            may_overlap = not is_async and self._recovery.all_are_proven()
+            job = self.stepper.issue(step_fn, is_async, may_overlap)
             if is_async:
                 return
             try:

@@ -138,11 +138,9 @@ class CudaDevice(Device):
     def lend(self, tensor: torch.Tensor, stream: StreamKind) -> None:
         tensor.record_stream(self._streams[stream])
 
-    def poison(self, buffer: torch.Tensor, after: Sequence[Event], stream: StreamKind) -> None:
+    def poison(self, buffer: torch.Tensor, stream: StreamKind) -> None:
         if not self._under_stress:
             return
-        for event in after:
-            self.stream_wait(stream, event)
         with torch.cuda.stream(self._streams[stream]):
             poisoned(buffer)
 

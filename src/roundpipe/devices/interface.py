@@ -95,11 +95,8 @@ class Device(abc.ABC):
         """`stream` uses memory that belongs to another stream; it is not reused before `stream` has passed."""
 
     @abc.abstractmethod
-    def poison(self, buffer: torch.Tensor, after: Sequence[Event], stream: StreamKind) -> None:
-        """The buffer's content is dead once `after` have passed, and `stream` writes it next.
-
-        Virtual devices fill it with NaN.
-        """
+    def poison(self, buffer: torch.Tensor, stream: StreamKind) -> None:
+        """`stream` has come to where the buffer's content is dead, and writes it next. Virtual devices make it NaN."""
 
     @abc.abstractmethod
     def mark(self) -> Mark:

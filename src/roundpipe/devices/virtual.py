@@ -29,11 +29,11 @@ class _CopyStream:
     """Queued actions of one stream; `ran` of them have run."""
 
     def __init__(self) -> None:
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[Callable[[], object]] = deque()
         self.queued = 0
         self.ran = 0
 
-    def push(self, action: Callable[[], None]) -> None:
+    def push(self, action: Callable[[], object]) -> None:
         self._queue.append(action)
         self.queued += 1
 
@@ -132,10 +132,12 @@ class VirtualDevice(Device):
     def lend(self, tensor: torch.Tensor, stream: StreamKind) -> None:
         return
 
-    def poison(self, buffer: torch.Tensor, after: Sequence[Event], stream: StreamKind) -> None:
-        for event in after:
-            event.wait()
-        poisoned(buffer)
+    def poison(self, buffer: torch.Tensor, stream: StreamKind) -> None:
+        if stream is StreamKind.COMPUTE:
+            poisoned(buffer)
+            return
+        with _fabric_lock:
+            self._streams[stream].push(lambda: poisoned(buffer))
 
     def mark(self) -> Mark:
         return _TimeMark()

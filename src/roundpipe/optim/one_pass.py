@@ -7,14 +7,15 @@ all where there is no kernel, are torch's. The arithmetic is that of torch's fus
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from roundpipe.optim.native.kernel import MAX_FACTORS, AdamRule, OnePassKernel, Segment, SplitMaster, one_pass_kernel
 from roundpipe.store import LayerUpdate, OptimizerCopy
+from roundpipe.store.host_buffer import host_zeros_like
 from roundpipe.store.layer_update import Source
 from roundpipe.store.layout import dense_stride
 
@@ -27,8 +28,15 @@ def step_in_one_pass(optimizer: torch.optim.Optimizer) -> Iterator[int]:
     kernel = one_pass_kernel() if items else None
     if kernel is None:
         return
-    for update in sorted(items, key=lambda update: update.order):
+    for update in _as_they_land(items):
         yield from _update_layer(optimizer, update, items[update], kernel)
+
+
+def _as_they_land(updates: Iterable[LayerUpdate]) -> Iterator[LayerUpdate]:
+    """In the order in which gradients land; once all have landed, in the order in which calls need the weights."""
+    left = deque(sorted(updates, key=lambda update: update.order))
+    while left:
+        yield left.pop() if all(update.has_landed for update in left) else left.popleft()
 
 
 def _items_by_update(optimizer: torch.optim.Optimizer) -> dict[LayerUpdate, list[_Item]]:
@@ -56,16 +64,19 @@ def _update_layer(
 def _update_held(
     optimizer: torch.optim.Optimizer, update: LayerUpdate, items: Sequence[_Item], kernel: OnePassKernel
 ) -> Iterator[int]:
-    segments, done = [], []
+    ready = []
     for copy, source, group in items:
         gradient, factors = _gradient_of(copy)
         if gradient is None:
             continue
         state = _state_of(optimizer, copy, amsgrad=group["amsgrad"])
-        moments = [value for key, value in state.items() if key != "step"]
-        if not _share_layout([copy, gradient, *moments]):
-            continue
-        state["step"] += 1
+        if _share_layout([copy, gradient, *(value for key, value in state.items() if key != "step")]):
+            ready.append((copy, source, group, gradient, factors, state))
+    if not ready:
+        return
+    torch._foreach_add_([state["step"] for *_, state in ready], 1)
+    segments = []
+    for copy, source, group, gradient, factors, state in ready:
         weight = update.target_of(source.record)
         segments.append(
             Segment(
@@ -78,9 +89,8 @@ def _update_held(
                 rule=_rule(group, _is_decoupled(optimizer, group), int(state["step"]), factors),
             )
         )
-        done.append((copy, source))
     kernel.adam(segments)
-    for (copy, source), segment in zip(done, segments, strict=True):
+    for (copy, source, *_), segment in zip(ready, segments, strict=True):
         if copy.split_value is not None and segment.weight is not None:
             copy.split_value.weight = segment.weight
         update.was_updated(source.record)
@@ -108,7 +118,7 @@ def _state_of(optimizer: torch.optim.Optimizer, copy: OptimizerCopy, *, amsgrad:
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())):
-            state[key] = torch.zeros_like(copy, memory_format=torch.preserve_format)
+            state[key] = host_zeros_like(copy)
     return state
 
 

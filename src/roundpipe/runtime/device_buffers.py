@@ -32,10 +32,10 @@ class DeviceBuffers:
         buffer, free_after = self._free[num_bytes].pop()
         for event in free_after:
             self._device.stream_wait(self._writer, event)
+        self._device.poison(buffer, self._writer)
         return buffer
 
     def give(self, buffer: torch.Tensor, free_after: Sequence[Event]) -> None:
-        self._device.poison(buffer, free_after, self._writer)
         self._free[buffer.numel()].append((buffer, free_after))
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:

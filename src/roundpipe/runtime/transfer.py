@@ -49,7 +49,7 @@ class Transfer:
     def gradients_down(self, host: torch.Tensor, gradients: torch.Tensor) -> Event:
         """Fill host memory with what compute has gathered so far."""
         device, stream = self._device, StreamKind.GRADS_DOWN
-        device.poison(host, (), stream)
+        device.poison(host, stream)
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
         device.copy(host, gradients, stream)
         return device.record(stream)

@@ -33,6 +33,14 @@ class HostBuffer:
         self._pinned = False
 
 
+def host_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of a dense tensor's shape, type and layout, in huge pages where there are any: long loops run faster."""
+    if tensor.nbytes < _HUGE_PAGE_BYTES:
+        return torch.zeros_like(tensor, memory_format=torch.preserve_format)
+    flat = HostBuffer(tensor.nbytes, None).tensor.view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
 def _map_pages(num_bytes: int) -> Any:
     if sys.platform == "win32":
         return mmap.mmap(-1, num_bytes)

@@ -72,6 +72,10 @@ class LayerUpdate:
         for record in list(self._gradients or ()):
             self.release(record)
 
+    @property
+    def has_landed(self) -> bool:
+        return self._gradients is not None
+
     def wait_for_gradients(self) -> None:
         self._store.wait_for_step(lambda: self._gradients is not None, self._abandoned, self._layer_id)
         if self._abandoned():

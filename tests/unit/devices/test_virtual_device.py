@@ -78,15 +78,18 @@ def test_compute_runs_at_once_and_its_waits_force_the_copy(device: VirtualDevice
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_poisoned_bytes_are_nan_in_every_float(device: VirtualDevice, dtype: torch.dtype) -> None:
     buffer = torch.zeros(64, dtype=torch.uint8)
-    device.poison(buffer, ())
+    device.poison(buffer, StreamKind.COMPUTE)
     assert buffer.view(dtype).isnan().all()
 
 
-def test_poison_waits_for_the_copies_that_still_use_the_buffer(device: VirtualDevice) -> None:
+def test_poison_comes_after_what_its_stream_has_to_wait_for(device: VirtualDevice) -> None:
     buffer, target = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
     device.copy(target, buffer, DOWN)
-    device.poison(buffer, [device.record(DOWN)])
+    device.stream_wait(WEIGHTS, device.record(DOWN))
+    device.poison(buffer, WEIGHTS)
+    device.record(WEIGHTS).wait()
     assert torch.equal(target, torch.ones(4, dtype=torch.uint8))
+    assert (buffer == 0xFF).all()
 
 
 def test_fresh_integers_are_no_valid_index(device: VirtualDevice) -> None:
