@@ -105,7 +105,7 @@ def parse_options(on_gpu: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"width": 2048, "blocks": 28, "vocabulary": 151936, "sequence": 4096, "batch": 16, "heads": 16}
     if not on_gpu:
-        sizes = {"width": 128, "blocks": 4, "vocabulary": 512, "sequence": 64, "batch": 8, "heads": 4}
+        sizes = {"width": 64, "blocks": 2, "vocabulary": 256, "sequence": 32, "batch": 8, "heads": 4}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--microbatches", type=int, default=4)

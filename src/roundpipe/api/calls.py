@@ -9,11 +9,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from roundpipe.config import ResolvedRunConfig
+from roundpipe.config import RecomputeGrain, ResolvedRunConfig
 from roundpipe.devices import Event, wait_for_producers
-from roundpipe.errors import UsageError
+from roundpipe.errors import ModelChangedError, UsageError
 from roundpipe.microbatch import (
     Arriving,
     MicrobatchInputs,
@@ -24,9 +25,14 @@ from roundpipe.microbatch import (
     pack_outputs,
     split_call,
 )
+from roundpipe.plan import StageTask, TaskKind
+from roundpipe.runtime.ambient import Ambient
 from roundpipe.runtime.bundle import Bundle
-from roundpipe.runtime.run import GradientParcel, Parcel, Run
+from roundpipe.runtime.replica import LayerSettings
+from roundpipe.runtime.run import GradientParcel, Parcel, Recall, Run
 from roundpipe.runtime.transfer import check_movable
+from roundpipe.store import LayerStore, ParameterRecord
+from roundpipe.timeline import Span, Timeline
 
 _LOSS_KINDS = {False: "a tensor", True: "a sequence"}
 
@@ -113,6 +119,22 @@ class CallInputs:
             torch.autograd.backward([tensor for tensor, _ in known], [gradient for _, gradient in known])
 
 
+def new_recall(store: LayerStore, tasks: Sequence[StageTask], config: ResolvedRunConfig, seed: int) -> Recall:
+    """What a call fixes when it begins, for whatever comes after its forward."""
+    recomputed = [task.layers for task in tasks if task.kind is TaskKind.BACKWARD]
+    by_layer = config.recompute_grain is RecomputeGrain.LAYER
+    layers = store.layers
+    return Recall(
+        seed=seed,
+        ambient=Ambient.capture(),
+        preserve_rng_state=config.preserve_rng_state,
+        grain=config.recompute_grain,
+        settings=[LayerSettings.of(layer) for layer in layers],
+        frozen_buffers={layer.layer_id: [b.frozen() for b in layer.buffers] for layer in layers if layer.buffers},
+        save_points=frozenset(i for stage in recomputed for i in (stage if by_layer else stage[:1])),
+    )
+
+
 def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
     """The losses of all microbatches added up in their order, on the CPU."""
     totals: list[torch.Tensor] = []
@@ -172,3 +194,31 @@ def _unwrapped(value: Any, *, wait: bool = False) -> tuple[Any, tuple[Event, ...
             event.wait()
         events = []
     return bare, tuple(events)
+
+
+def require_grad_mode(config: ResolvedRunConfig) -> None:
+    if not config.requires_grad:
+        raise UsageError(
+            "forward_backward() needs gradients, but they are off (torch.no_grad() or requires_grad=False); "
+            "call forward() for inference."
+        )
+
+
+def owned_records(
+    named: Sequence[tuple[str, nn.Parameter]], stores: Sequence[LayerStore], model_name: str
+) -> dict[int, tuple[LayerStore, ParameterRecord]]:
+    """Where each parameter lives, by id."""
+    owned = {id(record.param): (store, record) for store in stores for record in store.parameters}
+    for name, param in named:
+        if id(param) not in owned:
+            raise ModelChangedError(
+                f"{model_name}: parameter {name!r} was added after wrapping; close() the model, then wrap it again."
+            )
+    return owned
+
+
+def timeline_of(run: Run) -> Timeline:
+    """What ran when, as the devices measured it."""
+    run.wait_until_finished()
+    spans = [Span(s.device, s.label, s.microbatch, s.start.seconds(), s.end.seconds()) for s in run.spans]
+    return Timeline(tuple(sorted(spans, key=lambda span: span.start_s)))

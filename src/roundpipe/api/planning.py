@@ -8,11 +8,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Literal
 
 from roundpipe.config import RecomputeGrain, ResolvedRunConfig
 from roundpipe.devices import Device
-from roundpipe.plan import CostModel, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_plan
+from roundpipe.optim.native.kernel import measured_rate
+from roundpipe.plan import (
+    CostModel,
+    ModelExecutePlan,
+    ModelProfile,
+    RunType,
+    build_schedule,
+    choose_exact_plan,
+    choose_plan,
+)
+from roundpipe.plan.exact_step import best_tail
 from roundpipe.plan.memory import Grain, StageMemory
 from roundpipe.plan.schedule import StageTask
 from roundpipe.plan.simulator import steady_step_s
@@ -22,6 +31,23 @@ from roundpipe.store import LayerStore
 logger = logging.getLogger("roundpipe")
 _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this share of the old one's time
 _LONGEST_PAUSE = 64  # calls between two looks at the plan, once times have settled
+_SETTLED_PAUSE = 8
+_SHRINK, _SMALLEST_SHARE = 0.8, 0.1  # of the memory limit, when a call has run out of memory
+
+
+@dataclasses.dataclass(frozen=True)
+class CallKind:
+    """Calls that one plan serves."""
+
+    run_type: RunType
+    num_microbatch: int
+    grain: Grain = "stage"
+    is_exact: bool = False  # whether the update is waited for
+
+    @classmethod
+    def of(cls, run_type: RunType, num_microbatch: int, config: ResolvedRunConfig, is_exact: bool = False) -> CallKind:
+        grain: Grain = "layer" if config.recompute_grain is RecomputeGrain.LAYER else "stage"
+        return cls(run_type, num_microbatch, grain, is_exact)
 
 
 @dataclasses.dataclass
@@ -32,13 +58,6 @@ class _Choice:
     was_blind: bool  # made without knowing what activations take
     calls_until_review: int = 1
     pause: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class _Key:
-    run_type: RunType
-    num_microbatch: int
-    grain: Literal["stage", "layer"]
 
 
 class _Measured:
@@ -70,52 +89,73 @@ class Planner:
         self._num_devices = num_devices
         self._name = name
         self._num_layers = len(store.layers)
+        self._num_trained = [sum(record.param.numel() for record in layer.trainable) for layer in store.layers]
         self._measured: dict[tuple[bool, int], _Measured] = {}
-        self._choices: dict[_Key, _Choice] = {}
+        self._choices: dict[CallKind, _Choice] = {}
+        self._memory_share: dict[CallKind, float] = {}  # of the limit, for calls that ran out of memory within it
 
-    def plan(
-        self, run_type: RunType, num_microbatch: int, config: ResolvedRunConfig, device: Device
-    ) -> ModelExecutePlan:
+    def plan(self, kind: CallKind, config: ResolvedRunConfig, device: Device) -> ModelExecutePlan:
         if config.execute_plan is not None:
-            config.execute_plan.check_valid(self._num_layers, run_type)
+            config.execute_plan.check_valid(self._num_layers, kind.run_type)
             return config.execute_plan
-        by_layer = config.recompute_grain is RecomputeGrain.LAYER
-        key = _Key(run_type, num_microbatch, "layer" if by_layer else "stage")
-        choice = self._choices.get(key)
+        choice = self._choices.get(kind)
         if choice is None:
-            was_blind = self.is_blind(run_type, num_microbatch, device)
-            choice = self._choices[key] = _Choice(self._best_plan(key, device, None), was_blind)
+            choice = self._choices[kind] = _Choice(self._best_plan(kind, device, None), self.is_blind(kind, device))
             return choice.plan
         choice.calls_until_review -= 1
         if choice.calls_until_review <= 0 or choice.was_blind:
-            choice.was_blind = self.is_blind(run_type, num_microbatch, device)
-            choice.plan = self._best_plan(key, device, choice.plan)
+            choice.was_blind = self.is_blind(kind, device)
+            choice.plan = self._best_plan(kind, device, choice.plan)
             choice.pause = min(2 * choice.pause, _LONGEST_PAUSE)
             choice.calls_until_review = choice.pause
         return choice.plan
 
-    def tail(self, tasks: Sequence[StageTask], num_microbatch: int, config: ResolvedRunConfig, device: Device) -> int:
+    def tail(self, tasks: Sequence[StageTask], kind: CallKind, device: Device) -> int:
         """How many microbatches of a call whose update is waited for go backward together."""
-        if self.is_blind(RunType.FUSED, num_microbatch, device):
+        update_s = self._update_s()
+        if update_s is None or self.is_blind(kind, device):
             return 1
-        grain: Grain = "layer" if config.recompute_grain is RecomputeGrain.LAYER else "stage"
-        limit = device.memory_limit_bytes()
-        memory = StageMemory(self.profile(num_microbatch, limit).layers, grain)
-        return memory.longest_tail(tasks, self._num_devices, num_microbatch, limit)
+        return self._best_tail(tasks, kind, self._profile(kind, device), update_s)[0]
 
-    def is_blind(self, run_type: RunType, num_microbatch: int, device: Device) -> bool:
+    def wants_measurements(self, kind: CallKind) -> bool:
+        """Whether the next look at the plan is near; times that settled long ago need not be taken in every call."""
+        choice = self._choices.get(kind)
+        return choice is None or choice.pause < _SETTLED_PAUSE or choice.calls_until_review == 1
+
+    def is_blind(self, kind: CallKind, device: Device) -> bool:
         """Whether memory is limited and nobody knows yet what activations of such a call take."""
-        if run_type is RunType.INFER or device.memory_limit_bytes() is None:
+        if kind.run_type is RunType.INFER or device.memory_limit_bytes() is None:
             return False
-        return not self._of(False, num_microbatch).knows_activations
+        return not self._of(False, kind.num_microbatch).knows_activations
+
+    def shrink(self, kind: CallKind, device: Device) -> bool:
+        """A call ran out of device memory: plan for less of it. Returns whether there is any smaller plan."""
+        choice = self._choices.get(kind)
+        finest = _layer_by_layer(kind.run_type, self._num_layers)
+        if choice is None or (choice.plan == finest and self._memory_share.get(kind, 1.0) < _SMALLEST_SHARE):
+            return False
+        before = choice.plan
+        while self._memory_share.get(kind, 1.0) >= _SMALLEST_SHARE:
+            self._memory_share[kind] = self._memory_share.get(kind, 1.0) * _SHRINK
+            choice.plan = self._best_plan(kind, device, None)
+            if choice.plan != before:
+                return True
+        choice.plan = finest
+        return True
 
     def learn(self, run: Run) -> None:
         """Take over what a finished run has measured."""
-        self._of(run.is_inference, run.num_microbatch).learn(run)
+        self._of(run.is_inference, run.measured_as).learn(run)
 
     def profile(self, num_microbatch: int, memory_limit_bytes: int | None, *, inference: bool = False) -> ModelProfile:
         costs = self._of(inference, num_microbatch).costs.layer_costs()
         return ModelProfile(costs, self._num_devices, num_microbatch, memory_limit_bytes)
+
+    def _profile(self, kind: CallKind, device: Device) -> ModelProfile:
+        limit = device.memory_limit_bytes()
+        share = self._memory_share.get(kind, 1.0)
+        limit = None if limit is None else int(limit * share)
+        return self.profile(kind.num_microbatch, limit, inference=kind.run_type is RunType.INFER)
 
     def _of(self, inference: bool, num_microbatch: int) -> _Measured:
         key = (inference, num_microbatch)
@@ -123,20 +163,66 @@ class Planner:
             self._measured[key] = _Measured(self._store)
         return self._measured[key]
 
-    def _best_plan(self, key: _Key, device: Device, old: ModelExecutePlan | None) -> ModelExecutePlan:
-        if self.is_blind(key.run_type, key.num_microbatch, device):
-            return _layer_by_layer(key.run_type, self._num_layers)
-        inference = key.run_type is RunType.INFER
-        profile = self.profile(key.num_microbatch, device.memory_limit_bytes(), inference=inference)
-        new = choose_plan(key.run_type, profile, key.grain)
-        if old is not None and self._step_s(new, key, profile) > _WORTH_A_CHANGE * self._step_s(old, key, profile):
+    def _update_s(self) -> list[float] | None:
+        """The seconds an update takes, layer by layer; None if it does not go layer by layer."""
+        rate = measured_rate()
+        return None if rate is None else [count / rate for count in self._num_trained]
+
+    def _best_plan(self, kind: CallKind, device: Device, old: ModelExecutePlan | None) -> ModelExecutePlan:
+        ran_out_without_limit = kind in self._memory_share and device.memory_limit_bytes() is None
+        if self.is_blind(kind, device) or ran_out_without_limit:
+            return _layer_by_layer(kind.run_type, self._num_layers)
+        profile = self._profile(kind, device)
+        update_s = self._update_s() if kind.is_exact else None
+        if update_s is None:
+            new = choose_plan(kind.run_type, profile, kind.grain)
+        else:
+            new = choose_exact_plan(profile, update_s, kind.grain)
+        new_s = self._step_s(new, kind, profile)
+        if old is not None and new_s > _WORTH_A_CHANGE * self._step_s(old, kind, profile):
             return old
-        logger.debug("%s: %s with %d microbatches: %s", self._name, key.run_type.value, key.num_microbatch, new)
+        if new != old:
+            self._announce(new, kind, profile, new_s)
         return new
 
-    def _step_s(self, plan: ModelExecutePlan, key: _Key, profile: ModelProfile) -> float:
-        tasks = build_schedule(plan, key.run_type)
-        return steady_step_s(tasks, profile.layers, num_devices=self._num_devices, num_microbatch=key.num_microbatch)
+    def _step_s(self, plan: ModelExecutePlan, kind: CallKind, profile: ModelProfile) -> float:
+        tasks = build_schedule(plan, kind.run_type)
+        update_s = self._update_s()
+        if kind.is_exact and update_s is not None and self._num_devices == 1:
+            return self._best_tail(tasks, kind, profile, update_s)[1]
+        return steady_step_s(tasks, profile.layers, num_devices=self._num_devices, num_microbatch=kind.num_microbatch)
+
+    def _best_tail(
+        self, tasks: Sequence[StageTask], kind: CallKind, profile: ModelProfile, update_s: Sequence[float]
+    ) -> tuple[int, float]:
+        memory = StageMemory(profile.layers, kind.grain, kind.num_microbatch)
+        longest = memory.longest_tail(tasks, self._num_devices, kind.num_microbatch, profile.memory_limit_bytes)
+        return best_tail(
+            tasks, profile.layers, update_s, num_microbatch=kind.num_microbatch, longest=longest, grain=kind.grain
+        )
+
+    def _announce(self, plan: ModelExecutePlan, kind: CallKind, profile: ModelProfile, step_s: float) -> None:
+        tasks = build_schedule(plan, kind.run_type)
+        memory = StageMemory(profile.layers, kind.grain, kind.num_microbatch)
+        limit = profile.memory_limit_bytes
+        logger.info(
+            "%s: plan for %s%s calls with %d microbatches: %d stages, forward %s, backward %s; predicted %.3g s a "
+            "step, %.3g%s GB of device memory",
+            self._name,
+            "exact " if kind.is_exact else "",
+            kind.run_type.value,
+            kind.num_microbatch,
+            len(tasks),
+            _brief(plan.fwd_plan),
+            _brief(plan.bwd_plan),
+            step_s,
+            memory.peak_bytes(tasks, self._num_devices) / 1e9,
+            "" if limit is None else f" of {limit / 1e9:.3g}",
+        )
+
+
+def _brief(stages: Sequence[range]) -> str:
+    return " ".join(f"{stage.start}-{stage.stop - 1}" for stage in stages) or "none"
 
 
 def _layer_by_layer(run_type: RunType, num_layers: int) -> ModelExecutePlan:

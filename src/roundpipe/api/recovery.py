@@ -73,7 +73,8 @@ class Recovery:
             self._runs = [run for run in self._runs if run not in finished]
         for run in finished:
             self._written.pop(run.number, None)
-            self._proven.add((run.store, run.signature))
+            if run.signature is not None:
+                self._proven.add((run.store, run.signature))
         return finished
 
     def all_are_proven(self) -> bool:
@@ -83,6 +84,11 @@ class Recovery:
         """
         with self._monitor:
             return all(run.finished or (run.store, run.signature) in self._proven for run in self._runs)
+
+    def is_gathering(self, generation: int) -> bool:
+        """Whether gradients of that generation are on their way."""
+        with self._monitor:
+            return any(run.trains and run.generation == generation for run in self._runs)
 
     def forget_finished(self) -> None:
         self._runs.clear()

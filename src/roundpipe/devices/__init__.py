@@ -9,7 +9,7 @@ from roundpipe.devices.discover import (
     require_device,
     wait_for_producers,
 )
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, StreamKind
+from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
 
 __all__ = [
     "Device",
@@ -17,6 +17,7 @@ __all__ = [
     "Event",
     "HostPinner",
     "Mark",
+    "MemoryUse",
     "StreamKind",
     "default_specs",
     "host_pinner",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, StreamKind
+from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
 from roundpipe.devices.poison import poisoned
 from roundpipe.waiting import wait_for_event
 
@@ -96,12 +96,14 @@ class CudaDevice(Device):
     def random_stream(self, seed: int) -> Iterator[None]:
         generator = torch.cuda.default_generators[self._index]
         with self._generator_lock:
-            users_state = generator.get_state()
+            # Seed and offset are all there is to its state, and much cheaper to keep than the state as a tensor.
+            users_seed, users_offset = generator.initial_seed(), generator.get_offset()
             generator.manual_seed(seed)
             try:
                 yield
             finally:
-                generator.set_state(users_state)
+                generator.manual_seed(users_seed)
+                generator.set_offset(users_offset)
 
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         memory = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu", pin_memory=True)
@@ -157,8 +159,12 @@ class CudaDevice(Device):
             reachable = min(reachable, int(total * fraction_of(self._index)))
         return int(reachable * _MEMORY_SHARE) // self._share
 
-    def allocated_bytes(self) -> int | None:
-        return int(torch.cuda.memory_allocated(self._index))
+    def memory_use(self) -> MemoryUse | None:
+        counts = torch.cuda.memory_stats_as_nested_dict(self._index).get("allocated_bytes", {}).get("all", {})
+        return MemoryUse(counts.get("current", 0), counts.get("peak", 0))
+
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
 
 
 def _take_streams(index: int) -> dict[StreamKind, torch.cuda.Stream]:

@@ -19,7 +19,7 @@ import abc
 import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -48,6 +48,13 @@ class Mark(Protocol):
     def seconds(self) -> float:
         """On a clock shared by all devices of the process; blocks until the moment has passed."""
         ...
+
+
+class MemoryUse(NamedTuple):
+    """Bytes that tensors take now, and the most they have ever taken since somebody began to count."""
+
+    current: int
+    peak: int
 
 
 class Device(abc.ABC):
@@ -107,8 +114,12 @@ class Device(abc.ABC):
         """Device memory the plan may count on; None where there is no limit."""
 
     @abc.abstractmethod
-    def allocated_bytes(self) -> int | None:
-        """Device memory in use now; None where it is not known."""
+    def memory_use(self) -> MemoryUse | None:
+        """Device memory in use; None where it is not known."""
+
+    @abc.abstractmethod
+    def release_unused(self) -> None:
+        """Give memory back that is kept for later use."""
 
     @abc.abstractmethod
     def close(self) -> None:

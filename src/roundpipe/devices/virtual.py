@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, StreamKind
+from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
 from roundpipe.devices.poison import poisoned
 
 # One lock for all virtual devices: a copy may have to force events of another device first.
@@ -145,8 +145,11 @@ class VirtualDevice(Device):
     def memory_limit_bytes(self) -> int | None:
         return None
 
-    def allocated_bytes(self) -> int | None:
+    def memory_use(self) -> MemoryUse | None:
         return None
+
+    def release_unused(self) -> None:
+        return
 
     def close(self) -> None:
         return

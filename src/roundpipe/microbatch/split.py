@@ -45,6 +45,10 @@ class MicrobatchInputs:
     def __len__(self) -> int:
         return len(self.args)
 
+    def first(self) -> MicrobatchInputs:
+        """The first microbatch alone."""
+        return MicrobatchInputs(self.args[:1], self.kwargs[:1], self.labels[:1])
+
 
 def split_call(
     args: Sequence[Any],

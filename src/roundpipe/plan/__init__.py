@@ -1,12 +1,13 @@
 """Decides what runs where: plans, costs, schedules and their simulation. Pure: no tensors, no threads.
 
-Reading order: run_type, cost, ranges, partition, auto, execute_plan, schedule, memory, simulator, planner.
+Reading order: run_type, cost, ranges, partition, auto, execute_plan, schedule, memory, simulator,
+exact_step, planner.
 """
 
 from roundpipe.plan.cost import CostModel, LayerCost, ModelProfile, Phase
 from roundpipe.plan.execute_plan import ModelExecutePlan, RunType
 from roundpipe.plan.memory import stage_bytes
-from roundpipe.plan.planner import choose_plan
+from roundpipe.plan.planner import choose_exact_plan, choose_plan
 from roundpipe.plan.schedule import StageTask, TaskKind, build_schedule, deal
 from roundpipe.plan.simulator import simulate
 
@@ -20,6 +21,7 @@ __all__ = [
     "StageTask",
     "TaskKind",
     "build_schedule",
+    "choose_exact_plan",
     "choose_plan",
     "deal",
     "simulate",

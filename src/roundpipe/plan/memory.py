@@ -18,22 +18,29 @@ Grain = Literal["stage", "layer"]
 
 
 def stage_bytes(task: StageTask, costs: Sequence[LayerCost], grain: Grain = "stage") -> int:
-    """Weights, gradients where a backward runs, and the activations of one microbatch."""
+    """Weights, gradients and one fresh one where a backward runs, and the activations of one microbatch."""
     return StageMemory(costs, grain).task_bytes(task)
 
 
 def peak_bytes(
-    tasks: Sequence[StageTask], costs: Sequence[LayerCost], grain: Grain = "stage", num_devices: int = 1
+    tasks: Sequence[StageTask],
+    costs: Sequence[LayerCost],
+    grain: Grain = "stage",
+    num_devices: int = 1,
+    num_microbatch: int = 1,
 ) -> int:
-    """The most that one device holds: a running task and the prefetched weights of the next task on that device."""
-    return StageMemory(costs, grain).peak_bytes(tasks, num_devices)
+    """The most that one device holds: a running task, the prefetched weights of the next task on that device, and
+    what tasks that both run there hand on."""
+    return StageMemory(costs, grain, num_microbatch).peak_bytes(tasks, num_devices)
 
 
 class StageMemory:
     """The same for many stages of one model, from prefix sums."""
 
-    def __init__(self, costs: Sequence[LayerCost], grain: Grain = "stage") -> None:
+    def __init__(self, costs: Sequence[LayerCost], grain: Grain = "stage", num_microbatch: int = 1) -> None:
         self._grain = grain
+        self._handed_on = tuple(num_microbatch * cost.input_bytes for cost in costs)
+        self._largest_gradient = tuple(cost.grad_bytes for cost in costs)
         self._weights = _prefix(cost.weight_bytes for cost in costs)
         self._grads = _prefix(cost.grad_bytes for cost in costs)
         self._activation_sums = _prefix(cost.activation_bytes for cost in costs)
@@ -47,6 +54,8 @@ class StageMemory:
         held = self.weight_bytes(layers) + self._activation_bytes(kind, layers)
         if kind is not TaskKind.FORWARD:
             held += self._grads[layers.stop] - self._grads[layers.start]
+            # A gradient that a backward has made, beside the sum it is added to.
+            held += max(self._largest_gradient[layers.start : layers.stop], default=0)
         return held
 
     def task_bytes(self, task: StageTask) -> int:
@@ -56,7 +65,9 @@ class StageMemory:
         """As the function of the same name, without rebuilding the sums."""
         fused = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.FUSED), len(tasks))
         return max(
-            self.task_bytes(task) + self._prefetched_bytes(tasks, place + num_devices, losses_known=place > fused)
+            self.task_bytes(task)
+            + self._prefetched_bytes(tasks, place + num_devices, losses_known=place > fused)
+            + (self._between_bytes(tasks, place) if num_devices == 1 else 0)
             for place, task in enumerate(tasks)
         )
 
@@ -86,6 +97,15 @@ class StageMemory:
         if following >= len(tasks) and not losses_known:
             return 0
         return self.weight_bytes(tasks[following % len(tasks)].layers)
+
+    def _between_bytes(self, tasks: Sequence[StageTask], place: int) -> int:
+        """What the task before has left on the device for this one, or what this one leaves there: one microbatch of
+        the one goes when one of the other comes."""
+        layers, is_last = tasks[place].layers, place + 1 == len(tasks)
+        coming = self._handed_on[layers.start] if place else 0
+        going_to = layers.stop if tasks[place].kind is TaskKind.FORWARD else layers.start
+        going = 0 if is_last or going_to == len(self._handed_on) else self._handed_on[going_to]
+        return max(coming, going)
 
     def _activation_bytes(self, kind: TaskKind, layers: range) -> int:
         whole = self._activation_sums[layers.stop] - self._activation_sums[layers.start]

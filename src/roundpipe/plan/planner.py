@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 from roundpipe.plan.cost import ModelProfile
+from roundpipe.plan.exact_step import best_tail
 from roundpipe.plan.execute_plan import ModelExecutePlan
 from roundpipe.plan.memory import Grain, StageMemory
 from roundpipe.plan.partition import Cut, Line, Packer, make_line, tightest
@@ -23,6 +24,8 @@ TIE = 0.01
 
 RUNNING_SHARES = (1 / 2, 2 / 3, 5 / 6)
 """How memory may be divided: this share for the running stage, the rest for the prefetched weights of the next."""
+
+_MOST_FUSED_SIZES = 32  # that are tried
 
 PRECISION = 0.005
 """How closely stages are balanced, relative to the slowest; far below what cost estimates are good for."""
@@ -48,13 +51,22 @@ def choose_plan(run_type: RunType, profile: ModelProfile, grain: Grain = "stage"
             assert_never(run_type)
 
 
+def choose_exact_plan(profile: ModelProfile, update_s: Sequence[float], grain: Grain = "stage") -> ModelExecutePlan:
+    """The fastest fused plan for steps whose update is waited for; `update_s`: the seconds it takes for each layer."""
+    if profile.num_devices > 1:
+        return choose_plan(RunType.FUSED, profile, grain)
+    cut = _Search(profile, grain, tuple(TaskKind)).fastest_exact(update_s)
+    return ModelExecutePlan(cut.fwd, cut.bwd_plan)
+
+
 class _Search:
     """The candidates of one pass over one model. ``kinds`` are the kinds of stage that the pass has."""
 
     def __init__(self, profile: ModelProfile, grain: Grain, kinds: Sequence[TaskKind]) -> None:
         self._profile = profile
         self._kinds = kinds
-        self._memory = StageMemory(profile.layers, grain)
+        self._grain = grain
+        self._memory = StageMemory(profile.layers, grain, profile.num_microbatch)
         self._num_layers = len(profile.layers)
         self._limit_bytes = math.inf if profile.memory_limit_bytes is None else profile.memory_limit_bytes
         self._unbounded = self._packer(None)
@@ -89,6 +101,32 @@ class _Search:
             if fitting:
                 return min(fitting, key=lambda cut: cut.num_stages)
         return self._finest
+
+    def fastest_exact(self, update_s: Sequence[float]) -> Cut:
+        """For one device: how much is fused, and how finely the rest goes backward, by the predicted step."""
+        packers = [self._unbounded, *(self._packer(share) for share in RUNNING_SHARES)]
+        step_s: dict[Cut, float] = {}
+        for start in range(0, self._num_layers, -(-self._num_layers // _MOST_FUSED_SIZES)):
+            fused = range(start, self._num_layers)
+            if self._fused_leaves_room(fused):
+                coarse = [self._around(fused, packer) for packer in packers]
+                fine = [Cut(cut.fwd, fused, tuple(range(i, i + 1) for i in range(start))) for cut in coarse]
+                step_s |= {cut: self._exact_s(cut, update_s) for cut in (*coarse, *fine) if self._fits(cut)}
+        if not step_s:
+            return self._finest
+        equal_s = min(step_s.values()) * (1 + TIE)
+        fast = [cut for cut, seconds in step_s.items() if seconds <= equal_s]
+        return min(fast, key=lambda cut: (cut.num_stages, step_s[cut]))
+
+    def _exact_s(self, cut: Cut, update_s: Sequence[float]) -> float:
+        profile, tasks = self._profile, _tasks(cut)
+        longest = self._memory.longest_tail(
+            tasks, profile.num_devices, profile.num_microbatch, profile.memory_limit_bytes
+        )
+        num_microbatch, grain = profile.num_microbatch, self._grain
+        return best_tail(tasks, profile.layers, update_s, num_microbatch=num_microbatch, longest=longest, grain=grain)[
+            1
+        ]
 
     def _balanced(self, packer: Packer, counts: Iterable[int]) -> list[Cut]:
         """For each candidate number of stages the cut with the smallest slowest stage, without repetitions."""

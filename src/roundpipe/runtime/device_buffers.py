@@ -27,7 +27,7 @@ class DeviceBuffers:
             try:
                 return self._allocate(num_bytes)
             except torch.OutOfMemoryError:
-                self._free.clear()  # buffers of other sizes go back to the allocator
+                self.release_unused()
                 return self._allocate(num_bytes)
         buffer, free_after = self._free[num_bytes].pop()
         for event in free_after:
@@ -37,6 +37,10 @@ class DeviceBuffers:
 
     def give(self, buffer: torch.Tensor, free_after: Sequence[Event]) -> None:
         self._free[buffer.numel()].append((buffer, free_after))
+
+    def release_unused(self) -> None:
+        """Free buffers go back to the allocator."""
+        self._free.clear()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         buffer = self._device.device_empty_strided((num_bytes,), (1,), torch.uint8, self._writer)

@@ -39,6 +39,9 @@ class LayerImages:
             of_store[layer_id] = Replica(store.layers[layer_id], self._device.torch_device)
         return of_store[layer_id]
 
+    def release_unused(self) -> None:
+        self._buffers.release_unused()
+
     def prefetch(self, run: Run, task: StageTask, place: Place) -> None:
         """Start every upload of the task that need not wait for the optimizer, in the order of use."""
         for layer_id in _order_of_use(run, task):

@@ -51,6 +51,11 @@ class DevicePool:
             for task, worker in zip(run.tasks, run.workers, strict=True):
                 opened.workers[worker].submit(run, task)
 
+    def release_unused(self) -> None:
+        """Let devices give memory back that they keep for later tasks."""
+        for worker in self._opened().workers:
+            worker.release_unused()
+
     def close(self) -> None:
         with self._lock:
             opened, self._open = self._open, None

@@ -66,6 +66,7 @@ class Replica:
         self._buffer_homes = {id(pair.original): pair.replica for pair in self._pairs}
         self._changes_input: dict[bool, bool] = {}
         self._draws_on_host: dict[bool, bool] = {}
+        self._image_address = 0
 
     # What runs so far have shown of the layer, apart for training and evaluation; until then the worst is assumed.
 
@@ -89,6 +90,7 @@ class Replica:
     def bind(self, image: torch.Tensor, settings: LayerSettings) -> None:
         """Point the parameters into `image`, with the settings the call began with and the user's attributes of now."""
         views = self.record.image.views(image)
+        self._image_address = image.untyped_storage().data_ptr()
         for stand_in, view, trains in zip(self.parameters, views, settings.requires_grad, strict=True):
             stand_in.data = view
             stand_in.grad = None
@@ -119,7 +121,7 @@ class Replica:
 
     def apart(self, bundle: Bundle) -> Bundle:
         """The bundle, with copies of what lies in the layer's own weights or buffers: those outlive no stage."""
-        own = {t.untyped_storage().data_ptr() for t in (*self.parameters, *self.get_buffers()) if t is not None}
+        own = {b.untyped_storage().data_ptr() for b in self.get_buffers() if b is not None} | {self._image_address}
         own.discard(0)
         return bundle.map(lambda t: duplicate(t) if _memory_of(t) in own else t)
 

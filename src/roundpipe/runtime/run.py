@@ -114,9 +114,9 @@ class Run:
         generation: int,
         iteration: Iteration,
         on_failure: Callable[[Run], None],
-        signature: Hashable = None,
+        probe_for: int | None = None,
     ) -> None:
-        """`signature`: runs that have the same do the same work on tensors of the same shapes."""
+        """`probe_for`: a run of one microbatch, of which nothing stays but what it shows of calls with so many."""
         self.number = next(_run_numbers)
         self.store = store
         self.monitor = store.monitor
@@ -127,7 +127,10 @@ class Run:
         self.version = version
         self.generation = generation
         self.iteration = iteration
-        self.signature = signature
+        self.signature: Hashable = None  # runs that have the same do the same work on tensors of the same shapes
+        self.is_probe = probe_for is not None
+        self.measured_as = num_microbatch if probe_for is None else probe_for
+        self.is_measured = True
         self._on_failure = on_failure
         self.loss_fn: Callable[[Any, Any], Any] | None = None
         self.labels: list[Bundle] = []
@@ -175,6 +178,8 @@ class Run:
         return bool(self.landing_layers)
 
     def _layers_that_land(self) -> frozenset[int]:
+        if self.is_probe:
+            return frozenset()
         backward = (task for task in self.tasks if task.kind is not TaskKind.FORWARD)
         return frozenset(i for task in backward for i in task.layers if self.recall.settings[i].trains)
 

@@ -26,16 +26,17 @@ from roundpipe.context import LayerPhase, LayerRun, running_layer, within_iterat
 from roundpipe.devices import Device, Mark, StreamKind
 from roundpipe.devices.host_random import HostRandomStream
 from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
-from roundpipe.plan import Phase, StageTask, TaskKind
+from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.bundle import Bundle
 from roundpipe.runtime.device_buffers import DeviceBuffers
 from roundpipe.runtime.frame import Frame, Gradients, Leaves
 from roundpipe.runtime.images import LayerImages
 from roundpipe.runtime.landing import Landing, LandingThread
 from roundpipe.runtime.layer_gradients import LayerGradients
+from roundpipe.runtime.meter import Meter
 from roundpipe.runtime.place import Place
 from roundpipe.runtime.replica import Replica
-from roundpipe.runtime.run import Measurement, Run, TaskSpan
+from roundpipe.runtime.run import Run, TaskSpan
 from roundpipe.runtime.seeds import stream_seed
 from roundpipe.runtime.stage_buffers import StageBuffers
 from roundpipe.runtime.stage_mail import StageMail
@@ -56,6 +57,11 @@ class StageRunner:
         self.gradient_buffers = DeviceBuffers(device, StreamKind.COMPUTE, StreamKind.GRADS_DOWN)
         self.place = Place()
 
+    def release_unused(self) -> None:
+        self.images.release_unused()
+        self.gradient_buffers.release_unused()
+        self.device.release_unused()
+
     def run(self, run: Run, task: StageTask) -> None:
         with self.device.computing(), within_iteration(run.iteration):
             _Task(self, run, task).carry_out()
@@ -74,6 +80,7 @@ class _Task:
         self._place.enter(run, task, self._device.name)
         self._mail = StageMail(run, task, runner.transfer, runner.place)
         self._buffers = StageBuffers(run, runner.transfer)
+        self._meter = Meter(run, runner.device)
         self._replicas: dict[int, Replica] = {}
         self._gradients: dict[int, LayerGradients] = {}
 
@@ -124,7 +131,8 @@ class _Task:
         frames, bundle, flags = self._forward_stage(microbatch, bundle, flags, LayerPhase.FUSED)
         gradients = self._loss(microbatch, bundle, flags)
         del bundle
-        self._backward_frames(frames, gradients, microbatch)
+        if not self._run.is_probe:
+            self._backward_frames(frames, gradients, microbatch)
 
     def _tail(self) -> range:
         """The microbatches at the end of a fused task that go backward together; see [Note: tail].
@@ -220,12 +228,14 @@ class _Task:
         leaves = Leaves(bundle, [flag and with_grad for flag in flags])
         recalled = self._mail.recalled_data(layer_id, microbatch) if phase is LayerPhase.RECOMPUTE else None
         layer_run = LayerRun(phase, recalled)
-        with torch.set_grad_enabled(with_grad), running_layer(layer_run), self._measured(layer_id, phase, bundle):
+        metered = self._meter.forward(layer_id, phase, bundle.tensors)
+        with torch.set_grad_enabled(with_grad), running_layer(layer_run), metered:
             args, kwargs = _call_arguments(layer_id, leaves.value())
             outputs, drew = self._call_layer(replica, microbatch, phase, args, kwargs)
         replica.note_behaviour(changed_input=leaves.were_changed(), drew_on_host=drew)
         self._buffers.after_forward(replica, microbatch, phase)
-        if microbatch == self._run.num_microbatch - 1 and phase is not LayerPhase.RECOMPUTE:
+        is_last = microbatch == self._run.num_microbatch - 1
+        if is_last and phase is not LayerPhase.RECOMPUTE and not self._run.is_probe:
             replica.write_attributes_back()
         if layer_run.saved and phase is LayerPhase.FORWARD:
             saved = Bundle.pack(layer_run.recompute_data or ())
@@ -266,11 +276,10 @@ class _Task:
                 "forward pass; a layer must do the same both times (see save_for_recompute)."
             )
         pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None and t.requires_grad]
-        start = self._device.mark()
         if pairs:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-            self._gradients[frame.layer_id].gather()
-        self._run.measurements.append(Measurement(frame.layer_id, Phase.BACKWARD, start, self._device.mark()))
+            with self._meter.backward(frame.layer_id):
+                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+                self._gradients[frame.layer_id].gather()
         if microbatch == self._run.num_microbatch - 1:
             self._send_parameter_gradients(frame.layer_id)
         return frame.leaves.gradients
@@ -307,36 +316,17 @@ class _Task:
         leaves = Leaves(bundle, flags)
         seed = stream_seed(self._recall.seed, len(run.store.layers), microbatch, False)
         assert run.loss_fn is not None
-        memory_before = self._device.allocated_bytes()
-        with torch.enable_grad(), self._random_stream(seed, may_draw_on_host=False):
-            value = run.loss_fn(leaves.value(), label)
-        losses = checked_losses(value)
-        self._note_loss_memory(memory_before)
-        self._place.at(None, "loss backward")
-        torch.autograd.backward(losses)
+        with self._meter.loss(self._task.layers[-1]) as memory:
+            with torch.enable_grad(), self._random_stream(seed, may_draw_on_host=False):
+                value = run.loss_fn(leaves.value(), label)
+            losses = checked_losses(value)
+            memory.computed()
+            self._place.at(None, "loss backward")
+            torch.autograd.backward(losses)
         self._mail.send_losses(microbatch, losses, is_sequence=not isinstance(value, torch.Tensor))
         return leaves.gradients
 
     # Measurements.
-
-    @contextlib.contextmanager
-    def _measured(self, layer_id: int, phase: LayerPhase, bundle: Bundle) -> Iterator[None]:
-        memory_before, start = self._device.allocated_bytes(), self._device.mark()
-        yield
-        timed = Phase.RECOMPUTE if phase is LayerPhase.RECOMPUTE else Phase.FORWARD
-        self._run.measurements.append(Measurement(layer_id, timed, start, self._device.mark()))
-        memory_after = self._device.allocated_bytes()
-        if memory_before is not None and memory_after is not None and phase is not LayerPhase.INFERENCE:
-            input_bytes = sum(tensor.nbytes for tensor in bundle.tensors)
-            self._run.activation_bytes[layer_id] = (max(memory_after - memory_before, 0), input_bytes)
-
-    def _note_loss_memory(self, memory_before: int | None) -> None:
-        """Count what the loss keeps, and as much again for the gradients of it, as the last layer's."""
-        memory_after = self._device.allocated_bytes()
-        last = self._task.layers[-1]
-        if memory_before is not None and memory_after is not None and last in self._run.activation_bytes:
-            kept, input_bytes = self._run.activation_bytes[last]
-            self._run.activation_bytes[last] = (kept + 2 * max(memory_after - memory_before, 0), input_bytes)
 
     @contextlib.contextmanager
     def _spanned(self, microbatch: int) -> Iterator[None]:

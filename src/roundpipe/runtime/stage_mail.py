@@ -41,7 +41,8 @@ class StageMail:
     def send(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         self._place.at(self._task.layers[-1], "output download")
         if self._is_last:
-            self.send_outputs(microbatch, bundle, flags)
+            if not self._run.is_probe:
+                self.send_outputs(microbatch, bundle, flags)
         elif self._next_is_here:
             self._run.post(self._task.index + 1, microbatch, Parcel(bundle, flags, resident=True))
         else:

@@ -29,6 +29,7 @@ class Worker:
         self._jobs: deque[_Job] = deque()
         self._current: Run | None = None
         self._stopping = False
+        self._is_to_release = False
         self._ready = threading.Condition()
         self._images = LayerImages(device)
         self._runner = StageRunner(device, landing, self._images, self._prefetch_next)
@@ -41,6 +42,10 @@ class Worker:
         with self._ready:
             self._jobs.append((run, task))
             self._ready.notify()
+
+    def release_unused(self) -> None:
+        """Before the next task."""
+        self._is_to_release = True
 
     def stop(self) -> None:
         """End after the present layer; what was still to be done fails."""
@@ -69,6 +74,9 @@ class Worker:
 
     def _carry_out(self, run: Run, task: StageTask) -> None:
         try:
+            if self._is_to_release:
+                self._is_to_release = False
+                self._runner.release_unused()
             if not run.failed:
                 self._runner.run(run, task)
         except RunCancelled:

@@ -38,14 +38,15 @@ class HostGradients:
             for part in parts:
                 self._add_one(part)
 
-    def drop(self) -> bool:
-        """Forget everything gathered, here and in `param.grad`. Returns whether there was anything."""
+    def has_any(self) -> bool:
+        return any(record.gathered is not None for record in self._parameters)
+
+    def drop(self) -> None:
+        """Forget everything gathered, here and in `param.grad`."""
         with self._lock:
-            had_any = any(record.gathered is not None for record in self._parameters)
             for record in self._parameters:
                 record.exposed, record.param.grad = False, None
                 self._forget(record)
-            return had_any
 
     def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, Gathered]:
         """What is gathered is the caller's now, to be let go; sums start anew."""

@@ -35,7 +35,10 @@ def passes(plan, run_type):
 
 
 def peak(plan, run_type, profile, grain="stage"):
-    return max(peak_bytes(tasks, profile.layers, grain, profile.num_devices) for tasks in passes(plan, run_type))
+    return max(
+        peak_bytes(tasks, profile.layers, grain, profile.num_devices, profile.num_microbatch)
+        for tasks in passes(plan, run_type)
+    )
 
 
 def step_s(plan, run_type, profile):
@@ -51,7 +54,8 @@ def test_every_plan_is_valid_and_within_memory_if_the_finest_is(run_type, profil
     if profile.memory_limit_bytes is None:
         return
     for chosen, single in zip(passes(plan, run_type), passes(finest(num_layers, run_type), run_type), strict=True):
-        held = partial(peak_bytes, costs=profile.layers, grain=grain, num_devices=profile.num_devices)
+        sizes = {"num_devices": profile.num_devices, "num_microbatch": profile.num_microbatch}
+        held = partial(peak_bytes, costs=profile.layers, grain=grain, **sizes)
         if held(single) <= profile.memory_limit_bytes:
             assert held(chosen) <= profile.memory_limit_bytes
 

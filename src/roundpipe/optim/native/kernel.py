@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -110,7 +111,9 @@ class OnePassKernel:
     def adam(self, segments: Sequence[Segment]) -> None:
         """Update all of them, in one go over the team."""
         packed = (_Segment * len(segments))(*map(_packed, segments))
+        start_s = time.perf_counter()
         self._adam(self._team, packed, len(segments))
+        _rate.note(sum(segment.gradient.numel() for segment in segments), time.perf_counter() - start_s)
 
     def join(self, master: SplitMaster, to: torch.Tensor) -> None:
         self._join(to.data_ptr(), master.weight.data_ptr(), master.low.data_ptr(), master.ties.data_ptr(), to.numel())
@@ -118,6 +121,30 @@ class OnePassKernel:
     def split(self, values: torch.Tensor, to: SplitMaster) -> None:
         """Also writes the weight: `values` rounded."""
         self._split(to.weight.data_ptr(), to.low.data_ptr(), to.ties.data_ptr(), values.data_ptr(), values.numel())
+
+
+class _Rate:
+    """How many parameters are updated in a second, by the most recent steps."""
+
+    SMOOTHING = 0.02  # a layer is a small part of a step
+    ENOUGH = 10_000  # parameters; fewer show nothing
+
+    def __init__(self) -> None:
+        self.per_second: float | None = None
+
+    def note(self, count: int, seconds: float) -> None:
+        if count < self.ENOUGH or seconds <= 0:
+            return
+        new = count / seconds
+        self.per_second = new if self.per_second is None else self.per_second + self.SMOOTHING * (new - self.per_second)
+
+
+_rate = _Rate()
+
+
+def measured_rate() -> float | None:
+    """Parameters per second of this process's one-pass updates so far; None if there were none."""
+    return _rate.per_second
 
 
 def one_pass_kernel() -> OnePassKernel | None:

@@ -25,8 +25,7 @@ logger = logging.getLogger("roundpipe")
 SOURCE = Path(__file__).with_name("one_pass_adam.c")
 _SOURCES = (SOURCE, SOURCE.with_name("adam_block.h"))
 # Optimized, but every operation rounded by itself: no flag may change what comes out.
-FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-pthread")
-_BUILT_NAME = "_one_pass_adam"
+COMPILE_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S = 120.0
 
@@ -50,21 +49,28 @@ def load() -> ctypes.CDLL | None:
         return None
 
 
+def built_name() -> str:
+    """Of the library that setup.py builds. It tells the source, so one of another source is never found."""
+    return f"_one_pass_adam_{_digest()}"
+
+
 def _built_with_the_package() -> Iterator[Path]:
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = SOURCE.with_name(_BUILT_NAME + suffix)
-        if path.exists() and path.stat().st_mtime >= max(source.stat().st_mtime for source in _SOURCES):
-            yield path
+    name = built_name()
+    candidates = (SOURCE.with_name(name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return (path for path in candidates if path.exists())
 
 
 def _compiled() -> Path:
-    text = b"".join(source.read_bytes() for source in _SOURCES)
-    key = hashlib.sha256(text + " ".join((*FLAGS, platform.machine(), sys.platform)).encode())
-    directory = _cache_directory()
-    library = directory / f"one_pass_adam-{key.hexdigest()[:16]}.so"
+    library = _cache_directory() / f"one_pass_adam-{_digest()}-{sys.platform}-{platform.machine()}.so"
     if not library.exists():
         _compile(library)
     return library
+
+
+def _digest() -> str:
+    """Of all that decides what the kernel does: its source and how it is compiled."""
+    text = b"".join(source.read_bytes() for source in _SOURCES)
+    return hashlib.sha256(text + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
 
 
 def _compile(library: Path) -> None:
@@ -74,7 +80,7 @@ def _compile(library: Path) -> None:
         raise OSError("there is no C compiler")
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         made = Path(directory) / library.name
-        command = [*compiler.split(), *FLAGS, "-o", str(made), str(SOURCE), "-lm"]
+        command = [*compiler.split(), *COMPILE_FLAGS, "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
         made.replace(library)
 

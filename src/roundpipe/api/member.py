@@ -1,0 +1,168 @@
+"""One model among those that are stepped together: it shares their lock, their steps and their failures.
+
+The base of api.engine.ModelEngine; a model that is alone is a group of one. Every public verb enters through
+`_entered`, which serialises calls and surfaces failures of the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from roundpipe.api.entering import entering
+from roundpipe.api.recovery import Recovery
+from roundpipe.api.scheduling import Scheduler
+from roundpipe.context import current_iteration
+from roundpipe.errors import ClosedError, UsageError
+from roundpipe.optim.stepper import Stepper
+from roundpipe.runtime.pool import DevicePool
+from roundpipe.runtime.run import Run
+from roundpipe.store import LayerStore
+from roundpipe.waiting import watchdog_limit_s
+
+logger = logging.getLogger("roundpipe")
+_FAILURES_HEARD_OUT = 10  # by close(), which logs failures of the background one after the other
+
+
+class Member:
+    def __init__(self, name: str, store: LayerStore, pool: DevicePool) -> None:
+        self.name = name
+        self.store = store
+        self._pool = pool
+        self._scheduler = Scheduler(store, pool, name)
+        self.stepper = Stepper(store)
+        self._recovery = Recovery(self.stepper, pool.monitor)
+        self._lock = threading.RLock()
+        self._last_run: Run | None = None
+        self._steps_are_exact = False  # the last one was; the next one most likely is what that was
+        self._joined: list[Member] = []  # all that share steps, failures and lock; empty where this one is alone
+        self._closed = False
+        self._unreachable = False
+
+    def join(self, lead: Member) -> None:
+        """Be stepped together with `lead` and its members, fail and close with them. Only before the first call."""
+        assert not self._joined
+        assert self._last_run is None
+        lead.stepper.add(self.store)
+        lead._joined[:] = [*lead._members, self]
+        self.stepper, self._recovery = lead.stepper, lead._recovery
+        self._lock, self._joined = lead._lock, lead._joined
+
+    @property
+    def _members(self) -> list[Member]:
+        return self._joined or [self]
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Finish what is pending, then let go of threads and pinned memory. Never raises what the background did."""
+        self._refuse_inside_user_code("closed")
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                for _ in range(_FAILURES_HEARD_OUT):
+                    if self._settles():
+                        break
+            finally:  # also when interrupted: then nothing more is waited for
+                self._recovery.cancel_all(ClosedError(f"{self.name} was closed while this was running"))
+                self._shut_down()
+
+    def abort(self) -> None:
+        """Close without finishing anything: for a model nobody can reach any more, and at exit."""
+        self._unreachable = True
+        if not self._closed and all(member._unreachable for member in self._members):
+            self._recovery.log_failures("when nobody could reach the model any more")
+            self._recovery.cancel_all(ClosedError(f"{self.name} was closed while this was running"))
+            self._shut_down()
+
+    # Entering and leaving.
+
+    @entering
+    def _entered(self, *members: Member) -> Iterator[None]:
+        """`members`: whose parameters and gradients the call is about; this engine's alone by default."""
+        with self._serialised():
+            for member in members or (self,):
+                member._learn()
+                member.store.check_unchanged()
+                member._follow_writes()
+                member._follow_gradients()
+            yield
+
+    @entering
+    def _serialised(self) -> Iterator[None]:
+        self._refuse_inside_user_code("called")
+        watchdog_limit_s()  # a limit that cannot be read is refused here, before any thread meets it
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self.name} was closed; wrap the model again to go on using it.")
+            self._raise_failures("it happened in the background after the call that caused it had returned")
+            yield
+
+    def _refuse_inside_user_code(self, what: str) -> None:
+        """Whoever calls from there would wait for itself."""
+        if self.stepper.is_current_thread() or current_iteration() is not None:
+            raise UsageError(f"{self.name} was {what} from inside step_fn, loss_fn or a layer; do that outside.")
+
+    def _follow_writes(self) -> None:
+        """What the user did to parameters between calls is as good as what we did."""
+        written = self.store.written_by_user()
+        if written:
+            self.stepper.wait_until_idle()
+            self.store.adopt_written(written)
+
+    def _follow_gradients(self) -> None:
+        touched = self.store.gradients.touched_by_user()
+        if touched:
+            self.store.wait_until_landed(self.stepper.generation)
+            self.store.gradients.adopt_touched(touched)
+
+    def _settle(self) -> None:
+        """Wait for everything and make the newest weights the visible ones."""
+        self._recovery.wait_for_runs()
+        self._raise_failures("it happened in the background after the call that caused it had returned")
+        self.stepper.wait_until_idle()
+        self._raise_failures("it happened in the background after the call that caused it had returned")
+        self.stepper.publish_latest()
+        for member in self._members:
+            member._learn()  # which lets go of the runs
+
+    def _settles(self) -> bool:
+        """Whether all went well; if not, there may be more to wait for behind the failure, which is only logged."""
+        try:
+            self._settle()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            logger.exception("%s: a failure in the background came to light when the model was closed", self.name)
+            return False
+        return True
+
+    def _wait_for_visible_weights(self) -> None:
+        self.stepper.show_visible()
+
+    def _raise_failures(self, remark: str | None) -> None:
+        try:
+            self._recovery.raise_failures(remark)
+        except torch.OutOfMemoryError:
+            for member in self._members:
+                member._scheduler.plan_smaller()
+            raise
+
+    def _shut_down(self) -> None:
+        self.stepper.close()
+        self._recovery.forget_finished()
+        for member in self._members:
+            member._closed = True
+            member._last_run = None
+            member.store.close()
+            del member._pool, member._scheduler  # the last model to let go of a pool closes it
+
+    def _learn(self) -> None:
+        for run in self._recovery.take_finished(self.store):
+            self._scheduler.learn(run)

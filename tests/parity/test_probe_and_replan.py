@@ -1,0 +1,224 @@
+"""The first call on a device with a memory limit is probed; a call that runs out of memory is planned smaller."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers_parity import assert_same, assert_same_grads, batch, seeded
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe.devices import MemoryUse
+from roundpipe.devices.virtual import VirtualDevice
+from roundpipe.plan import StageTask, TaskKind
+from roundpipe.runtime.run import Run
+from roundpipe.runtime.stage import StageRunner
+
+NUM_LAYERS, NUM_MICROBATCH, WIDTH = 6, 3, 8
+
+
+class Layer(nn.Module):
+    """Draws, counts its forwards, writes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def make_net() -> nn.Sequential:
+    return nn.Sequential(*[Layer() for _ in range(NUM_LAYERS)])
+
+
+def make_linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+
+def loss_fn(output: Tensor, label: Tensor) -> Tensor:
+    return (output - label).pow(2).mean()
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every virtual device has a limit and counts; each look at the count finds a little more in use."""
+    count = 0
+
+    def memory_use(self: VirtualDevice) -> MemoryUse:
+        nonlocal count
+        count += 1000
+        return MemoryUse(count, count)
+
+    monkeypatch.setattr(VirtualDevice, "memory_limit_bytes", lambda self: 10**6)
+    monkeypatch.setattr(VirtualDevice, "memory_use", memory_use)
+
+
+@pytest.fixture
+def wrapped() -> Iterator[Callable[..., RoundPipe]]:
+    models = []
+
+    def wrap(net: nn.Module, num_devices: int = 1) -> RoundPipe:
+        config = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH)
+        models.append(RoundPipe(net, devices=["cpu"] * num_devices, model_run_config=config))
+        return models[-1]
+
+    yield wrap
+    for model in models:
+        model.close()
+
+
+@pytest.fixture
+def tasks_run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, StageTask]]:
+    real, seen = StageRunner.run, []
+
+    def run(self: StageRunner, run: Run, task: StageTask) -> None:
+        seen.append((run, task))
+        real(self, run, task)
+
+    monkeypatch.setattr(StageRunner, "run", run)
+    return seen
+
+
+def train(model: RoundPipe, steps: int = 3) -> list[Any]:
+    """Losses, gradients, buffers and the state of torch's generator after each call."""
+    torch.manual_seed(7)
+    seen: list[Any] = []
+    for seed in range(steps):
+        x, label = batch(6, WIDTH, seed=seed), batch(6, WIDTH, seed=seed + 100)
+        loss = model.forward_backward(input_args=(x,), label=label, loss_fn=loss_fn)
+        model.synchronize()
+        gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        seen.append((loss, gradients, [b.clone() for b in model.buffers()], torch.get_rng_state()))
+        model.zero_grad()
+    return seen
+
+
+def counts(net: nn.Module) -> list[int]:
+    return [layer.count for layer in net.children() if isinstance(layer, Layer)]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_probe_leaves_no_trace(
+    num_devices: int,
+    wrapped: Callable[..., RoundPipe],
+    tasks_run: list[tuple[Run, StageTask]],
+    request: pytest.FixtureRequest,
+) -> None:
+    plain_net, limited_net = seeded(make_net), seeded(make_net)
+    expected = train(wrapped(plain_net, num_devices))
+    assert not any(run.is_probe for run, _ in tasks_run)
+    request.getfixturevalue("limited")
+    assert_same(train(wrapped(limited_net, num_devices)), expected)
+    assert counts(limited_net) == counts(plain_net)
+    probes = {run.number for run, _ in tasks_run if run.is_probe}
+    assert len(probes) == 1, "once for each number of microbatches"
+
+
+@pytest.mark.usefixtures("limited")
+def test_the_first_call_has_a_good_plan(
+    wrapped: Callable[..., RoundPipe], tasks_run: list[tuple[Run, StageTask]]
+) -> None:
+    model = wrapped(seeded(make_net))
+    train(model, steps=1)
+    tasks = [task for run, task in tasks_run if not run.is_probe]
+    assert [task.kind for task in tasks] == [TaskKind.FUSED], "everything fits, so nothing is recomputed"
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_failing_probe_is_a_failing_call(wrapped: Callable[..., RoundPipe]) -> None:
+    model = wrapped(seeded(make_net))
+    with pytest.raises(ZeroDivisionError) as caught:
+        model.forward_backward(input_args=(batch(6, WIDTH, seed=0),), label=None, loss_fn=lambda output, label: 1 / 0)
+    assert any("loss_fn" in note for note in caught.value.__notes__)
+    train(model, steps=1)
+
+
+@pytest.mark.usefixtures("limited")
+def test_forward_with_grad_is_probed_without_a_loss(
+    wrapped: Callable[..., RoundPipe], tasks_run: list[tuple[Run, StageTask]]
+) -> None:
+    model, net = wrapped(seeded(make_linear)), seeded(make_linear)
+    x = batch(6, WIDTH, seed=0)
+    model(x).sum().backward()
+    for part in x.tensor_split(NUM_MICROBATCH):
+        net(part).sum().backward()
+    model.synchronize()
+    assert_same_grads(model, net)
+    assert {task.kind for run, task in tasks_run if run.is_probe} == {TaskKind.FORWARD}
+
+
+class TooLarge:
+    """Lets fused tasks of more than `most` layers run out of memory, in the given microbatch's backward or at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+        self.refused = 0
+        real = StageRunner.run
+
+        def run(runner: StageRunner, run: Run, task: StageTask) -> None:
+            if task.kind is TaskKind.FUSED and len(task.layers) > most:
+                self.refused += 1
+                raise torch.OutOfMemoryError(f"{len(task.layers)} layers are too many. Buy a larger one.")
+            real(runner, run, task)
+
+        monkeypatch.setattr(StageRunner, "run", run)
+
+
+@pytest.mark.parametrize("has_limit", [False, True])
+def test_a_call_that_does_not_fit_is_planned_smaller(
+    has_limit: bool,
+    wrapped: Callable[..., RoundPipe],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
+) -> None:
+    expected = train(wrapped(seeded(make_net)))
+    if has_limit:
+        request.getfixturevalue("limited")
+    too_large = TooLarge(monkeypatch, most=2)
+    with caplog.at_level(logging.WARNING, "roundpipe"):
+        assert_same(train(wrapped(seeded(make_net))), expected)
+    assert too_large.refused > 0
+    warnings = [record.getMessage() for record in caplog.records if "smaller plan" in record.getMessage()]
+    assert len(warnings) == too_large.refused, "once for each try, and never again once a plan fits"
+    assert "layers are too many" in warnings[0]
+
+
+def test_gradients_of_earlier_calls_are_not_lost_in_silence(
+    wrapped: Callable[..., RoundPipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trying again would drop what was gathered before: the caller hears of it, and the next call fits."""
+    model, x = wrapped(seeded(make_net)), batch(6, WIDTH, seed=0)
+    model.forward_backward(input_args=(x,), label=x, loss_fn=loss_fn)
+    too_large = TooLarge(monkeypatch, most=2)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model.forward_backward(input_args=(x,), label=x, loss_fn=loss_fn)
+    assert any("gradients gathered since the last optimizer step were dropped" in n for n in caught.value.__notes__)
+    before = too_large.refused
+    model.forward_backward(input_args=(x,), label=x, loss_fn=loss_fn)
+    assert too_large.refused == before
+
+
+def test_what_never_fits_is_raised(wrapped: Callable[..., RoundPipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = wrapped(seeded(make_net)), batch(6, WIDTH, seed=0)
+    too_large = TooLarge(monkeypatch, most=0)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="1 layers are too many"):
+            model.forward_backward(input_args=(x,), label=x, loss_fn=loss_fn)
+    assert too_large.refused < 30
+
+
+def test_a_plan_of_the_users_is_never_replaced(
+    wrapped: Callable[..., RoundPipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = wrapped(seeded(make_net)), batch(6, WIDTH, seed=0)
+    TooLarge(monkeypatch, most=2)
+    config = RoundPipeRunConfig(execute_plan=ModelExecutePlan([range(0, 3)], [range(3, 6), range(0, 3)]))
+    with pytest.raises(torch.OutOfMemoryError, match="3 layers"):
+        model.forward_backward(input_args=(x,), label=x, loss_fn=loss_fn, run_config=config)
