@@ -20,7 +20,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 # The library itself is installed without its dependencies: torch comes from the pin and from nowhere else.
-$(STAMP): requirements-dev.txt pyproject.toml
+$(STAMP): requirements-dev.txt pyproject.toml setup.py
 	@command -v $(PYTHON) > /dev/null || { \
 	  echo "error: $(PYTHON) was not found; install Python 3.11 or newer, or run: make PYTHON=/path/to/python3" >&2; \
 	  exit 1; }
@@ -55,5 +55,5 @@ test-20: $(STAMP)  ## the concurrency suites, 20 times in a row
 	@for i in $$(seq 20); do echo "== round $$i of 20"; $(BIN)/python -m pytest $(ON_ALL_CORES) $(CONCURRENCY_SUITES); done
 
 clean:  ## remove what was built and produced, .venv included
-	rm -rf .venv build dist demo-output src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist demo-output src/*.egg-info src/roundpipe/optim/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests demo examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

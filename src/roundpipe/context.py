@@ -60,13 +60,17 @@ _optimizer_side: ContextVar[bool] = ContextVar("roundpipe_optimizer_side", defau
 _step_observers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@contextlib.contextmanager
-def running_layer(run: LayerRun) -> Iterator[None]:
-    token = _layer_run.set(run)
-    try:
-        yield
-    finally:
-        _layer_run.reset(token)
+class running_layer:
+    """A class and not a generator, because it is entered for every layer and microbatch."""
+
+    def __init__(self, run: LayerRun) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._token = _layer_run.set(self._run)
+
+    def __exit__(self, *exc_info: object) -> None:
+        _layer_run.reset(self._token)
 
 
 @contextlib.contextmanager

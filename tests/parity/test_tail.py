@@ -305,6 +305,11 @@ def burning(fuses: dict[tuple[str, int], Fuse]) -> nn.Sequential:
     return nn.Sequential(*[Burning(i, fuses) for i in range(NUM_LAYERS)])
 
 
+def call_and_wait(model: RoundPipe, x: Tensor, y: Tensor) -> None:
+    model.forward_backward((x,), label=y, loss_fn=mse)
+    model.synchronize()
+
+
 def new_fuses() -> dict[tuple[str, int], Fuse]:
     return {(kind, i): Fuse() for kind in ("forward", "backward") for i in range(NUM_LAYERS)}
 
@@ -335,8 +340,7 @@ def test_a_failure_in_any_microbatch_leaves_everything(
         fuses[kind, layer_id].left = microbatch
         x, y = data(50 + microbatch)
         with pytest.raises(Boom) as caught:
-            model.forward_backward((x,), label=y, loss_fn=mse)
-            model.synchronize()
+            call_and_wait(model, x, y)
         assert f"layer {layer_id}, microbatch {microbatch}" in "\n".join(caught.value.__notes__)
         model.synchronize()
         assert_same_state(model.model, module)

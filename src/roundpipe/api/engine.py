@@ -179,11 +179,10 @@ class ModelEngine(Member):
         config: ResolvedRunConfig,
         seed: int,
     ) -> Any:
-        kind = CallKind.of(RunType.FUSED, len(batches), config, self._steps_are_exact)
+        kind = CallKind.of(RunType.FUSED, batches, config, self._steps_are_exact)
         tasks = self._schedule(kind, batches, config, loss_fn)
-        run = self._new_run(tasks, len(batches), new_recall(self.store, tasks, config, seed), LayerPhase.FORWARD)
+        run = self._new_run(tasks, kind, new_recall(self.store, tasks, config, seed), LayerPhase.FORWARD)
         run.loss_fn, run.wants_outputs = loss_fn, return_outputs
-        self._scheduler.prepare(run, kind)
         inputs = CallInputs(batches)
         run.labels = inputs.label_bundles()
         run.signature = (tasks, run.tail, config.recompute_grain, inputs.shapes())
@@ -217,7 +216,7 @@ class ModelEngine(Member):
             return
         tasks = self._scheduler.probe_tasks(with_loss=loss_fn is not None)
         recall = new_recall(self.store, (), config, _PROBE_SEED)
-        run = self._new_run(tasks, 1, recall, LayerPhase.FORWARD, probe_for=kind.num_microbatch)
+        run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD, is_probe=True)
         inputs = CallInputs(batches.first())
         run.loss_fn, run.wants_outputs, run.labels = loss_fn, False, inputs.label_bundles()
         with self._carried_out(run, inputs):
@@ -227,20 +226,20 @@ class ModelEngine(Member):
         self._learn()
 
     def _infer(self, batches: MicrobatchInputs, config: ResolvedRunConfig) -> Any:
-        tasks = self._schedule(CallKind.of(RunType.INFER, len(batches), config), batches, config)
-        run = self._new_run(
-            tasks, len(batches), new_recall(self.store, (), config, draw_call_seed()), LayerPhase.INFERENCE
-        )
+        kind = CallKind.of(RunType.INFER, batches, config)
+        recall = new_recall(self.store, (), config, draw_call_seed())
+        run = self._new_run(self._schedule(kind, batches, config), kind, recall, LayerPhase.INFERENCE)
         with self._carried_out(run, CallInputs(batches)):
             outputs = run.take_outputs()
             self._recovery.commit_buffers(run)
             return merged(outputs, config)
 
     def _forward_with_grad(self, batches: MicrobatchInputs, config: ResolvedRunConfig) -> Any:
-        tasks = self._schedule(CallKind.of(RunType.TRAIN, len(batches), config), batches, config)
+        kind = CallKind.of(RunType.TRAIN, batches, config)
+        tasks = self._schedule(kind, batches, config)
         forward_tasks = tuple(task for task in tasks if task.kind is TaskKind.FORWARD)
         recall = new_recall(self.store, tasks, config, draw_call_seed())
-        run = self._new_run(forward_tasks, len(batches), recall, LayerPhase.FORWARD)
+        run = self._new_run(forward_tasks, kind, recall, LayerPhase.FORWARD)
         inputs = CallInputs(batches)
         with self._carried_out(run, inputs):
             outputs = run.take_outputs()
@@ -250,6 +249,7 @@ class ModelEngine(Member):
             # whose frames keep the outputs, and no collector sees a cycle that goes through autograd's graph.
             backward = functools.partial(
                 self._backward,
+                kind,
                 tasks[len(forward_tasks) :],
                 recall,
                 run.version,
@@ -264,6 +264,7 @@ class ModelEngine(Member):
 
     def _backward(
         self,
+        kind: CallKind,
         tasks: Sequence[StageTask],
         recall: Recall,
         version: int,
@@ -278,7 +279,7 @@ class ModelEngine(Member):
                     f"{self.name}: the weights were updated between this forward (version {version}) and "
                     f"its backward (version {self.stepper.visible_version}); call backward() before step()."
                 )
-            run = self._new_run(tasks, len(output_flags), recall, LayerPhase.FORWARD)
+            run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD)
             given = iter(gradients)
             parcels = [GradientParcel(tuple(next(given) if flag else None for flag in flags)) for flags in output_flags]
             with self._carried_out(run, parcels):
@@ -298,23 +299,26 @@ class ModelEngine(Member):
     def _new_run(
         self,
         tasks: Sequence[StageTask],
-        num_microbatch: int,
+        kind: CallKind,
         recall: Recall,
         phase: LayerPhase,
-        probe_for: int | None = None,
+        *,
+        is_probe: bool = False,
     ) -> Run:
-        return Run(
+        run = Run(
             self.store,
             tasks,
-            num_microbatch,
+            1 if is_probe else kind.num_microbatch,
             recall,
             forward_phase=phase,
             version=self.stepper.visible_version,
             generation=self.stepper.generation,
             iteration=self.stepper.iteration,
             on_failure=self._recovery.run_failed,
-            probe_for=probe_for,
+            is_probe=is_probe,
         )
+        self._scheduler.prepare(run, kind)
+        return run
 
     @entering
     def _carried_out(self, run: Run, inputs: CallInputs | Sequence[GradientParcel]) -> Iterator[None]:

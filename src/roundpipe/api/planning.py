@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from roundpipe.config import RecomputeGrain, ResolvedRunConfig
 from roundpipe.devices import Device
+from roundpipe.microbatch import MicrobatchInputs
 from roundpipe.optim.native.kernel import measured_rate
 from roundpipe.plan import (
     CostModel,
@@ -31,8 +33,16 @@ from roundpipe.store import LayerStore
 logger = logging.getLogger("roundpipe")
 _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this share of the old one's time
 _LONGEST_PAUSE = 64  # calls between two looks at the plan, once times have settled
-_SETTLED_PAUSE = 8
+_ENOUGH_RUNS = 8  # measured ones; times have settled then, and are taken only before a look at the plan
 _SHRINK, _SMALLEST_SHARE = 0.8, 0.1  # of the memory limit, when a call has run out of memory
+
+
+class Load(NamedTuple):
+    """Calls whose layers cost the same."""
+
+    num_microbatch: int
+    size: int
+    is_inference: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +51,20 @@ class CallKind:
 
     run_type: RunType
     num_microbatch: int
+    size: int = 0  # of a microbatch, to the next power of two: activations and times go with it
     grain: Grain = "stage"
     is_exact: bool = False  # whether the update is waited for
 
     @classmethod
-    def of(cls, run_type: RunType, num_microbatch: int, config: ResolvedRunConfig, is_exact: bool = False) -> CallKind:
+    def of(
+        cls, run_type: RunType, batches: MicrobatchInputs, config: ResolvedRunConfig, is_exact: bool = False
+    ) -> CallKind:
         grain: Grain = "layer" if config.recompute_grain is RecomputeGrain.LAYER else "stage"
-        return cls(run_type, num_microbatch, grain, is_exact)
+        return cls(run_type, len(batches), batches.first_numel().bit_length(), grain, is_exact)
+
+    @property
+    def load(self) -> Load:
+        return Load(self.num_microbatch, self.size, self.run_type is RunType.INFER)
 
 
 @dataclasses.dataclass
@@ -61,7 +78,7 @@ class _Choice:
 
 
 class _Measured:
-    """Costs of calls with one number of microbatches, so with microbatches of about one size."""
+    """Costs of calls with microbatches of about one size."""
 
     def __init__(self, store: LayerStore) -> None:
         self.costs = CostModel(
@@ -69,12 +86,14 @@ class _Measured:
             [sum(record.weights.nbytes for record in layer.trainable) for layer in store.layers],
         )
         self._layers_left = set(range(len(store.layers)))
+        self.num_learned = 0
 
     @property
     def knows_activations(self) -> bool:
         return not self._layers_left
 
     def learn(self, run: Run) -> None:
+        self.num_learned += 1
         for measurement in run.measurements:
             seconds = measurement.end.seconds() - measurement.start.seconds()
             self.costs.observe(measurement.layer_id, measurement.phase, max(seconds, 0.0))
@@ -90,7 +109,7 @@ class Planner:
         self._name = name
         self._num_layers = len(store.layers)
         self._num_trained = [sum(record.param.numel() for record in layer.trainable) for layer in store.layers]
-        self._measured: dict[tuple[bool, int], _Measured] = {}
+        self._measured: dict[Load, _Measured] = {}
         self._choices: dict[CallKind, _Choice] = {}
         self._memory_share: dict[CallKind, float] = {}  # of the limit, for calls that ran out of memory within it
 
@@ -120,13 +139,14 @@ class Planner:
     def wants_measurements(self, kind: CallKind) -> bool:
         """Whether the next look at the plan is near; times that settled long ago need not be taken in every call."""
         choice = self._choices.get(kind)
-        return choice is None or choice.pause < _SETTLED_PAUSE or choice.calls_until_review == 1
+        is_near = choice is not None and choice.calls_until_review == 1
+        return is_near or self._of(kind.load).num_learned < _ENOUGH_RUNS
 
     def is_blind(self, kind: CallKind, device: Device) -> bool:
         """Whether memory is limited and nobody knows yet what activations of such a call take."""
         if kind.run_type is RunType.INFER or device.memory_limit_bytes() is None:
             return False
-        return not self._of(False, kind.num_microbatch).knows_activations
+        return not self._of(kind.load).knows_activations
 
     def shrink(self, kind: CallKind, device: Device) -> bool:
         """A call ran out of device memory: plan for less of it. Returns whether there is any smaller plan."""
@@ -145,23 +165,37 @@ class Planner:
 
     def learn(self, run: Run) -> None:
         """Take over what a finished run has measured."""
-        self._of(run.is_inference, run.measured_as).learn(run)
+        if isinstance(run.load, Load):
+            self._of(run.load).learn(run)
 
-    def profile(self, num_microbatch: int, memory_limit_bytes: int | None, *, inference: bool = False) -> ModelProfile:
-        costs = self._of(inference, num_microbatch).costs.layer_costs()
-        return ModelProfile(costs, self._num_devices, num_microbatch, memory_limit_bytes)
+    def latest_profile(self, num_microbatch: int, memory_limit_bytes: int | None) -> ModelProfile:
+        """By what the latest training calls with so many microbatches have shown, if there were any."""
+        loads = [load for load in self._measured if load.num_microbatch == num_microbatch and not load.is_inference]
+        return self._profile_of(loads[-1] if loads else Load(num_microbatch, 0), memory_limit_bytes)
+
+    def weight_room_bytes(self, tasks: Sequence[StageTask], tail: int, kind: CallKind, device: Device) -> int:
+        """What weights may take on a device in all: what the schedule needs, and half of what nobody needs."""
+        limit = device.memory_limit_bytes()
+        if limit is None or self.is_blind(kind, device):
+            return 0
+        memory = StageMemory(self._profile(kind, device).layers, kind.grain, kind.num_microbatch)
+        held = memory.peak_bytes(tasks, self._num_devices) + memory.tail_bytes(tasks, tail)
+        share = self._memory_share.get(kind, 1.0)
+        return memory.buffer_bytes(tasks, self._num_devices)[0] + max(int(limit * share) - held, 0) // 2
+
+    def _profile_of(self, load: Load, memory_limit_bytes: int | None) -> ModelProfile:
+        costs = self._of(load).costs.layer_costs()
+        return ModelProfile(costs, self._num_devices, load.num_microbatch, memory_limit_bytes)
 
     def _profile(self, kind: CallKind, device: Device) -> ModelProfile:
         limit = device.memory_limit_bytes()
         share = self._memory_share.get(kind, 1.0)
-        limit = None if limit is None else int(limit * share)
-        return self.profile(kind.num_microbatch, limit, inference=kind.run_type is RunType.INFER)
+        return self._profile_of(kind.load, None if limit is None else int(limit * share))
 
-    def _of(self, inference: bool, num_microbatch: int) -> _Measured:
-        key = (inference, num_microbatch)
-        if key not in self._measured:
-            self._measured[key] = _Measured(self._store)
-        return self._measured[key]
+    def _of(self, load: Load) -> _Measured:
+        if load not in self._measured:
+            self._measured[load] = _Measured(self._store)
+        return self._measured[load]
 
     def _update_s(self) -> list[float] | None:
         """The seconds an update takes, layer by layer; None if it does not go layer by layer."""
@@ -179,11 +213,17 @@ class Planner:
         else:
             new = choose_exact_plan(profile, update_s, kind.grain)
         new_s = self._step_s(new, kind, profile)
-        if old is not None and new_s > _WORTH_A_CHANGE * self._step_s(old, kind, profile):
+        is_worth_it = old is None or new_s <= _WORTH_A_CHANGE * self._step_s(old, kind, profile)
+        if old is not None and not is_worth_it and self._still_fits(old, kind, profile):
             return old
         if new != old:
             self._announce(new, kind, profile, new_s)
         return new
+
+    def _still_fits(self, plan: ModelExecutePlan, kind: CallKind, profile: ModelProfile) -> bool:
+        limit = profile.memory_limit_bytes
+        memory = StageMemory(profile.layers, kind.grain, kind.num_microbatch)
+        return limit is None or memory.peak_bytes(build_schedule(plan, kind.run_type), self._num_devices) <= limit
 
     def _step_s(self, plan: ModelExecutePlan, kind: CallKind, profile: ModelProfile) -> float:
         tasks = build_schedule(plan, kind.run_type)

@@ -42,9 +42,11 @@ class Scheduler:
 
     def prepare(self, run: Run, kind: CallKind) -> None:
         """Settle what the planner leaves open until the schedule is known."""
-        run.is_measured = self._planner.wants_measurements(kind)
+        device = self._pool.devices()[0]
+        run.load, run.is_measured = kind.load, self._planner.wants_measurements(kind)
         if kind.is_exact:
-            run.tail = self._planner.tail(run.tasks, kind, self._pool.devices()[0])
+            run.tail = self._planner.tail(run.tasks, kind, device)
+        run.weight_room_bytes = self._planner.weight_room_bytes(run.tasks, run.tail, kind, device)
 
     def plan_smaller(self) -> bool:
         """The last call ran out of device memory: whether the next one like it will be planned to take less."""
@@ -58,4 +60,5 @@ class Scheduler:
         self._planner.learn(run)
 
     def profile(self) -> ModelProfile:
-        return self._planner.profile(self._pool.num_devices + 1, self._pool.devices()[0].memory_limit_bytes())
+        limit = self._pool.devices()[0].memory_limit_bytes()
+        return self._planner.latest_profile(self._pool.num_devices + 1, limit)

@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from roundpipe.errors import ConfigError, SplitError
 from roundpipe.microbatch.cut import Rule, RuledLeaf, RuledTree, batch_size, named, packed_length
 from roundpipe.microbatch.markers import check_split_input, check_split_label, is_custom_function, noting_function
@@ -44,6 +47,11 @@ class MicrobatchInputs:
 
     def __len__(self) -> int:
         return len(self.args)
+
+    def first_numel(self) -> int:
+        """How many numbers go into the first microbatch, labels not counted."""
+        leaves = (getattr(leaf, "value", leaf) for leaf in tree_leaves((self.args[:1], self.kwargs[:1])))
+        return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def first(self) -> MicrobatchInputs:
         """The first microbatch alone."""

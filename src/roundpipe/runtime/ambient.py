@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
+
+_NOTHING_TO_ENTER = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +35,14 @@ class Ambient:
         )
         return cls(autocasts, torch.is_autocast_cache_enabled(), torch.get_num_threads())
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         # Threads beside the caller's have a thread count of their own, and sums on the CPU depend on it.
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
+        return self._casting() if any(cast.enabled for cast in self.autocasts) else _NOTHING_TO_ENTER
+
+    @contextlib.contextmanager
+    def _casting(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for cast in self.autocasts:
                 if cast.enabled:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from roundpipe.errors import ArgumentTypeError
 from roundpipe.store.layout import span_elements
@@ -20,6 +20,10 @@ from roundpipe.store.layout import span_elements
 @dataclasses.dataclass(frozen=True)
 class _TensorAt:
     position: int
+
+
+_ALONE: tuple[Any, ...] = (_TensorAt(0),)  # the leaves of a value that is a tensor itself, as most are
+_LEAF = tree_structure(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Bundle:
 
     @classmethod
     def pack(cls, value: Any) -> Bundle:
+        if isinstance(value, torch.Tensor):
+            return cls((value,), _ALONE, _LEAF)
         leaves, spec = tree_flatten(value)
         position_of: dict[int, int] = {}
         tensors: list[torch.Tensor] = []
@@ -47,12 +53,14 @@ class Bundle:
         return cls(tuple(tensors), tuple(packed), spec, _sharing_memory(tensors))
 
     def unpack(self) -> Any:
+        if self._leaves is _ALONE:
+            return self.tensors[0]
         leaves = [self.tensors[leaf.position] if isinstance(leaf, _TensorAt) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._spec)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Bundle:
         assert len(tensors) == len(self.tensors)
-        return dataclasses.replace(self, tensors=tuple(tensors))
+        return Bundle(tuple(tensors), self._leaves, self._spec, self.sharing_memory)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Bundle:
         return self.with_tensors([change(tensor) for tensor in self.tensors])

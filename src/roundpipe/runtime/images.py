@@ -42,12 +42,18 @@ class LayerImages:
     def release_unused(self) -> None:
         self._buffers.release_unused()
 
-    def prefetch(self, run: Run, task: StageTask, place: Place) -> None:
-        """Start every upload of the task that need not wait for the optimizer, in the order of use."""
+    def prefetch(self, run: Run, task: StageTask, place: Place, *, within_room: bool = False) -> None:
+        """Start every upload of the task that need not wait for the optimizer, in the order of use.
+
+        `within_room`: as long as there is memory that nobody else was promised.
+        """
         for layer_id in _order_of_use(run, task):
             if self._key(run, task, layer_id) in self._images:
                 continue
             if run.failed or not run.store.weights.can_upload(layer_id, run.version):
+                return
+            size = run.store.layers[layer_id].image.total_bytes
+            if within_room and not self._buffers.has_one(size, run.weight_room_bytes):
                 return
             self._upload(run, task, layer_id, place)
 
@@ -66,16 +72,19 @@ class LayerImages:
 
     def finish(self, run: Run, task: StageTask) -> None:
         """The task is done, or dropped: its buffers are free once compute has passed this point."""
-        passed = self._device.record(StreamKind.COMPUTE)
         for layer_id in task.layers:
-            image = self._images.pop(self._key(run, task, layer_id), None)
-            if image is not None:
-                self._buffers.give(image.buffer, [passed, image.uploaded])
+            self.finish_layer(run, task, layer_id)
+
+    def finish_layer(self, run: Run, task: StageTask, layer_id: int) -> None:
+        """The same for one layer that the task needs no more."""
+        image = self._images.pop(self._key(run, task, layer_id), None)
+        if image is not None:
+            self._buffers.give(image.buffer, [self._device.record(StreamKind.COMPUTE), image.uploaded])
 
     def _upload(self, run: Run, task: StageTask, layer_id: int, place: Place) -> None:
         place.at(layer_id, "weight upload")
         layer = run.store.layers[layer_id]
-        buffer = self._buffers.take(layer.image.total_bytes)
+        buffer = self._buffers.take(layer.image.total_bytes, run.weight_room_bytes)
         for part, host in run.store.weights.upload_pieces(layer_id, run.version, buffer):
             self._device.copy(part, host, StreamKind.WEIGHTS_UP)
         uploaded = self._device.record(StreamKind.WEIGHTS_UP)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -15,6 +16,7 @@ from roundpipe.devices import Device, MemoryUse
 from roundpipe.plan import Phase
 from roundpipe.runtime.run import Measurement, Run
 
+_NOTHING_TO_NOTE = contextlib.nullcontext()
 _LOSS_BACKWARD_FACTOR = 2  # what a loss keeps has a gradient that comes in, and one that goes out
 
 
@@ -23,11 +25,14 @@ class Meter:
         self._run, self._device = run, device
         self._is_on = run.is_measured
 
+    def forward(self, layer_id: int, phase: LayerPhase, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        return self._forward(layer_id, phase, inputs) if self._is_on else _NOTHING_TO_NOTE
+
+    def backward(self, layer_id: int) -> AbstractContextManager[None]:
+        return self._backward(layer_id) if self._is_on else _NOTHING_TO_NOTE
+
     @contextlib.contextmanager
-    def forward(self, layer_id: int, phase: LayerPhase, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        if not self._is_on:
-            yield
-            return
+    def _forward(self, layer_id: int, phase: LayerPhase, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
         memory_before, start = self._device.memory_use(), self._device.mark()
         yield
         timed = Phase.RECOMPUTE if phase is LayerPhase.RECOMPUTE else Phase.FORWARD
@@ -38,10 +43,7 @@ class Meter:
             self._run.activation_bytes[layer_id] = (kept, sum(tensor.nbytes for tensor in inputs))
 
     @contextlib.contextmanager
-    def backward(self, layer_id: int) -> Iterator[None]:
-        if not self._is_on:
-            yield
-            return
+    def _backward(self, layer_id: int) -> Iterator[None]:
         start = self._device.mark()
         yield
         self._run.measurements.append(Measurement(layer_id, Phase.BACKWARD, start, self._device.mark()))

@@ -114,9 +114,9 @@ class Run:
         generation: int,
         iteration: Iteration,
         on_failure: Callable[[Run], None],
-        probe_for: int | None = None,
+        is_probe: bool = False,
     ) -> None:
-        """`probe_for`: a run of one microbatch, of which nothing stays but what it shows of calls with so many."""
+        """`is_probe`: nothing of it stays but what it shows of layers."""
         self.number = next(_run_numbers)
         self.store = store
         self.monitor = store.monitor
@@ -128,14 +128,15 @@ class Run:
         self.generation = generation
         self.iteration = iteration
         self.signature: Hashable = None  # runs that have the same do the same work on tensors of the same shapes
-        self.is_probe = probe_for is not None
-        self.measured_as = num_microbatch if probe_for is None else probe_for
+        self.is_probe = is_probe
         self.is_measured = True
+        self.load: Hashable = None  # of the calls whose costs it shows
         self._on_failure = on_failure
         self.loss_fn: Callable[[Any, Any], Any] | None = None
         self.labels: list[Bundle] = []
         self.wants_outputs = True
         self.tail = 1  # microbatches at the end that go backward together
+        self.weight_room_bytes = 0  # device memory for weights beyond what the schedule needs: up to so much in all
         self.workers: tuple[int, ...] = ()
         self.first_task_index = tasks[0].index if tasks else 0
 

@@ -47,7 +47,7 @@ class StageRunner:
     """Carries out tasks on one device, one at a time."""
 
     def __init__(
-        self, device: Device, landing: LandingThread, images: LayerImages, prefetch_next: Callable[[], None]
+        self, device: Device, landing: LandingThread, images: LayerImages, prefetch_next: Callable[[bool], None]
     ) -> None:
         self.device = device
         self.landing = landing
@@ -93,7 +93,7 @@ class _Task:
                 self._place.microbatch = microbatch
                 self._run_microbatch(microbatch)
                 if microbatch == 0:
-                    self._runner.prefetch_next()
+                    self._runner.prefetch_next(False)
             if in_tail:
                 self._run_tail(in_tail)
         finally:
@@ -125,6 +125,8 @@ class _Task:
             bundle, flags = self._forward_layer(
                 layer_id, microbatch, bundle, flags, self._run.forward_phase
             ).handed_on()
+            if microbatch == self._run.num_microbatch - 1:
+                self._let_go_of_weights(layer_id)
         self._mail.send(microbatch, bundle, flags)
 
     def _fused_task(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
@@ -160,7 +162,7 @@ class _Task:
                 gradients[microbatch] = self._backward_layer(frames.pop(), of_outputs, microbatch)
                 stacks[microbatch] = frames
             if microbatch == microbatches.start == 0:
-                self._runner.prefetch_next()
+                self._runner.prefetch_next(False)
         for _ in self._task.layers[1:]:
             self._run.check()
             for microbatch in microbatches:
@@ -282,6 +284,7 @@ class _Task:
                 self._gradients[frame.layer_id].gather()
         if microbatch == self._run.num_microbatch - 1:
             self._send_parameter_gradients(frame.layer_id)
+            self._let_go_of_weights(frame.layer_id)
         return frame.leaves.gradients
 
     def _send_parameter_gradients(self, layer_id: int) -> None:
@@ -302,6 +305,12 @@ class _Task:
             self._gradients[layer_id] = LayerGradients(replica, self._runner.gradient_buffers)
             self._buffers.upload(replica)
         return self._replicas[layer_id]
+
+    def _let_go_of_weights(self, layer_id: int) -> None:
+        """The task needs them no more; the next one may."""
+        self._replicas.pop(layer_id).unbind()
+        self._images.finish_layer(self._run, self._task, layer_id)
+        self._runner.prefetch_next(True)
 
     # The loss.
 

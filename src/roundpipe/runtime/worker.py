@@ -96,7 +96,7 @@ class Worker:
         finally:
             run.task_done()
 
-    def _prefetch_next(self) -> None:
+    def _prefetch_next(self, within_room: bool) -> None:
         """What goes wrong here concerns the next task; the present one goes on."""
         with self._ready:
             job = self._jobs[0] if self._jobs else None
@@ -105,7 +105,7 @@ class Worker:
         place = Place()
         place.enter(*job, self.device.name)
         try:
-            self._images.prefetch(*job, place)
+            self._images.prefetch(*job, place, within_room=within_room)
         except torch.OutOfMemoryError:
             pass  # then its upload waits for its turn
         except BaseException as error:

@@ -1,0 +1,133 @@
+"""A float32 number kept as a bfloat16 weight and 16 bits comes back with every bit, from the kernel and from Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from roundpipe.optim.native.kernel import OnePassKernel, SplitMaster, one_pass_kernel
+from roundpipe.store.split_value import SplitValue
+
+UPPERS = torch.arange(0, 0x10000, dtype=torch.int64)  # every sign, exponent and leading bits there are
+LOWERS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+
+
+def kernel() -> OnePassKernel:
+    made = one_pass_kernel()
+    assert made is not None, "the tests need a C compiler"
+    return made
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """Of 64-bit numbers: those above 2**31 have the sign bit set."""
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+def bits_of(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32)
+
+
+def split(values: Tensor, ties: int = 0) -> SplitValue:
+    """`ties`: what was in the bits before, which must not matter."""
+    made = SplitValue(torch.empty_like(values, dtype=torch.bfloat16))
+    made.ties.fill_(ties)
+    kernel().split(values, SplitMaster(made.weight, made.low, made.ties))
+    return made
+
+
+def joined_by_kernel(made: SplitValue) -> Tensor:
+    to = torch.empty_like(made.weight, dtype=torch.float32)
+    kernel().join(SplitMaster(made.weight, made.low, made.ties), to)
+    return to
+
+
+def assert_comes_back(values: Tensor, ties: int = 0) -> None:
+    made = split(values, ties)
+    not_nan = ~values.isnan()
+    assert torch.equal(made.weight[not_nan].view(torch.int16), values.to(torch.bfloat16)[not_nan].view(torch.int16))
+    for joined in (joined_by_kernel(made), made.joined()):
+        assert torch.equal(bits_of(joined)[not_nan], bits_of(values)[not_nan])
+        assert joined[~not_nan].isnan().all()
+
+
+@pytest.mark.parametrize("ties", [0x00, 0xFF, 0x5A])
+@pytest.mark.parametrize("lower", LOWERS, ids=hex)
+def test_every_upper_half_comes_back(lower: int, ties: int) -> None:
+    """Normal and subnormal numbers, zeros and infinities of both signs, NaNs; below, on and above the half way."""
+    assert_comes_back(from_bits((UPPERS << 16) | lower), ties)
+
+
+@pytest.mark.parametrize("upper", [0x0000, 0x8000, 0x3F80, 0x3F81, 0xBF80, 0x7F7F, 0xFF7F, 0x0001, 0x007F, 0x0080])
+def test_every_lower_half_comes_back(upper: int) -> None:
+    """Of zero and minus zero, one, the largest numbers, which round to infinity, and the smallest."""
+    assert_comes_back(from_bits((upper << 16) | UPPERS))
+
+
+def test_numbers_by_name() -> None:
+    names = [0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, -3.4028235e38, 1 / 3]
+    assert_comes_back(torch.tensor(names))
+
+
+def test_a_nan_stays_one() -> None:
+    patterns = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC08000, 0xFFFFFFFF, 0x7F808000])
+    made = split(from_bits(patterns))
+    assert made.weight.isnan().all()
+    assert joined_by_kernel(made).isnan().all()
+    assert made.joined().isnan().all()
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=70), st.integers(0, 255))
+def test_any_numbers_come_back(patterns: list[int], ties: int) -> None:
+    """Also where their number is no multiple of 8, or of a vector."""
+    assert_comes_back(from_bits(torch.tensor(patterns)), ties)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 1023, 1024, 1025, 70_001])
+def test_ties_at_the_ends_of_bytes_and_blocks(count: int) -> None:
+    bits = (torch.arange(count) % 0x7F00 << 16) | 0x8000
+    bits[1::5] += 1
+    assert_comes_back(from_bits(bits), 0xFF)
+
+
+def test_the_two_ways_to_join_agree_on_anything() -> None:
+    """Also on bits that no split has made."""
+    made = SplitValue(torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16))
+    generator = torch.Generator().manual_seed(1)
+    made.low.copy_(torch.randint(-32768, 32768, (65536,), generator=generator))
+    made.low[::3] = -32768  # ties
+    made.low[1::7] = 0
+    made.ties.copy_(torch.randint(0, 256, (8192,), generator=generator))
+    assert torch.equal(bits_of(joined_by_kernel(made)), bits_of(made.joined()))
+
+
+def test_before_the_lower_bits_are_needed_the_value_is_the_weight() -> None:
+    weight = torch.randn(3, 5).to(torch.bfloat16)
+    made = SplitValue(weight)
+    assert torch.equal(made.joined(), weight.float())
+    assert made._low is None
+    assert made._ties is None, "nobody has taken memory"
+    assert int(made.low.count_nonzero()) == int(made.ties.count_nonzero()) == 0
+    assert torch.equal(made.joined(), weight.float()), "fresh bits say the same"
+
+
+def test_what_it_becomes_has_nothing_of_what_it_was() -> None:
+    made = split(torch.full((9,), 1 / 3))
+    weight = torch.ones(9, dtype=torch.bfloat16)
+    made.become(weight)
+    assert made.weight is weight
+    assert torch.equal(made.joined(), torch.ones(9))
+
+
+@pytest.mark.parametrize("dims", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_bits_lie_as_the_weight_lies(dims: tuple[int, int, int]) -> None:
+    values = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(2)).permute(dims)
+    made = SplitValue(torch.empty_like(values, dtype=torch.bfloat16))
+    assert made.weight.stride() == values.stride()
+    kernel().split(values, SplitMaster(made.weight, made.low, made.ties))
+    joined = made.joined()
+    assert joined.stride() == values.stride()
+    assert torch.equal(joined, values)
+    assert torch.equal(made.weight, values.to(torch.bfloat16))
