@@ -304,6 +304,27 @@ def test_a_call_that_fails_when_layers_have_been_updated(
         made.assert_right()
 
 
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_gradients_of_the_call_before_are_not_taken_for_whole(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls before the step, and the second fails: layers it has not reached have half of their gradients."""
+    with overlap() as made:
+        made.prove()
+        before = made.weights()
+        watch, error = KernelWatch(monkeypatch), Boom("late")
+        made.call(2)
+        gate = held_call(made, 3, held, error)
+        step = Background(made.step)
+        wait_for(watch.after[NUM_LAYERS - 1 - held])
+        gate.opened.set()
+        assert raised_by(step.result) is error
+        made.assert_consistent()
+        changed = [not torch.equal(new, old) for new, old in zip(made.weights(), before, strict=True)]
+        assert changed == [i // 2 > held for i in range(2 * NUM_LAYERS)]
+        made.follow()
+        made.train_right(4, 5)
+        made.assert_right()
+
+
 def test_a_call_that_fails_before_any_layer_was_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     with overlap() as made:
         made.prove()

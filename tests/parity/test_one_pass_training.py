@@ -655,6 +655,22 @@ def test_what_the_user_writes_into_the_model_counts(models: Models, num_devices:
     made.check()
 
 
+def test_what_the_user_writes_between_asynchronous_steps_counts(models: Models, num_devices: int) -> None:
+    """Without synchronize(): the weights the user sees, and those that are due, become what he writes."""
+    made = pair(models, num_devices, our_adam, torchs_adam)
+    for iteration in range(4):
+        made.train(ASYNC[: 2 + iteration % 2])
+        assert_same(dict(made.model.state_dict()), dict(made.reference.module.state_dict()), "what calls read")
+        written = batch(WIDTH, WIDTH, seed=iteration).to(BF16) / 4
+        with torch.no_grad():
+            for side in (made.model.model, made.reference.module):
+                side[iteration][0].weight.copy_(written)
+            made.reference.masters[2 * iteration].copy_(written)
+        made.reference.versions[-1] = made.reference._snapshot()
+    made.train(ASYNC)
+    made.check()
+
+
 def test_a_state_dict_of_the_model_loaded_in_the_middle(models: Models, steps: list[bool]) -> None:
     made = pair(models, 3, our_adam, torchs_adam)
     made.train(steps)

@@ -141,7 +141,8 @@ class Recovery:
             for other in {id(error): error for error in errors if error is not first}.values():
                 logger.error("this failed too", exc_info=other)
             if lost_gradients:
-                add_note(first, _PUT_RIGHT)
+                half_done, self._stepper.half_done = self._stepper.half_done, None
+                add_note(first, half_done or _PUT_RIGHT)
             if remark:
                 add_note(first, remark)
             raise_as_it_came(first)

@@ -63,6 +63,7 @@ class Stepper:
         self._jobs: deque[StepJob] = deque()  # the first one may be running
         self._void_versions: set[int] = set()
         self._lost_since: int | None = None  # the first generation whose gradients are lost and not yet dropped
+        self.half_done: str | None = None  # what an abandoned step has left, for whoever reports the failure
         self._thread: threading.Thread | None = None
         self._closing = False
 
@@ -204,19 +205,30 @@ class Stepper:
             self._for_all(updates, LayerUpdate.close)
         except BaseException as error:
             self._void_versions.add(job.number)
+            replaced = sum(update.has_replaced_weights for update in updates)
             self._for_all(updates, LayerUpdate.revoke)
             if isinstance(error, StepAbandoned):
+                self._note_half_done(job, updates)
                 return
             what = "running step_fn of" if job.begun else "preparing"
             add_note(
                 error,
-                f"while {what} optimizer step {job.number} on the optimizer thread; nothing of this step is published "
-                "to the model, and its gradients were dropped",
+                f"while {what} optimizer step {job.number} on the optimizer thread; {_published(replaced)}, and its "
+                "gradients were dropped",
             )
             raise
         finally:
             if job.publishes:
                 self._publish_late(job.number)
+
+    def _note_half_done(self, job: StepJob, updates: Sequence[LayerUpdate]) -> None:
+        count = sum(update.has_updated for update in updates)
+        if count:
+            self.half_done = (
+                f"optimizer step {job.number} was under way: {count} of {len(updates)} layers were updated with this "
+                "call's gradients and stay so, the others, and all buffers, are as before; gradients gathered since "
+                "the last optimizer step were dropped. Load a checkpoint to be sure of what you train"
+            )
 
     def _updates(self, job: StepJob) -> list[LayerUpdate]:
         """Of all layers, in the order in which their gradients land."""
@@ -281,6 +293,12 @@ class _OptimizerGuard:
                         f"the optimizer was built on the model's own parameters ({self._own[id(param)]!r} is one); "
                         "build it on model.optim_parameters() or model.optim_named_parameters()."
                     )
+
+
+def _published(num_replaced: int) -> str:
+    if not num_replaced:
+        return "nothing of this step is published to the model"
+    return f"{num_replaced} layers that were updated in place are published to the model, the others are not"
 
 
 @contextlib.contextmanager

@@ -102,6 +102,12 @@ class LayerSlot:
         assert version == held.stop
         self._held[newest] = range(held.start, version + 1)
 
+    def moved_to_front(self) -> None:
+        """The newest version has been copied over the older ones in the front buffer, which nobody needs any more."""
+        assert self._held[WeightBuffer.BACK].stop - 1 == self.newest_version
+        assert not self._uploads_due
+        self._held = [self._held[WeightBuffer.BACK], _NOTHING]
+
     def swapped(self) -> None:
         """The contents of the two buffers have changed places."""
         self._held.reverse()

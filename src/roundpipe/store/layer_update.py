@@ -100,6 +100,16 @@ class LayerUpdate:
         """Where new weights may be written at once; None if they are to be made from the masters later."""
         return None if self.publishes_late else record.memory(self._begun())
 
+    @property
+    def has_updated(self) -> bool:
+        """Whether the optimizer has updated any of it in one pass."""
+        return bool(self._updated)
+
+    @property
+    def has_replaced_weights(self) -> bool:
+        """Whether what it has written lies where the weights before it were."""
+        return self._target is not None and self._old() is None
+
     def was_updated(self, record: ParameterRecord) -> None:
         self._updated.add(record)
 
@@ -131,7 +141,7 @@ class LayerUpdate:
     def _revoke_weights(self) -> None:
         if self._target is None:
             self._store.weights.unchanged(self._layer_id, self._version)
-        elif self._old() is None:
+        elif self.has_replaced_weights:
             self._complete_weights()
         else:
             self._store.weights.revoke(self._layer_id, self._version, self._target)

@@ -147,32 +147,37 @@ class LayerWeights:
                 if slot.buffer_of(version) is WeightBuffer.FRONT:
                     continue
                 events = [event for buffer in WeightBuffer for event in slot.take_upload_events(buffer)]
+                old_is_needed = version != slot.newest_version or not slot.is_idle()
             failure = _wait_for_all(events)
-            _swap(layer)
+            _bring_to_front(layer, keep_old=old_is_needed)
             with self._monitor:
-                slot.swapped()
+                if old_is_needed:
+                    slot.swapped()
+                else:
+                    slot.moved_to_front()
             if failure is not None:
                 raise failure
 
     def _give_second_memory(self, layer: LayerRecord, missing: Sequence[ParameterRecord]) -> None:
-        """Each begins with what it has now."""
+        """The first of a layer is empty until a version is written into it; a later one joins what the others hold."""
+        others_have = any(record.back is not None for record in layer.at_home)
         layout = lay_out([record.weights for record in missing])
         require_host_memory({"a second copy of its weights": layout.total_bytes}, "a layer", _ADVICE)
         flat = HostBuffer(layout.total_bytes, self._pinner)
         self._backs.append(flat)
         for record, view in zip(missing, layout.views(flat.tensor), strict=True):
-            view.copy_(record.weights)
-            record.back = view
+            record.back = view.copy_(record.weights) if others_have else view
         if len(missing) == len(layer.at_home):
             layer.back = flat
 
 
-def _swap(layer: LayerRecord) -> None:
+def _bring_to_front(layer: LayerRecord, *, keep_old: bool) -> None:
     for record in layer.at_home:
         if record.back is not None:
-            front = record.weights.clone()
+            front = record.weights.clone() if keep_old else None
             record.weights.copy_(record.back)
-            record.back.copy_(front)
+            if front is not None:
+                record.back.copy_(front)
             if record.master is not None:
                 record.master.weights_swapped(record.weights, record.back)
 

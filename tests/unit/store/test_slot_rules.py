@@ -116,6 +116,19 @@ def test_buffers_change_places_with_what_is_read_from_them() -> None:
     assert slot.take_upload_events(BACK) == [EVENT]
 
 
+def test_the_newest_version_moves_over_the_older_ones() -> None:
+    slot = LayerSlot()
+    write(slot, 1, BACK)
+    slot.unchanged(2)
+    slot.moved_to_front()
+    assert [slot.buffer_of(version) for version in (0, 1, 2)] == [None, FRONT, FRONT]
+    write(slot, 3, BACK)
+    assert slot.newest_version == 3
+    slot.expect_uploads("call", 2, 1)
+    with pytest.raises(AssertionError):
+        slot.moved_to_front()  # version 2 is still to be read
+
+
 def test_gradients_land_in_the_order_calls_were_announced() -> None:
     slot = LayerSlot()
     slot.expect_landings("first", 0, 1)
@@ -228,6 +241,12 @@ class SlotAgainstModel(RuleBasedStateMachine):
     def swap(self) -> None:
         self.slot.swapped()
         self.contents = {FRONT: self.contents[BACK], BACK: self.contents[FRONT]}
+
+    @precondition(lambda self: self.version in self.contents[BACK] and not self.uploads)
+    @rule()
+    def move_to_front(self) -> None:
+        self.slot.moved_to_front()
+        self.contents = {FRONT: self.contents[BACK], BACK: set()}
 
     @precondition(lambda self: all(generation > self.generation for _, generation in self.landings))
     @rule()
