@@ -40,12 +40,16 @@ dev0 |FB0---------------------------------------------------------------------|
 """
 
 FUSED_ONE_DEVICE_1500_BYTES = """
-F0   layers  0-6  dev0
-FB1  layers  7-11 dev0
-B2   layers  6-6  dev0
-B3   layers  3-5  dev0
-B4   layers  0-2  dev0
-dev0 |F0----------FB1----------------------B2---B3-------------B4-------------|
+F0   layers  0-1  dev0
+F1   layers  2-3  dev0
+F2   layers  4-5  dev0
+F3   layers  6-6  dev0
+FB4  layers  7-11 dev0
+B5   layers  6-6  dev0
+B6   layers  4-5  dev0
+B7   layers  2-3  dev0
+B8   layers  0-1  dev0
+dev0 |F0-F1--F2-F3FB4----------------------B5---B6--------B7--------B8--------|
 86 s
 """
 

@@ -15,8 +15,8 @@ from roundpipe.store import LowGradient, OptimizerCopy
 
 
 def pending_copies(params: Iterable[Any]) -> list[OptimizerCopy]:
-    """Those whose gradient nobody has made a tensor yet."""
-    return [param for param in params if isinstance(param, OptimizerCopy) and param.is_pending]
+    """Those whose gradient nobody has made a tensor yet, in this step or in one before."""
+    return [param for param in params if isinstance(param, OptimizerCopy) and param.has_only_low_gradient]
 
 
 def widened(copies: Sequence[OptimizerCopy]) -> Iterator[tuple[OptimizerCopy, Tensor]]:

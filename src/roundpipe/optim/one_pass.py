@@ -98,10 +98,8 @@ def _update_held(
 
 
 def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor | SplitMaster:
-    if weight is None:  # nowhere to put the upper half
-        copy.take_memory()
-    if copy.split_value is None:
-        return copy
+    if weight is None or copy.split_value is None:  # nowhere to put the upper half, or it has memory already
+        return copy.values()
     return SplitMaster(copy.split_value.weight, copy.split_value.low, copy.split_value.ties)
 
 

@@ -202,7 +202,8 @@ class Stepper:
             if not self._may_begin(job):
                 raise StepAbandoned
             self._run_step_fn(job)
-            self._for_all(updates, LayerUpdate.close)
+            self._for_all(updates, LayerUpdate.end_step)
+            self._for_all(updates, LayerUpdate.publish)
         except BaseException as error:
             self._void_versions.add(job.number)
             replaced = sum(update.has_replaced_weights for update in updates)

@@ -66,6 +66,7 @@ class Replica:
         self._buffer_homes = {id(pair.original): pair.replica for pair in self._pairs}
         self._changes_input: dict[bool, bool] = {}
         self._draws_on_host: dict[bool, bool] = {}
+        self._writes_buffers: dict[tuple[bool, ...], bool] = {}
         self._image_address = 0
 
     # What runs so far have shown of the layer, apart for training and evaluation; until then the worst is assumed.
@@ -75,6 +76,13 @@ class Replica:
 
     def may_draw_on_host(self) -> bool:
         return self._draws_on_host.get(self.module.training, True)
+
+    def may_write_buffers(self, training: tuple[bool, ...]) -> bool:
+        """`training`: the modes of its modules, as in LayerSettings."""
+        return bool(self.record.buffers) and self._writes_buffers.get(training, True)
+
+    def note_buffers(self, training: tuple[bool, ...], *, were_written: bool) -> None:
+        self._writes_buffers[training] = were_written or self._writes_buffers.get(training, False)
 
     def note_behaviour(self, *, changed_input: bool, drew_on_host: bool | None) -> None:
         if changed_input and not self.may_change_input():
@@ -181,10 +189,11 @@ class _ModulePair:
                 del self.replica.__dict__[key]
 
     def _changes(self) -> dict[str, Any]:
+        given = self._given
         return {
             key: value
             for key, value in self.replica.__dict__.items()
-            if key not in _NOT_SYNCED and self._given.get(key, _MISSING) is not value and isinstance(value, _PLAIN)
+            if given.get(key, _MISSING) is not value and key not in _NOT_SYNCED and isinstance(value, _PLAIN)
         }
 
 

@@ -139,13 +139,17 @@ class _Task:
     def _tail(self) -> range:
         """The microbatches at the end of a fused task that go backward together; see [Note: tail].
 
-        None where a layer writes buffers: what one microbatch has saved another would change.
+        None where a layer may write buffers: what one microbatch has saved another would change.
         """
         count = self._run.num_microbatch
         has_one = self._task.kind is TaskKind.FUSED and self._run.tail > 1
-        if not has_one or not self._recall.writes_buffers.isdisjoint(self._task.layers):
+        if not has_one or any(map(self._may_write_buffers, self._task.layers)):
             return range(count, count)
         return range(max(count - self._run.tail, 0), count)
+
+    def _may_write_buffers(self, layer_id: int) -> bool:
+        replica = self._images.replica(self._run.store, layer_id)
+        return replica.may_write_buffers(self._recall.settings[layer_id].training)
 
     def _run_tail(self, microbatches: range) -> None:
         stacks: dict[int, list[Frame]] = {}

@@ -113,11 +113,14 @@ class LayerUpdate:
     def was_updated(self, record: ParameterRecord) -> None:
         self._updated.add(record)
 
-    def close(self) -> None:
-        """The step function has come to its end: what it left open is settled, and the weights are made complete."""
+    def end_step(self) -> None:
+        """The step function has come to its end: gradients that it has not cleared stay with the copies."""
         self.wait_for_gradients()
         for record in self._records:
             self._store.masters.of(record).end_step()
+
+    def publish(self) -> None:
+        """All has gone well, in all layers: the weights are made complete and count from now on."""
         if not self.publishes_late:
             self._complete_weights()
         self._settled = True

@@ -101,6 +101,7 @@ class OptimizerCopy(nn.Parameter):
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, OptimizerCopy):
                     value.take_memory()
+                    value.mark_touched()  # not every kernel that writes leaves a trace in version counters
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -153,9 +154,21 @@ class OptimizerCopy(nn.Parameter):
 
     # What an optimizer does that works in one pass.
 
+    @property
+    def has_only_low_gradient(self) -> bool:
+        """Whether its gradient lies in host memory as it came, and nothing from an earlier step is to be added to."""
+        return self.is_pending and _GRAD.__get__(self) is None
+
+    def values(self) -> torch.Tensor:
+        """Its memory as a plain tensor, for whoever needs no trace of what is written."""
+        self.take_memory()
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: torch.Tensor = _DATA.__get__(self)
+            return plain
+
     def low_gradient(self) -> LowGradient | None:
         """The gradient as it lies in host memory; None if there is none, or if `.grad` is a tensor by now."""
-        if not self.is_pending or _GRAD.__get__(self) is not None:
+        if not self.has_only_low_gradient:
             return None
         assert self.source is not None
         tensor = self.source.get()
