@@ -89,15 +89,16 @@ class _Search:
     def largest_fused(self) -> Cut:
         """For one device: nothing to balance, so fuse as much as memory allows; what is fused is not recomputed.
 
-        The other stages, as large as memory allows, are found for each division of memory.
+        The other stages, as large as memory allows, are found for each division of memory; at last they are single
+        layers.
         """
         packers = [self._unbounded, *(self._packer(share) for share in RUNNING_SHARES)]
         for start in range(self._num_layers):
             fused = range(start, self._num_layers)
             if not self._fused_leaves_room(fused):
                 continue
-            cuts = (self._around(fused, packer) for packer in packers)
-            fitting = [cut for cut in cuts if self._fits(cut)]
+            cuts = [self._around(fused, packer) for packer in packers]
+            fitting = [cut for cut in (*cuts, _layer_by_layer(fused)) if self._fits(cut)]
             if fitting:
                 return min(fitting, key=lambda cut: cut.num_stages)
         return self._finest
@@ -110,8 +111,10 @@ class _Search:
             fused = range(start, self._num_layers)
             if self._fused_leaves_room(fused):
                 coarse = [self._around(fused, packer) for packer in packers]
-                fine = [Cut(cut.fwd, fused, tuple(range(i, i + 1) for i in range(start))) for cut in coarse]
-                step_s |= {cut: self._exact_s(cut, update_s) for cut in (*coarse, *fine) if self._fits(cut)}
+                fine = _layer_by_layer(fused)
+                finer = [Cut(cut.fwd, fused, fine.bwd) for cut in coarse]
+                cuts = (*coarse, *finer, fine)
+                step_s |= {cut: self._exact_s(cut, update_s) for cut in cuts if self._fits(cut)}
         if not step_s:
             return self._finest
         equal_s = min(step_s.values()) * (1 + TIE)
@@ -215,6 +218,12 @@ class _Search:
 
 def _tasks(cut: Cut) -> tuple[StageTask, ...]:
     return number_tasks(fwd=cut.fwd, fused=() if cut.fused is None else (cut.fused,), bwd=reversed(cut.bwd))
+
+
+def _layer_by_layer(fused: range) -> Cut:
+    """Stages of one layer beside a fused one: the fewest buffers."""
+    layers = tuple(range(i, i + 1) for i in range(fused.start))
+    return Cut(layers, fused, layers)
 
 
 def _tails(stages: Sequence[range]) -> list[range]:
