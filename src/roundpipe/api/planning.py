@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from roundpipe.config import RecomputeGrain, ResolvedRunConfig
@@ -67,6 +67,13 @@ class CallKind:
         return Load(self.num_microbatch, self.size, self.run_type is RunType.INFER)
 
 
+class Details(NamedTuple):
+    """What is left to settle once a call has its schedule."""
+
+    tail: int
+    weight_room_bytes: int
+
+
 @dataclasses.dataclass
 class _Choice:
     """The plan in use for one kind of call, and when to think about it again."""
@@ -111,6 +118,8 @@ class Planner:
         self._num_trained = [sum(record.param.numel() for record in layer.trainable) for layer in store.layers]
         self._measured: dict[Load, _Measured] = {}
         self._choices: dict[CallKind, _Choice] = {}
+        # With the occasion they were settled on.
+        self._details: dict[tuple[CallKind, tuple[StageTask, ...]], tuple[Hashable, Details]] = {}
         self._memory_share: dict[CallKind, float] = {}  # of the limit, for calls that ran out of memory within it
 
     def plan(self, kind: CallKind, config: ResolvedRunConfig, device: Device) -> ModelExecutePlan:
@@ -128,6 +137,16 @@ class Planner:
             choice.pause = min(2 * choice.pause, _LONGEST_PAUSE)
             choice.calls_until_review = choice.pause
         return choice.plan
+
+    def details(self, tasks: tuple[StageTask, ...], kind: CallKind, device: Device) -> Details:
+        """Thought about anew when something was learned or the plan was looked at again, and kept until then."""
+        choice = self._choices.get(kind)
+        known = min(self._of(kind.load).num_learned, _ENOUGH_RUNS)
+        occasion = (known, choice and choice.pause, measured_rate() is None, self._memory_share.get(kind))
+        if self._details.get((kind, tasks), (None, None))[0] != occasion:
+            tail = self.tail(tasks, kind, device) if kind.is_exact else 1
+            self._details[kind, tasks] = occasion, Details(tail, self._weight_room_bytes(tasks, tail, kind, device))
+        return self._details[kind, tasks][1]
 
     def tail(self, tasks: Sequence[StageTask], kind: CallKind, device: Device) -> int:
         """How many microbatches of a call whose update is waited for go backward together."""
@@ -173,7 +192,7 @@ class Planner:
         loads = [load for load in self._measured if load.num_microbatch == num_microbatch and not load.is_inference]
         return self._profile_of(loads[-1] if loads else Load(num_microbatch, 0), memory_limit_bytes)
 
-    def weight_room_bytes(self, tasks: Sequence[StageTask], tail: int, kind: CallKind, device: Device) -> int:
+    def _weight_room_bytes(self, tasks: Sequence[StageTask], tail: int, kind: CallKind, device: Device) -> int:
         """What weights may take on a device in all: what the schedule needs, and half of what nobody needs."""
         limit = device.memory_limit_bytes()
         if limit is None or self.is_blind(kind, device):

@@ -42,11 +42,8 @@ class Scheduler:
 
     def prepare(self, run: Run, kind: CallKind) -> None:
         """Settle what the planner leaves open until the schedule is known."""
-        device = self._pool.devices()[0]
         run.load, run.is_measured = kind.load, self._planner.wants_measurements(kind)
-        if kind.is_exact:
-            run.tail = self._planner.tail(run.tasks, kind, device)
-        run.weight_room_bytes = self._planner.weight_room_bytes(run.tasks, run.tail, kind, device)
+        run.tail, run.weight_room_bytes = self._planner.details(run.tasks, kind, self._pool.devices()[0])
 
     def plan_smaller(self) -> bool:
         """The last call ran out of device memory: whether the next one like it will be planned to take less."""
