@@ -85,6 +85,7 @@ class ModelEngine(Member):
             require_grad_mode(config)
             batches = split_inputs(args, kwargs, label, config)
             seed = draw_call_seed()
+            self.store.masters.training_begins()
             loses_nothing = not self._has_gradients()
             while True:
                 try:

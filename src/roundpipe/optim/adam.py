@@ -12,6 +12,7 @@ at in every step.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from roundpipe.optim.one_pass import step_in_one_pass
+from roundpipe.optim.reserve import Reserve
 from roundpipe.store import OptimizerCopy
 
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -29,6 +31,7 @@ class _FusedByDefault(torch.optim.Optimizer):
     """What both optimizers add to torch's: `fused=True` for a group for which neither foreach nor fused was given."""
 
     _updated: frozenset[int] = frozenset()  # within a step: parameters that need nothing more, by id
+    _reserve: Reserve | None = None  # until the first step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step; a copy whose gradient is still on its way is waited for."""
@@ -37,7 +40,8 @@ class _FusedByDefault(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._updated = frozenset(step_in_one_pass(self))
+            self._updated = frozenset(step_in_one_pass(self, self._reserve))
+        self._reserve = None
         # torch's own step, without the hooks around it, which are around this one already.
         torchs = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
         try:
@@ -59,6 +63,18 @@ class _FusedByDefault(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         _choose_fused(self.param_groups[-1])
+        for param in self.param_groups[-1]["params"]:
+            if isinstance(param, OptimizerCopy):
+                param.when_training = _weakly(self._get_memory_ready)
+
+    def _get_memory_ready(self) -> None:
+        """The model begins to train: moments will be needed soon."""
+        copies = {id(p): p for group in self.param_groups for p in group["params"] if isinstance(p, OptimizerCopy)}
+        for copy in copies.values():
+            copy.when_training = None
+        self._reserve = Reserve()
+        num_moments = 3 if any(group["amsgrad"] for group in self.param_groups) else 2
+        self._reserve.fill([copy for copy in copies.values() if not self.state.get(copy)], num_moments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also the end of `load_state_dict`: a state dict of an unfused optimizer is continued fused."""
@@ -94,6 +110,18 @@ class Adam(_FusedByDefault, torch.optim.Adam):
 
 class AdamW(_FusedByDefault, torch.optim.AdamW):
     """`torch.optim.AdamW` for host memory: same arguments, state and results."""
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Does nothing once the method's object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            found()
+
+    return call
 
 
 def _choose_fused(group: dict[str, Any]) -> bool:

@@ -14,22 +14,25 @@ from typing import Any
 import torch
 
 from roundpipe.optim.native.kernel import MAX_FACTORS, AdamRule, OnePassKernel, Segment, SplitMaster, one_pass_kernel
+from roundpipe.optim.reserve import Reserve
 from roundpipe.store import LayerUpdate, OptimizerCopy
-from roundpipe.store.host_buffer import host_zeros_like
 from roundpipe.store.layer_update import Source
 from roundpipe.store.layout import dense_stride
 
 _Item = tuple[OptimizerCopy, Source, dict[str, Any]]
 
 
-def step_in_one_pass(optimizer: torch.optim.Optimizer) -> Iterator[int]:
-    """Update what can be updated so; yields the ids of parameters with which the step is done."""
+def step_in_one_pass(optimizer: torch.optim.Optimizer, reserve: Reserve | None) -> Iterator[int]:
+    """Update what can be updated so; yields the ids of parameters with which the step is done.
+
+    `reserve`: has memory for moments that do not exist yet.
+    """
     items = _items_by_update(optimizer)
     kernel = one_pass_kernel() if items else None
     if kernel is None:
         return
     for update in _as_they_land(items):
-        yield from _update_layer(optimizer, update, items[update], kernel)
+        yield from _update_layer(optimizer, update, items[update], kernel, reserve or Reserve())
 
 
 def _as_they_land(updates: Iterable[LayerUpdate]) -> Iterator[LayerUpdate]:
@@ -52,24 +55,32 @@ def _items_by_update(optimizer: torch.optim.Optimizer) -> dict[LayerUpdate, list
 
 
 def _update_layer(
-    optimizer: torch.optim.Optimizer, update: LayerUpdate, items: Sequence[_Item], kernel: OnePassKernel
+    optimizer: torch.optim.Optimizer,
+    update: LayerUpdate,
+    items: Sequence[_Item],
+    kernel: OnePassKernel,
+    reserve: Reserve,
 ) -> Iterator[int]:
     update.wait_for_gradients()
     with contextlib.ExitStack() as held:
         for copy, _, _ in items:
             held.enter_context(copy.lock)
-        yield from _update_held(optimizer, update, items, kernel)
+        yield from _update_held(optimizer, update, items, kernel, reserve)
 
 
 def _update_held(
-    optimizer: torch.optim.Optimizer, update: LayerUpdate, items: Sequence[_Item], kernel: OnePassKernel
+    optimizer: torch.optim.Optimizer,
+    update: LayerUpdate,
+    items: Sequence[_Item],
+    kernel: OnePassKernel,
+    reserve: Reserve,
 ) -> Iterator[int]:
     ready = []
     for copy, source, group in items:
         gradient, factors = _gradient_of(copy)
         if gradient is None:
             continue
-        state = _state_of(optimizer, copy, amsgrad=group["amsgrad"])
+        state = _state_of(optimizer, copy, reserve, amsgrad=group["amsgrad"])
         if _share_layout([copy, gradient, *(value for key, value in state.items() if key != "step")]):
             ready.append((copy, source, group, gradient, factors, state))
     if not ready:
@@ -110,13 +121,15 @@ def _gradient_of(copy: OptimizerCopy) -> tuple[torch.Tensor | None, tuple[float,
     return low.tensor, low.factors
 
 
-def _state_of(optimizer: torch.optim.Optimizer, copy: OptimizerCopy, *, amsgrad: bool) -> dict[str, Any]:
+def _state_of(
+    optimizer: torch.optim.Optimizer, copy: OptimizerCopy, reserve: Reserve, *, amsgrad: bool
+) -> dict[str, Any]:
     """As torch makes it at a parameter's first step."""
     state: dict[str, Any] = optimizer.state[copy]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())):
-            state[key] = host_zeros_like(copy)
+            state[key] = reserve.moment_for(copy)
     return state
 
 

@@ -5,6 +5,7 @@ Allocated by the store. Rounded up to whole pages and no further; whoever alloca
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 
 from roundpipe.devices import HostPinner
 
-_HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; others refuse it, and pages are made when they are first written
 
 
 class HostBuffer:
@@ -35,17 +37,26 @@ class HostBuffer:
 
 def host_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros of a dense tensor's shape, type and layout, in huge pages where there are any: long loops run faster."""
-    if tensor.nbytes < _HUGE_PAGE_BYTES:
+    if tensor.nbytes < HUGE_PAGE_BYTES:
         return torch.zeros_like(tensor, memory_format=torch.preserve_format)
     flat = HostBuffer(tensor.nbytes, None).tensor.view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def make_pages_ready(tensor: torch.Tensor) -> None:
+    """Have the system make the pages of a dense tensor now, values untouched; it may be in use meanwhile."""
+    if sys.platform != "linux" or not tensor.nbytes:
+        return
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
 def _map_pages(num_bytes: int) -> Any:
     if sys.platform == "win32":
         return mmap.mmap(-1, num_bytes)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 

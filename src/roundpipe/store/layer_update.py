@@ -43,6 +43,7 @@ class LayerUpdate:
         self._thread = threading.get_ident()
         self._records = [record for record in store.layers[layer_id].at_home if store.masters.wanted(record)]
         self._gradients: dict[ParameterRecord, Gathered] | None = None  # once they have landed
+        self._unwanted: list[ParameterRecord] = []  # whose gradients were cleared before they came
         self._settled = False
         self._target: WeightBuffer | None = None
         self._updated: set[ParameterRecord] = set()
@@ -65,8 +66,8 @@ class LayerUpdate:
     def _take(self) -> None:
         """Called under the monitor, perhaps by the thread that lands: what is gathered is the step's from now on."""
         self._gradients = self._store.gradients.take(self._records)
-        if self._settled:
-            self._drop_gradients()
+        for record in list(self._gradients) if self._settled else self._unwanted:
+            self.release(record)
 
     def _drop_gradients(self) -> None:
         for record in list(self._gradients or ()):
@@ -88,7 +89,9 @@ class LayerUpdate:
 
     def release(self, record: ParameterRecord) -> None:
         """The step is done with a gradient, perhaps before it has come."""
-        if self._gradients is not None and record in self._gradients:
+        if self._gradients is None:
+            self._unwanted.append(record)
+        elif record in self._gradients:
             self._gradients.pop(record).let_go()
 
     def is_current_thread(self) -> bool:

@@ -29,6 +29,13 @@ class Masters:
         """Whether a gradient of this parameter would be the optimizer's."""
         return record.master is not None or record.param.requires_grad or record.gathered is not None
 
+    def training_begins(self) -> None:
+        """Tell whoever waits for it, once."""
+        for master in self.existing():
+            told, master.when_training = master.when_training, None
+            if told is not None:
+                told()
+
     def existing(self) -> Iterator[OptimizerCopy]:
         for layer in self._layers:
             for record in layer.parameters:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +80,7 @@ class OptimizerCopy(nn.Parameter):
     _data_was_handed_out = False
     split_value: SplitValue | None = None  # the value, while there is no memory for it
     lock = threading.RLock()  # of each split copy its own
+    when_training: Callable[[], None] | None = None  # called once, when its model begins to train
 
     @classmethod
     def of_weight(cls, weight: torch.Tensor, dtype: torch.dtype) -> OptimizerCopy:
@@ -158,6 +160,11 @@ class OptimizerCopy(nn.Parameter):
     def has_only_low_gradient(self) -> bool:
         """Whether its gradient lies in host memory as it came, and nothing from an earlier step is to be added to."""
         return self.is_pending and _GRAD.__get__(self) is None
+
+    def memory_of_step(self) -> list[torch.Tensor]:
+        """What it will need beside its weight once it is stepped."""
+        with self.lock:
+            return [] if self.split_value is None else [self.split_value.low]
 
     def values(self) -> torch.Tensor:
         """Its memory as a plain tensor, for whoever needs no trace of what is written."""

@@ -1,0 +1,49 @@
+"""Memory for an optimizer's moments, made ready while the first call still computes.
+
+A system makes fresh pages slowly, and a large model's moments are many of them. Used by optim.adam: once a model begins
+to train, the pages of all moments that do not exist yet are made in the background; the first step finds them ready.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from roundpipe.store import OptimizerCopy
+from roundpipe.store.host_buffer import HUGE_PAGE_BYTES, host_zeros_like, make_pages_ready
+from roundpipe.store.host_memory import available_host_bytes
+from roundpipe.waiting import THREAD_PREFIX
+
+_NUM_THREADS = 4
+
+
+class Reserve:
+    def __init__(self) -> None:
+        self._moments: dict[int, list[torch.Tensor]] = {}  # by the id of the copy they are for
+
+    def fill(self, copies: Sequence[OptimizerCopy], num_moments: int) -> None:
+        """For those that are worth it, in the order in which gradients come: from the last copy to the first."""
+        worthwhile = [copy for copy in reversed(copies) if copy.nbytes >= HUGE_PAGE_BYTES]
+        available = available_host_bytes()
+        needed = sum(num_moments * copy.nbytes + copy.nbytes // 2 for copy in worthwhile)
+        if available is not None and needed > available:
+            return  # if it comes to a step, that will tell
+        memory: list[torch.Tensor] = []
+        for copy in worthwhile:
+            self._moments[id(copy)] = [host_zeros_like(copy) for _ in range(num_moments)]
+            memory += [*self._moments[id(copy)], *copy.memory_of_step()]
+        for first in range(_NUM_THREADS if memory else 0):
+            name = f"{THREAD_PREFIX}pages-{first}"
+            threading.Thread(target=_make_ready, args=(memory[first::_NUM_THREADS],), name=name, daemon=True).start()
+
+    def moment_for(self, copy: OptimizerCopy) -> torch.Tensor:
+        """Zeros like the copy, each time others."""
+        mine = self._moments.get(id(copy))
+        return mine.pop() if mine else host_zeros_like(copy)
+
+
+def _make_ready(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        make_pages_ready(tensor)
