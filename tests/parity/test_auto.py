@@ -459,6 +459,10 @@ class KernelAdamW:
             assert param.grad is not None
             kernel.adam([Segment(param.data, param.grad, first, second, None, None, rule)])
 
+    def zero_grad(self) -> None:
+        for param in self._params:
+            param.grad = None
+
 
 def test_roundpipes_optimizer_and_scaler_work(wrap: Wrap, net: Net) -> None:
     model = wrap(net)
@@ -478,6 +482,31 @@ def test_roundpipes_optimizer_and_scaler_work(wrap: Wrap, net: Net) -> None:
         plain.step()
         net.zero_grad()
     assert_same_state(model, net)  # a power of two scales without rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_roundpipes_optimizer_in_asynchronous_and_exact_steps(wrap: Wrap, dtype: torch.dtype) -> None:
+    """Parameters that the host reads where they lie get their weights a step later than the others, as all must."""
+    net = seeded(Net).to(dtype)
+    model = wrap(net, optim_dtype=torch.float32)
+    optimizer = roundpipe.optim.AdamW(model.optim_parameters(), lr=0.01)
+    reference = StalenessReference(net, lambda params: KernelAdamW(params, lr=0.01), torch.float32)  # type: ignore[arg-type, return-value]
+
+    def step_fn() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for seed, is_async in enumerate([True, True, False, True, False, False, True, True, True]):
+        x = batch(6, 3, seed=seed).to(dtype)
+        losses = [one(x).float().pow(2).mean() for one in (model, net)]
+        assert_same(losses[0].detach(), losses[1].detach(), f"loss of step {seed}")
+        for loss in losses:
+            loss.backward()
+        model.step(step_fn, is_async=is_async)
+        reference.step(is_async)
+    model.synchronize()
+    reference.synchronize()
+    assert_same_state(model, net)
 
 
 # Failures.
