@@ -42,6 +42,10 @@ def make_linear() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH))
 
 
+def make_linears() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)])
+
+
 def loss_fn(output: Tensor, label: Tensor) -> Tensor:
     return (output - label).pow(2).mean()
 
@@ -188,6 +192,47 @@ def test_a_call_that_does_not_fit_is_planned_smaller(
     warnings = [record.getMessage() for record in caplog.records if "smaller plan" in record.getMessage()]
     assert len(warnings) == too_large.refused, "once for each try, and never again once a plan fits"
     assert "layers are too many" in warnings[0]
+
+
+class TooManyAtOnce:
+    """Lets tasks of that kind with more than one layer run out of memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: TaskKind) -> None:
+        self.refused = 0
+        real = StageRunner.run
+
+        def run(runner: StageRunner, run: Run, task: StageTask) -> None:
+            if task.kind is kind and len(task.layers) > 1:
+                self.refused += 1
+                raise torch.OutOfMemoryError("too many")
+            real(runner, run, task)
+
+        monkeypatch.setattr(StageRunner, "run", run)
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_a_forward_that_does_not_fit_is_planned_smaller(
+    with_grad: bool, wrapped: Callable[..., RoundPipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, net, x = wrapped(seeded(make_linears)), seeded(make_linears), batch(6, WIDTH, seed=0)
+    too_many = TooManyAtOnce(monkeypatch, TaskKind.FORWARD)
+    with torch.set_grad_enabled(with_grad):
+        output = model(x)
+    expected = torch.cat([net(part) for part in x.tensor_split(NUM_MICROBATCH)])
+    assert_same(output.detach(), expected.detach())
+    assert too_many.refused > 0
+
+
+def test_a_backward_that_does_not_fit_is_planned_smaller_the_next_time(
+    wrapped: Callable[..., RoundPipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = wrapped(seeded(make_linears)), batch(6, WIDTH, seed=0)
+    too_many = TooManyAtOnce(monkeypatch, TaskKind.BACKWARD)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x).sum().backward()
+    refused = too_many.refused
+    model(x).sum().backward()
+    assert too_many.refused == refused
 
 
 def test_gradients_of_earlier_calls_are_not_lost_in_silence(

@@ -68,9 +68,9 @@ class ModelEngine(Member):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig) -> Any:
         with self._entered():
             batches = split_inputs(args, kwargs, None, dataclasses.replace(config, split_label=None))
-            if not config.requires_grad:
-                return self._infer(batches, config)
-            return self._forward_with_grad(batches, config)
+            carry_out = self._forward_with_grad if config.requires_grad else self._infer
+            seed = draw_call_seed()
+            return self._until_it_fits(lambda: carry_out(batches, config, seed), may_repeat=True)
 
     def forward_backward(
         self,
@@ -86,14 +86,10 @@ class ModelEngine(Member):
             batches = split_inputs(args, kwargs, label, config)
             seed = draw_call_seed()
             self.store.masters.training_begins()
-            loses_nothing = not self._has_gradients()
-            while True:
-                try:
-                    return self._train(batches, loss_fn, return_outputs, config, seed)
-                except torch.OutOfMemoryError as error:
-                    if not (self._scheduler.plan_smaller() and loses_nothing):
-                        raise
-                    logger.warning("%s: trying again with a smaller plan: %s", self.name, str(error).split(". ")[0])
+            return self._until_it_fits(
+                lambda: self._train(batches, loss_fn, return_outputs, config, seed),
+                may_repeat=not self._has_gradients(),  # a failed call drops them
+            )
 
     def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
         with self._entered(*self._members):
@@ -172,6 +168,16 @@ class ModelEngine(Member):
 
     # Parts of a call.
 
+    def _until_it_fits(self, carry_out: Callable[[], Any], *, may_repeat: bool) -> Any:
+        """Planned smaller each time it runs out of device memory; where it may not be repeated, for the next time."""
+        while True:
+            try:
+                return carry_out()
+            except torch.OutOfMemoryError as error:
+                if not (self._scheduler.plan_smaller() and may_repeat):
+                    raise
+                logger.warning("%s: trying again with a smaller plan: %s", self.name, str(error).split(". ")[0])
+
     def _train(
         self,
         batches: MicrobatchInputs,
@@ -226,20 +232,20 @@ class ModelEngine(Member):
         self._last_run = None
         self._learn()
 
-    def _infer(self, batches: MicrobatchInputs, config: ResolvedRunConfig) -> Any:
+    def _infer(self, batches: MicrobatchInputs, config: ResolvedRunConfig, seed: int) -> Any:
         kind = CallKind.of(RunType.INFER, batches, config)
-        recall = new_recall(self.store, (), config, draw_call_seed())
+        recall = new_recall(self.store, (), config, seed)
         run = self._new_run(self._schedule(kind, batches, config), kind, recall, LayerPhase.INFERENCE)
         with self._carried_out(run, CallInputs(batches)):
             outputs = run.take_outputs()
             self._recovery.commit_buffers(run)
             return merged(outputs, config)
 
-    def _forward_with_grad(self, batches: MicrobatchInputs, config: ResolvedRunConfig) -> Any:
+    def _forward_with_grad(self, batches: MicrobatchInputs, config: ResolvedRunConfig, seed: int) -> Any:
         kind = CallKind.of(RunType.TRAIN, batches, config)
         tasks = self._schedule(kind, batches, config)
         forward_tasks = tuple(task for task in tasks if task.kind is TaskKind.FORWARD)
-        recall = new_recall(self.store, tasks, config, draw_call_seed())
+        recall = new_recall(self.store, tasks, config, seed)
         run = self._new_run(forward_tasks, kind, recall, LayerPhase.FORWARD)
         inputs = CallInputs(batches)
         with self._carried_out(run, inputs):
@@ -283,10 +289,15 @@ class ModelEngine(Member):
             run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD)
             given = iter(gradients)
             parcels = [GradientParcel(tuple(next(given) if flag else None for flag in flags)) for flags in output_flags]
-            with self._carried_out(run, parcels):
-                run.wait_until_finished()
-                run.check()
-                return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
+
+            def carry_out() -> list[torch.Tensor | None]:
+                with self._carried_out(run, parcels):
+                    run.wait_until_finished()
+                    run.check()
+                    return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
+
+            found: list[torch.Tensor | None] = self._until_it_fits(carry_out, may_repeat=False)
+            return found
 
     def _schedule(
         self,

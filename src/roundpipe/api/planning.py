@@ -33,7 +33,7 @@ from roundpipe.store import LayerStore
 logger = logging.getLogger("roundpipe")
 _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this share of the old one's time
 _LONGEST_PAUSE = 64  # calls between two looks at the plan, once times have settled
-_ENOUGH_RUNS = 8  # measured ones; times have settled then, and are taken only before a look at the plan
+_ENOUGH_RUNS = 4  # measured ones; times have settled then, and are taken only before a look at the plan
 _SHRINK, _SMALLEST_SHARE = 0.8, 0.1  # of the memory limit, when a call has run out of memory
 
 

@@ -80,7 +80,7 @@ class _Task:
         self._place.enter(run, task, self._device.name)
         self._mail = StageMail(run, task, runner.transfer, runner.place)
         self._buffers = StageBuffers(run, runner.transfer)
-        self._meter = Meter(run, runner.device)
+        self._meter = Meter(run, runner.device, runner.place)
         self._replicas: dict[int, Replica] = {}
         self._gradients: dict[int, LayerGradients] = {}
 
