@@ -62,7 +62,8 @@ def _update_layer(
     reserve: Reserve,
 ) -> Iterator[int]:
     update.wait_for_gradients()
-    with contextlib.ExitStack() as held:
+    # Here copies are asked for shapes and addresses only, or for their values by name.
+    with torch._C.DisableTorchFunctionSubclass(), contextlib.ExitStack() as held:
         for copy, _, _ in items:
             held.enter_context(copy.lock)
         yield from _update_held(optimizer, update, items, kernel, reserve)
@@ -152,5 +153,7 @@ def _rule(group: dict[str, Any], is_decoupled: bool, step: int, factors: tuple[f
 
 
 def _share_layout(tensors: Sequence[torch.Tensor]) -> bool:
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
     stride = tensors[0].stride()
     return dense_stride(tensors[0]) == tuple(stride) and all(tensor.stride() == stride for tensor in tensors)
