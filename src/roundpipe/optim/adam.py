@@ -39,6 +39,7 @@ class _FusedByDefault(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        num_states = len(self.state)
         with torch.no_grad():
             self._updated = frozenset(step_in_one_pass(self, self._reserve))
         self._reserve = None
@@ -49,7 +50,16 @@ class _FusedByDefault(torch.optim.Optimizer):
                 torchs(self)
         finally:
             self._updated = frozenset()
+        if len(self.state) != num_states:
+            self._order_states()
         return loss
+
+    def _order_states(self) -> None:
+        """As torch makes them, parameter by parameter, and not as gradients came: checkpoints depend on it."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in self.state:
+                    self.state[param] = self.state.pop(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, without waiting for gradients that nobody has asked for."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from roundpipe import RoundPipe, optim
 from roundpipe.optim import reserve
 from roundpipe.optim.reserve import Reserve
-from roundpipe.store import OptimizerCopy
+from roundpipe.store import LayerUpdate, OptimizerCopy
 from roundpipe.store.host_buffer import HUGE_PAGE_BYTES, make_pages_ready
 
 WIDTH = 1024  # a float32 copy of a square of it has two huge pages
@@ -86,6 +86,14 @@ def test_it_happens_once_and_changes_nothing(model: RoundPipe, made_ready: list[
     assert len(made_ready) == count
     assert all(torch.equal(one, two.detach()) for one, two in zip(masters, other.optim_parameters(), strict=True))
     other.close()
+
+
+def test_states_are_in_the_order_of_parameters(model: RoundPipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although layers are updated as their gradients come, the last one first."""
+    monkeypatch.setattr(LayerUpdate, "has_landed", False)
+    optimizer = optim.Adam(list(model.optim_parameters()), lr=1e-3)
+    step(model, optimizer)
+    assert list(optimizer.state_dict()["state"]) == [0, 1, 2, 3]
 
 
 def test_nothing_is_taken_for_state_that_was_loaded(model: RoundPipe, made_ready: list[Tensor]) -> None:
