@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
+from roundpipe.optim.native.kernel import usable_cores
 from roundpipe.store import OptimizerCopy
 from roundpipe.store.host_buffer import HUGE_PAGE_BYTES, host_zeros_like, make_pages_ready
 from roundpipe.store.host_memory import available_host_bytes
 from roundpipe.waiting import THREAD_PREFIX
 
-_NUM_THREADS = 4
+_MOST_THREADS = 4
+_CORES_PER_THREAD = 4  # where there are few, the first call needs them itself
 
 
 class Reserve:
@@ -25,18 +27,19 @@ class Reserve:
 
     def fill(self, copies: Sequence[OptimizerCopy], num_moments: int) -> None:
         """For those that are worth it, in the order in which gradients come: from the last copy to the first."""
+        num_threads = min(_MOST_THREADS, usable_cores() // _CORES_PER_THREAD)
         worthwhile = [copy for copy in reversed(copies) if copy.nbytes >= HUGE_PAGE_BYTES]
         available = available_host_bytes()
         needed = sum(num_moments * copy.nbytes + copy.nbytes // 2 for copy in worthwhile)
-        if available is not None and needed > available:
-            return  # if it comes to a step, that will tell
+        if not num_threads or (available is not None and needed > available):
+            return  # memory is taken by the first step, if it comes to one
         memory: list[torch.Tensor] = []
         for copy in worthwhile:
             self._moments[id(copy)] = [host_zeros_like(copy) for _ in range(num_moments)]
             memory += [*self._moments[id(copy)], *copy.memory_of_step()]
-        for first in range(_NUM_THREADS if memory else 0):
+        for first in range(num_threads if memory else 0):
             name = f"{THREAD_PREFIX}pages-{first}"
-            threading.Thread(target=_make_ready, args=(memory[first::_NUM_THREADS],), name=name, daemon=True).start()
+            threading.Thread(target=_make_ready, args=(memory[first::num_threads],), name=name, daemon=True).start()
 
     def moment_for(self, copy: OptimizerCopy) -> torch.Tensor:
         """Zeros like the copy, each time others."""

@@ -31,6 +31,7 @@ def model() -> Iterator[RoundPipe]:
 def made_ready(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     seen: list[Tensor] = []
     monkeypatch.setattr(reserve, "make_pages_ready", seen.append)
+    monkeypatch.setattr(reserve, "usable_cores", lambda: 16)
     return seen
 
 
@@ -116,10 +117,11 @@ def test_an_optimizer_that_is_gone_takes_nothing(model: RoundPipe, made_ready: l
     assert not made_ready
 
 
-def test_what_does_not_fit_is_not_tried(
-    model: RoundPipe, made_ready: list[Tensor], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("found", "value"), [("available_host_bytes", 1000), ("usable_cores", 2)])
+def test_what_does_not_fit_or_has_no_cores_is_not_tried(
+    model: RoundPipe, made_ready: list[Tensor], monkeypatch: pytest.MonkeyPatch, found: str, value: int
 ) -> None:
-    monkeypatch.setattr(reserve, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(reserve, found, lambda: value)
     made = Reserve()
     copies = [param for param in model.optim_parameters() if isinstance(param, OptimizerCopy)]
     made.fill(copies, 2)
