@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from helpers_parity import batch, seeded
 from roundpipe import RoundPipe, optim
+from roundpipe.store import LayerUpdate
 
 WIDTH = 16
 
@@ -53,4 +55,21 @@ def test_landing_memory_does_not_grow(step_fn: Callable[[torch.optim.Optimizer],
     free = sum(len(of_size) for of_size in buffers.free.values())
     assert free == len(buffers._all), "nobody keeps any"
     assert counts[-1] <= 2 * 4, "at most two generations of four layers"
+    model.close()
+
+
+def test_a_gradient_is_given_up_under_the_lock_it_lands_under() -> None:
+    """Otherwise one that lands in the very moment in which it is cleared would be kept for ever."""
+    model = RoundPipe(seeded(low_net), optim_dtype=torch.float32)
+    store = model._engine.store
+    update = LayerUpdate(store, 0, 0, step=1, is_async=False, abandoned=lambda: False)
+
+    class Watched(list[Any]):
+        def append(self, record: Any) -> None:
+            assert store.monitor.is_held()
+            super().append(record)
+
+    update._unwanted = Watched()
+    update.release(store.parameters[0])
+    assert update._unwanted == [store.parameters[0]]
     model.close()

@@ -79,7 +79,6 @@ class _Choice:
     """The plan in use for one kind of call, and when to think about it again."""
 
     plan: ModelExecutePlan
-    was_blind: bool  # made without knowing what activations take
     calls_until_review: int = 1
     pause: int = 1
 
@@ -128,11 +127,10 @@ class Planner:
             return config.execute_plan
         choice = self._choices.get(kind)
         if choice is None:
-            choice = self._choices[kind] = _Choice(self._best_plan(kind, device, None), self.is_blind(kind, device))
+            choice = self._choices[kind] = _Choice(self._best_plan(kind, device, None))
             return choice.plan
         choice.calls_until_review -= 1
-        if choice.calls_until_review <= 0 or choice.was_blind:
-            choice.was_blind = self.is_blind(kind, device)
+        if choice.calls_until_review <= 0:
             choice.plan = self._best_plan(kind, device, choice.plan)
             choice.pause = min(2 * choice.pause, _LONGEST_PAUSE)
             choice.calls_until_review = choice.pause
@@ -222,8 +220,7 @@ class Planner:
         return None if rate is None else [count / rate for count in self._num_trained]
 
     def _best_plan(self, kind: CallKind, device: Device, old: ModelExecutePlan | None) -> ModelExecutePlan:
-        ran_out_without_limit = kind in self._memory_share and device.memory_limit_bytes() is None
-        if self.is_blind(kind, device) or ran_out_without_limit:
+        if kind in self._memory_share and device.memory_limit_bytes() is None:  # it ran out, nobody knows of what
             return _layer_by_layer(kind.run_type, self._num_layers)
         profile = self._profile(kind, device)
         update_s = self._update_s() if kind.is_exact else None
@@ -255,7 +252,7 @@ class Planner:
         self, tasks: Sequence[StageTask], kind: CallKind, profile: ModelProfile, update_s: Sequence[float]
     ) -> tuple[int, float]:
         memory = StageMemory(profile.layers, kind.grain, kind.num_microbatch)
-        longest = memory.longest_tail(tasks, self._num_devices, kind.num_microbatch, profile.memory_limit_bytes)
+        longest = memory.longest_tail(tasks, self._num_devices, profile.memory_limit_bytes)
         return best_tail(
             tasks, profile.layers, update_s, num_microbatch=kind.num_microbatch, longest=longest, grain=kind.grain
         )
@@ -285,7 +282,7 @@ def _brief(stages: Sequence[range]) -> str:
 
 
 def _layer_by_layer(run_type: RunType, num_layers: int) -> ModelExecutePlan:
-    """The plan of a first call on a device with a memory limit: nobody knows yet what activations take."""
+    """The smallest plan there is."""
     layers = [range(i, i + 1) for i in range(num_layers)]
     forward = layers[:-1] if run_type is RunType.FUSED else layers
     return ModelExecutePlan(forward, reversed(layers))

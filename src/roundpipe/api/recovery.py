@@ -1,7 +1,7 @@
 """Keeps watch over the runs of models that are stepped together: what failed, what must be undone, what is finished.
 
-Owned by api.step_group. After a failure weights, buffers and optimizer state are as before the failed call, gradients
-gathered since the last step are gone, and the next call works.
+Owned by api.member, one for a group. After a failure weights, buffers and optimizer state are as before the failed call
+(but see Stepper.half_done), gradients gathered since the last step are gone, and the next call works.
 """
 
 from __future__ import annotations

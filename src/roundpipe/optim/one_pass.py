@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +54,17 @@ def _items_by_update(optimizer: torch.optim.Optimizer) -> dict[LayerUpdate, list
     return items
 
 
+class _Ready(NamedTuple):
+    """A copy that the kernel can update, with all that takes."""
+
+    copy: OptimizerCopy
+    source: Source
+    group: dict[str, Any]
+    gradient: torch.Tensor
+    factors: tuple[float, ...]
+    state: dict[str, Any]
+
+
 def _update_layer(
     optimizer: torch.optim.Optimizer,
     update: LayerUpdate,
@@ -66,47 +77,42 @@ def _update_layer(
     with torch._C.DisableTorchFunctionSubclass(), contextlib.ExitStack() as held:
         for copy, _, _ in items:
             held.enter_context(copy.lock)
-        yield from _update_held(optimizer, update, items, kernel, reserve)
+        found = (_ready(optimizer, item, reserve) for item in items)
+        ready = [one for one in found if one is not None]
+        if not ready:
+            return
+        torch._foreach_add_([one.state["step"] for one in ready], 1)
+        segments = [_segment(one, update.target_of(one.source.record), optimizer) for one in ready]
+        kernel.adam(segments)
+        for one, segment in zip(ready, segments, strict=True):
+            if one.copy.split_value is not None and segment.weight is not None:
+                one.copy.split_value.weight = segment.weight
+            update.was_updated(one.source.record)
+            yield id(one.copy)
 
 
-def _update_held(
-    optimizer: torch.optim.Optimizer,
-    update: LayerUpdate,
-    items: Sequence[_Item],
-    kernel: OnePassKernel,
-    reserve: Reserve,
-) -> Iterator[int]:
-    ready = []
-    for copy, source, group in items:
-        gradient, factors = _gradient_of(copy)
-        if gradient is None:
-            continue
-        state = _state_of(optimizer, copy, reserve, amsgrad=group["amsgrad"])
-        if _share_layout([copy, gradient, *(value for key, value in state.items() if key != "step")]):
-            ready.append((copy, source, group, gradient, factors, state))
-    if not ready:
-        return
-    torch._foreach_add_([state["step"] for *_, state in ready], 1)
-    segments = []
-    for copy, source, group, gradient, factors, state in ready:
-        weight = update.target_of(source.record)
-        segments.append(
-            Segment(
-                master=_master_of(copy, weight),
-                gradient=gradient,
-                first=state["exp_avg"],
-                second=state["exp_avg_sq"],
-                largest=state["max_exp_avg_sq"] if group["amsgrad"] else None,
-                weight=weight,
-                rule=_rule(group, _is_decoupled(optimizer, group), int(state["step"]), factors),
-            )
-        )
-    kernel.adam(segments)
-    for (copy, source, *_), segment in zip(ready, segments, strict=True):
-        if copy.split_value is not None and segment.weight is not None:
-            copy.split_value.weight = segment.weight
-        update.was_updated(source.record)
-        yield id(copy)
+def _ready(optimizer: torch.optim.Optimizer, item: _Item, reserve: Reserve) -> _Ready | None:
+    copy, source, group = item
+    gradient, factors = _gradient_of(copy)
+    if gradient is None:
+        return None
+    state = _state_of(optimizer, copy, reserve, amsgrad=group["amsgrad"])
+    moments = [value for key, value in state.items() if key != "step"]
+    is_one_layout = _share_layout([copy, gradient, *moments])
+    return _Ready(copy, source, group, gradient, factors, state) if is_one_layout else None
+
+
+def _segment(one: _Ready, weight: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> Segment:
+    state, group = one.state, one.group
+    return Segment(
+        master=_master_of(one.copy, weight),
+        gradient=one.gradient,
+        first=state["exp_avg"],
+        second=state["exp_avg_sq"],
+        largest=state["max_exp_avg_sq"] if group["amsgrad"] else None,
+        weight=weight,
+        rule=_rule(group, _is_decoupled(optimizer, group), int(state["step"]), one.factors),
+    )
 
 
 def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor | SplitMaster:

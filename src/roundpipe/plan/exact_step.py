@@ -68,11 +68,11 @@ def _pieces(
         yield None, num_microbatch * forward_s
         return
     if task.kind is TaskKind.FUSED:
-        together, again_s = min(tail, num_microbatch), 0.0
+        together = min(tail, num_microbatch)
         yield None, (num_microbatch - together) * (forward_s + backward_s) + together * forward_s
     else:
-        together, again_s = 1, recompute_s if grain == "stage" else 0.0
-        yield None, (num_microbatch - 1) * (recompute_s + backward_s) + again_s
+        together = 1
+        yield None, (num_microbatch - 1) * (recompute_s + backward_s) + (recompute_s if grain == "stage" else 0.0)
     for layer_id in reversed(task.layers):
         of_layer_s = costs[layer_id].backward_s
         if task.kind is TaskKind.BACKWARD and grain == "layer":

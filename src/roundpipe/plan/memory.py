@@ -43,6 +43,7 @@ class StageMemory:
 
     def __init__(self, costs: Sequence[LayerCost], grain: Grain = "stage", num_microbatch: int = 1) -> None:
         self._grain = grain
+        self._num_microbatch = num_microbatch
         self._handed_on = tuple(num_microbatch * cost.input_bytes for cost in costs)
         self._weight_sizes = tuple(cost.weight_bytes for cost in costs)
         self._grad_sizes = tuple(cost.grad_bytes for cost in costs)
@@ -93,9 +94,7 @@ class StageMemory:
         """A gradient that a backward has just made, beside the sum it is added to."""
         return max(self._grad_sizes[layers.start : layers.stop], default=0)
 
-    def longest_tail(
-        self, tasks: Sequence[StageTask], num_devices: int, num_microbatch: int, limit_bytes: int | None
-    ) -> int:
+    def longest_tail(self, tasks: Sequence[StageTask], num_devices: int, limit_bytes: int | None) -> int:
         """How many microbatches may be between forward and backward of the fused task at a time; one at least.
 
         The activations of its last layer are never held for more than one. Where another device goes on after it,
@@ -105,10 +104,10 @@ class StageMemory:
         if fused is None or (num_devices > 1 and fused is not tasks[-1]):
             return 1
         if limit_bytes is None:
-            return num_microbatch
+            return self._num_microbatch
         each = self.tail_bytes(tasks, 2)
         room = limit_bytes - self.peak_bytes(tasks, num_devices)
-        return num_microbatch if each == 0 else min(num_microbatch, 1 + max(room // each, 0))
+        return self._num_microbatch if each == 0 else min(self._num_microbatch, 1 + max(room // each, 0))
 
     def tail_bytes(self, tasks: Sequence[StageTask], tail: int) -> int:
         """What microbatches of a tail hold beside the one that `peak_bytes` counts."""

@@ -123,9 +123,7 @@ class _Search:
 
     def _exact_s(self, cut: Cut, update_s: Sequence[float]) -> float:
         profile, tasks = self._profile, _tasks(cut)
-        longest = self._memory.longest_tail(
-            tasks, profile.num_devices, profile.num_microbatch, profile.memory_limit_bytes
-        )
+        longest = self._memory.longest_tail(tasks, profile.num_devices, profile.memory_limit_bytes)
         num_microbatch, grain = profile.num_microbatch, self._grain
         return best_tail(tasks, profile.layers, update_s, num_microbatch=num_microbatch, longest=longest, grain=grain)[
             1

@@ -1,6 +1,6 @@
 """The state of one pass over the pipeline: what its tasks hand to each other and how it ended.
 
-Made by runtime.executor, filled by runtime.stage on worker threads, awaited by the caller. Knows no device.
+Made by api.engine, filled by runtime.stage on worker threads, awaited by the caller. Knows no device.
 
 [Note: one failure ends a run]
 The first exception, wherever it happens, is the run's failure. From then on every wait of the run ends, its queued

@@ -66,7 +66,9 @@ class LayerUpdate:
     def _take(self) -> None:
         """Called under the monitor, perhaps by the thread that lands: what is gathered is the step's from now on."""
         self._gradients = self._store.gradients.take(self._records)
-        for record in list(self._gradients) if self._settled else self._unwanted:
+        if self._settled:
+            self._drop_gradients()
+        for record in self._unwanted:
             self.release(record)
 
     def _drop_gradients(self) -> None:
@@ -89,10 +91,11 @@ class LayerUpdate:
 
     def release(self, record: ParameterRecord) -> None:
         """The step is done with a gradient, perhaps before it has come."""
-        if self._gradients is None:
-            self._unwanted.append(record)
-        elif record in self._gradients:
-            self._gradients.pop(record).let_go()
+        with self._store.monitor:  # they may be landing just now
+            if self._gradients is None:
+                self._unwanted.append(record)
+            elif record in self._gradients:
+                self._gradients.pop(record).let_go()
 
     def is_current_thread(self) -> bool:
         return threading.get_ident() == self._thread
@@ -135,7 +138,8 @@ class LayerUpdate:
         """
         if self._settled:
             return
-        self._settled = True
+        with self._store.monitor:
+            self._settled = True
         for master in [record.master for record in self._records if record.master is not None]:
             master.grad = None
             master.end_step()

@@ -75,7 +75,7 @@ def test_the_chosen_plan_fits_and_no_other_fused_size_is_faster(limit):
 
     def step_s(plan):
         tasks = build_schedule(plan, RunType.FUSED)
-        longest = memory.longest_tail(tasks, 1, 4, limit)
+        longest = memory.longest_tail(tasks, 1, limit)
         return best_tail(tasks, costs, update_s, num_microbatch=4, longest=longest)[1]
 
     def fits(plan):

@@ -90,7 +90,8 @@ def _cache_directory() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roundpipe"
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(base, os.W_OK) and base.stat().st_uid == os.getuid():
+        is_ours = not hasattr(os, "getuid") or base.stat().st_uid == os.getuid()
+        if is_ours and os.access(base, os.W_OK):
             return base
     except OSError:
         pass
