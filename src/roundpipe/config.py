@@ -35,6 +35,10 @@ class RoundPipeRunConfig:
     num_microbatch: pieces the batch is cut into. Default: devices in the pool + 1.
     split_input, split_label, merge_output: specs or functions; see `roundpipe.microbatch`.
     execute_plan: which layers form stages. Default: planned from measured times.
+    keep_logits: whether a model that computes its own loss returns its logits. Default: unless forward_backward is
+        called for the loss alone and they would take more memory than is set for them (512 MB a microbatch).
+    whole_batch_loss: give each microbatch the number of labels in the whole call (`num_items_in_batch`), so that the
+        losses of all add up to the mean over the call's tokens. Default: False, a mean of its own for each microbatch.
     """
 
     requires_grad: bool | None = None
@@ -46,8 +50,12 @@ class RoundPipeRunConfig:
     split_label: Any = None
     merge_output: Any = None
     execute_plan: ModelExecutePlan | None = None
+    keep_logits: bool | None = None
+    whole_batch_loss: bool | None = None
 
     def __post_init__(self) -> None:
+        _check_bool("keep_logits", self.keep_logits)
+        _check_bool("whole_batch_loss", self.whole_batch_loss)
         _check_bool("requires_grad", self.requires_grad)
         _check_bool("preserve_rng_state", self.preserve_rng_state)
         if self.output_device is not None:
@@ -81,6 +89,8 @@ class ResolvedRunConfig:
     split_label: Any
     merge_output: Any
     execute_plan: ModelExecutePlan | None
+    keep_logits: bool | None = None  # None: as the call needs them
+    whole_batch_loss: bool = False
 
 
 def resolve(call: RoundPipeRunConfig, model: RoundPipeRunConfig, num_devices: int) -> ResolvedRunConfig:
@@ -98,6 +108,8 @@ def resolve(call: RoundPipeRunConfig, model: RoundPipeRunConfig, num_devices: in
         split_label=chosen.split_label,
         merge_output=chosen.merge_output,
         execute_plan=chosen.execute_plan,
+        keep_logits=chosen.keep_logits,
+        whole_batch_loss=_default(chosen.whole_batch_loss, lambda: False),
     )
 
 

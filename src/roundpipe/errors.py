@@ -5,6 +5,7 @@
     │   ├── PlanError                   an execute plan that does not cover the model as it must
     │   ├── SplitError                  inputs or labels that cannot be cut into microbatches
     │   └── MergeError                  microbatch outputs that cannot be put together
+    ├── ModelSplitError (ValueError)    a model that cannot be split into layers as it is called
     ├── ArgumentTypeError (TypeError)   an argument of the wrong type
     ├── DeviceError (RuntimeError)      a device that does not exist or cannot be used
     ├── HostMemoryError (MemoryError)   the host has too little memory for what was asked
@@ -42,6 +43,10 @@ class SplitError(ConfigError):
 
 class MergeError(ConfigError):
     """Outputs of the microbatches that cannot be put together as asked."""
+
+
+class ModelSplitError(RoundPipeError, ValueError):
+    """A model whose forward cannot be split into layers, or not for calls like this one."""
 
 
 class ArgumentTypeError(RoundPipeError, TypeError):

@@ -28,11 +28,14 @@ from roundpipe.api.calls import (
 from roundpipe.api.entering import entering
 from roundpipe.api.member import Member
 from roundpipe.api.planning import CallKind
+from roundpipe.api.scheduling import Scheduler
+from roundpipe.api.split_model import SplitModel
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.context import LayerPhase, announce_step
 from roundpipe.devices import HostPinner
 from roundpipe.errors import StaleGraphError
 from roundpipe.microbatch import MicrobatchInputs
+from roundpipe.models.replay import CallOrderChanged
 from roundpipe.plan import ModelProfile, RunType, StageTask, TaskKind
 from roundpipe.runtime.autograd import attach
 from roundpipe.runtime.pool import DevicePool
@@ -62,15 +65,17 @@ class ModelEngine(Member):
             layers, names, optim_dtype=optim_dtype, pin_mode=pin_mode, pinner=pinner, monitor=pool.monitor
         )
         super().__init__(name, store, pool)
+        self.split_model: SplitModel | None = None  # what is split into the layers, if anything is
 
     # The calls.
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig) -> Any:
         with self._entered():
             batches = split_inputs(args, kwargs, None, dataclasses.replace(config, split_label=None))
+            self._admit(batches, config.requires_grad)
             carry_out = self._forward_with_grad if config.requires_grad else self._infer
             seed = draw_call_seed()
-            return self._until_it_fits(lambda: carry_out(batches, config, seed), may_repeat=True)
+            return self._until_it_fits(lambda: carry_out(batches, config, seed), batches, may_repeat=True)
 
     def forward_backward(
         self,
@@ -84,10 +89,12 @@ class ModelEngine(Member):
         with self._entered():
             require_grad_mode(config)
             batches = split_inputs(args, kwargs, label, config)
+            self._admit(batches, True)
             seed = draw_call_seed()
             self.store.masters.training_begins()
             return self._until_it_fits(
                 lambda: self._train(batches, loss_fn, return_outputs, config, seed),
+                batches,
                 may_repeat=not self._has_gradients(),  # a failed call drops them
             )
 
@@ -168,11 +175,37 @@ class ModelEngine(Member):
 
     # Parts of a call.
 
-    def _until_it_fits(self, carry_out: Callable[[], Any], *, may_repeat: bool) -> Any:
-        """Planned smaller each time it runs out of device memory; where it may not be repeated, for the next time."""
+    def _admit(self, batches: MicrobatchInputs, with_grad: bool) -> None:
+        """Let a model that is split into layers know what call is coming, so that it has a plan for it."""
+        if self.split_model is None:
+            return
+        with torch.set_grad_enabled(with_grad):
+            unknown = self.split_model.unknown_calls(batches)
+            if unknown:
+                self._settle()  # its modules run on the host now, on weights nobody may be writing
+                if self.split_model.learn(unknown):
+                    self._rearrange(self.split_model.layers)
+
+    def _rearrange(self, layers: Sequence[nn.Module]) -> None:
+        self.store.rearrange(layers, version=self.stepper.visible_version, generation=self.stepper.generation)
+        self._scheduler = Scheduler(self.store, self._pool, self.name)
+        self._last_run = None
+
+    def _until_it_fits(self, carry_out: Callable[[], Any], batches: MicrobatchInputs, *, may_repeat: bool) -> Any:
+        """Planned smaller each time it runs out of device memory, and split by its sizes where its form misled.
+
+        Where it may not be repeated, that is for the next time.
+        """
         while True:
             try:
                 return carry_out()
+            except CallOrderChanged as error:
+                if self.split_model is None or not self.split_model.distrust(batches):
+                    raise error.__cause__ or error from None  # it has its own plan: the failure is the model's
+                if not may_repeat:
+                    raise
+                logger.info("%s: this call is split in a way of its own: %s", self.name, error)
+                self._admit(batches, True)
             except torch.OutOfMemoryError as error:
                 if not (self._scheduler.plan_smaller() and may_repeat):
                     raise
@@ -296,8 +329,11 @@ class ModelEngine(Member):
                     run.check()
                     return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
 
-            found: list[torch.Tensor | None] = self._until_it_fits(carry_out, may_repeat=False)
-            return found
+            try:
+                return carry_out()
+            except torch.OutOfMemoryError:
+                self._scheduler.plan_smaller()
+                raise
 
     def _schedule(
         self,

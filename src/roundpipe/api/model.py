@@ -15,6 +15,7 @@ from torch import nn
 
 from roundpipe.api.engine import ModelEngine
 from roundpipe.api.face import ModelFace
+from roundpipe.api.split_model import SplitModel
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.devices import host_pinner, parse_devices, require_device
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
@@ -80,7 +81,14 @@ class RoundPipe(ModelFace):
         self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(), **kwargs: Any
     ) -> Any:
         """Run the model on a batch; with grad the result can be backpropagated."""
-        return self._engine.forward(args, kwargs, self._resolve(roundpipe_run_config))
+        config = self._resolve(roundpipe_run_config)
+        split_model = self._engine.split_model
+        if split_model is not None:
+            kwargs, config = split_model.prepared(kwargs, config)
+        try:
+            return self._engine.forward(args, kwargs, config)
+        finally:
+            self._follow_layers()
 
     def forward_backward(
         self,
@@ -110,7 +118,17 @@ class RoundPipe(ModelFace):
         if not isinstance(return_outputs, bool):
             raise ArgumentTypeError(f"return_outputs must be True or False, got {return_outputs!r}.")
         config = self._resolve(run_config)
-        return self._engine.forward_backward(tuple(input_args), input_kwargs, label, loss_fn, return_outputs, config)
+        split_model = self._engine.split_model
+        if split_model is not None:
+            input_kwargs, config = split_model.prepared_for_training(
+                input_kwargs, config, returns_outputs=return_outputs
+            )
+        try:
+            return self._engine.forward_backward(
+                tuple(input_args), input_kwargs, label, loss_fn, return_outputs, config
+            )
+        finally:
+            self._follow_layers()
 
     # Around training.
 
@@ -120,6 +138,35 @@ class RoundPipe(ModelFace):
             raise ArgumentTypeError(f"original_model must be an nn.Module, got {type(original_model).__name__}.")
         self.__dict__["original_model"] = original_model
         self._share_content_of(original_model)
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped model's own `generate`, with every forward run on the devices; caches stay there."""
+        split_model = self._engine.split_model
+        if split_model is None:
+            raise UsageError(
+                f"{self.name} cannot generate: only models of transformers that are split into layers can. Generate "
+                "with the plain model (its .model) after synchronize()."
+            )
+        self._engine.wait_for_visible_weights()
+        return split_model.generating(self.forward).generate(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped model's own `save_pretrained`, on weights that are up to date."""
+        self._engine.synchronize()
+        return self._target().save_pretrained(*args, **kwargs)  # type: ignore[operator]
+
+    def _be_split(self, split_model: SplitModel, original: nn.Module) -> None:
+        """The layers are what `original` was split into."""
+        self.set_original_model(original)
+        self._engine.split_model = split_model
+
+    def _follow_layers(self) -> None:
+        """A call of a form that was not met before may have changed what the model is split into."""
+        split_model = self._engine.split_model
+        if split_model is not None and list(self._layers) != list(split_model.layers):
+            layers = tuple(split_model.layers)
+            self.__dict__.update(model=nn.Sequential(*layers), _layers=layers, num_layers=len(layers))
 
     def timeline(self) -> Timeline:
         """What ran when in the most recent call, measured on the devices."""

@@ -9,16 +9,20 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from roundpipe.api.auto import AutoRoundPipe, outside_of
 from roundpipe.api.device_loss import DeviceLoss, LossModule, loss_function_of
 from roundpipe.api.model import RoundPipe, call_site, check_arguments, to_pin_mode
+from roundpipe.api.split_model import SplitModel
 from roundpipe.api.wrap_rules import AS_USUAL, IN_ONE_PIECE, Part, WrapRules, size_bytes
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import parse_devices
-from roundpipe.errors import ArgumentTypeError, ConfigError
+from roundpipe.errors import ArgumentTypeError, ConfigError, ModelSplitError
 from roundpipe.models import Convert, find_preset
+from roundpipe.models.library_state import has_pretrained, stop_checkpointing
+from roundpipe.models.splitter import ModelSplitter
 from roundpipe.store.adoption import check_memory, refuse_owned
 
 logger = logging.getLogger("roundpipe")
@@ -34,6 +38,8 @@ def wrap_model_to_roundpipe(
     override_config: dict[nn.Module, RoundPipeRunConfig] = {},
     model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
     name: str | None = None,
+    *,
+    example_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     **roundpipe_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model of any shape: by its preset, else submodule by submodule, each as it suits its type and size.
@@ -46,6 +52,8 @@ def wrap_model_to_roundpipe(
     override_config: run options of single modules, over everything else.
     model_run_config: run options of all RoundPipes made.
     name: shown in logs and errors; default the file and line of this call. Parts are named below it.
+    example_inputs: keyword arguments of a call, or several such, that a model is split for at once; without them, or
+        for calls of another form, that is done when the first call comes.
     roundpipe_kwargs: optim_dtype, pin_model, devices: as for `RoundPipe`.
 
     Returns a RoundPipe where the model is wrapped as a whole, else an AutoRoundPipe: the model itself, with RoundPipes
@@ -68,11 +76,18 @@ def wrap_model_to_roundpipe(
             )
         config = override_config.get(model, AS_USUAL).over(model_run_config)
         return _wrap_preset(model, preset, config, options)
-    if use_sequential_preset:
-        raise NotImplementedError(
-            f"there is no preset for {type(model).__name__}; leave use_sequential_preset out, register one with "
-            "roundpipe.models.register, or build an nn.Sequential."
-        )
+    if use_sequential_preset is not False and (use_sequential_preset or example_inputs or has_pretrained(model)):
+        config = override_config.get(model, AS_USUAL).over(model_run_config)
+        try:
+            return _wrap_split(model, example_inputs, config, options)
+        except ModelSplitError as error:
+            if use_sequential_preset:
+                raise NotImplementedError(
+                    f"there is no preset for {type(model).__name__}, and it cannot be split into layers: {error}. "
+                    "Leave use_sequential_preset out, register a preset with roundpipe.models.register, or build an "
+                    "nn.Sequential."
+                ) from error
+            logger.warning("%s: %s is wrapped part by part, for %s", options["name"], type(model).__name__, error)
     if upper_threshold is None:
         upper_threshold = size_bytes(model) // (len(parse_devices(options.get("devices"))) + 1)
     parts = WrapRules(lower_threshold, upper_threshold, skip_modules).parts(model)
@@ -98,6 +113,26 @@ def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, 
         )
     wrapped = RoundPipe(sequential, model_run_config=config, **options)
     wrapped.set_original_model(model)
+    return wrapped
+
+
+def _wrap_split(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    config: RoundPipeRunConfig,
+    options: dict[str, Any],
+) -> RoundPipe:
+    """The model as layers over its own parameters; its own code runs between its blocks."""
+    splitter = ModelSplitter(model)
+    stop_checkpointing(model)
+    examples = [example_inputs] if isinstance(example_inputs, Mapping) else list(example_inputs)
+    with torch.enable_grad():
+        for example in examples:
+            splitter.learn((), dict(example))
+        if not examples and not splitter.learn_by_guess():
+            logger.info("%s: what %s is split into is settled by its first call", options["name"], type(model).__name__)
+    wrapped = RoundPipe(nn.Sequential(*splitter.layers), model_run_config=config, **options)
+    wrapped._be_split(SplitModel(model, splitter), model)
     return wrapped
 
 

@@ -35,7 +35,8 @@ class LayerImages:
 
     def replica(self, store: LayerStore, layer_id: int) -> Replica:
         of_store = self._replicas.setdefault(store, {})
-        if layer_id not in of_store:
+        known = of_store.get(layer_id)
+        if known is None or known.record is not store.layers[layer_id]:
             of_store[layer_id] = Replica(store.layers[layer_id], self._device.torch_device)
         return of_store[layer_id]
 

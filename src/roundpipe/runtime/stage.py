@@ -16,7 +16,7 @@ those of the last layers are complete early, so that an optimizer which needs th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -331,7 +331,7 @@ class _Task:
         assert run.loss_fn is not None
         with self._meter.loss(self._task.layers[-1]) as memory:
             with torch.enable_grad(), self._random_stream(seed, may_draw_on_host=False):
-                value = run.loss_fn(leaves.value(), label)
+                value = own_loss(run.loss_fn(leaves.value(), label))
             losses = checked_losses(value)
             memory.computed()
             self._place.at(None, "loss backward")
@@ -355,6 +355,12 @@ def _call_arguments(layer_id: int, value: Any) -> tuple[tuple[Any, ...], dict[st
         args, kwargs = value
         return args, kwargs
     return (value,), {}
+
+
+def own_loss(value: Any) -> Any:
+    """The loss in what a model returned that computes its own, where loss_fn hands that on; else the value itself."""
+    loss = value.get("loss") if isinstance(value, Mapping) else None
+    return value if loss is None else loss
 
 
 def checked_losses(value: Any) -> list[torch.Tensor]:

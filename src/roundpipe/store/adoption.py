@@ -75,6 +75,39 @@ def adopt(layers: Sequence[nn.Module], names: dict[int, str], mode: PinMode, pin
     return records
 
 
+def rearrange(
+    layers: Sequence[nn.Module], known: Sequence[ParameterRecord], before: Sequence[LayerRecord]
+) -> list[LayerRecord]:
+    """Records of other layers over the same parameters, which stay where they are in memory.
+
+    A layer that has just the parameters a former one had keeps its flat buffers; others are uploaded piece by piece.
+    """
+    by_param = {id(record.param): record for record in known}
+    former = {tuple(map(id, layer.at_home)): layer for layer in before}
+    shared_buffers = _buffers_in_several_layers(layers)
+    homes: dict[ParameterRecord, int] = {}
+    records: list[LayerRecord] = []
+    for layer_id, layer in enumerate(layers):
+        parameters = [by_param[id(param)] for param in layer.parameters()]
+        own = [record for record in parameters if homes.setdefault(record, layer_id) == layer_id]
+        foreign = [record for record in parameters if homes[record] != layer_id]
+        old = former.get(tuple(map(id, own)))
+        records.append(
+            LayerRecord(
+                layer_id=layer_id,
+                module=layer,
+                parameters=own + foreign,
+                buffers=_buffer_records(layer, shared_buffers),
+                image=lay_out([record.weights for record in own + foreign]),
+                flat=None if old is None else old.flat,
+                back=None if old is None else old.back,
+            )
+        )
+    for record, home in homes.items():
+        record.home = home
+    return records
+
+
 def claim(records: Sequence[ParameterRecord], owner: object) -> None:
     for record in records:
         setattr(record.param, _OWNER_ATTRIBUTE, weakref.ref(owner))

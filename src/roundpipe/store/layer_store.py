@@ -71,6 +71,14 @@ class LayerStore:
             self._registered.close()
         adoption.release(self.parameters, self)
 
+    def rearrange(self, layers: Sequence[nn.Module], *, version: int, generation: int) -> None:
+        """Let other layers have the same parameters. Only while nothing runs and `version` is what the user sees."""
+        self.layers = adoption.rearrange(layers, self.parameters, self.layers)
+        self.slots = [LayerSlot(version, generation) for _ in self.layers]
+        self.weights.rearrange(self.layers, self.slots)
+        self.masters.rearrange(self.layers)
+        self._compositions = [Composition(layer) for layer in self.layers]
+
     # What a call will do. Registered before it starts, so that nobody overtakes it.
 
     def expect(

@@ -34,13 +34,15 @@ class LayerWeights:
         self._pinner = pinner
         self._backs: list[HostBuffer] = []
         self._failed_uploads: dict[int, BaseException] = {}
+        self._fronts = [layer.flat for layer in layers if layer.flat is not None]
 
     def close(self) -> None:
-        for layer in self._layers:
-            if layer.flat is not None:
-                layer.flat.close()
-        for back in self._backs:
-            back.close()
+        for flat in (*self._fronts, *self._backs):
+            flat.close()
+
+    def rearrange(self, layers: Sequence[LayerRecord], slots: Sequence[LayerSlot]) -> None:
+        """The same weights, where they are, belong to other layers from now on. Only while nobody uses them."""
+        self._layers, self._slots = layers, slots
 
     # Readers.
 

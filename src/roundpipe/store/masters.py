@@ -18,6 +18,9 @@ class Masters:
         self._layers = layers
         self._optim_dtype = optim_dtype
 
+    def rearrange(self, layers: Sequence[LayerRecord]) -> None:
+        self._layers = layers
+
     def of(self, record: ParameterRecord) -> OptimizerCopy:
         """The optimizer's copy of a parameter, made when it is first asked for."""
         if record.master is None:

@@ -1,0 +1,137 @@
+"""A model of repeated blocks as a RoundPipe over the layers it is split into.
+
+Used by api.wrap and api.model. Calls reach the layers as the model's own forward would get them; here they are made fit
+for microbatches: inputs whose rows are not samples are cut by what they belong to, and caches are asked for only where
+somebody can use them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.config import ResolvedRunConfig
+from roundpipe.errors import ModelSplitError, UsageError
+from roundpipe.microbatch import MicrobatchInputs
+from roundpipe.microbatch.model_inputs import split_model_inputs
+from roundpipe.models.library_state import is_cache, is_pretrained
+from roundpipe.models.split_layers import KEEPS_LOGITS
+from roundpipe.models.splitter import ModelSplitter
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class SplitModel:
+    """What an engine and a RoundPipe know of a split model. `layers` changes when a call needs others."""
+
+    def __init__(self, model: nn.Module, splitter: ModelSplitter) -> None:
+        self._model = model
+        self._splitter = splitter
+        self._config = getattr(model, "config", None)
+        self._parameters = frozenset(inspect.signature(model.forward).parameters)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return self._splitter.layers
+
+    # Before a call is cut into microbatches.
+
+    def prepared_for_training(
+        self, kwargs: dict[str, Any], config: ResolvedRunConfig, *, returns_outputs: bool
+    ) -> tuple[dict[str, Any], ResolvedRunConfig]:
+        """As `prepared`; logits that are too large to be kept are not, where nobody has asked for them."""
+        kwargs, config = self.prepared(kwargs, dataclasses.replace(config, requires_grad=True))
+        if not (returns_outputs if config.keep_logits is None else config.keep_logits):
+            kwargs[KEEPS_LOGITS] = False
+        return kwargs, config
+
+    def prepared(self, kwargs: dict[str, Any], config: ResolvedRunConfig) -> tuple[dict[str, Any], ResolvedRunConfig]:
+        """The call as it is to be cut: in one microbatch where a cache is filled, else each input by what it is."""
+        kwargs = dict(kwargs)
+        has_cache = any(map(is_cache, kwargs.values())) or kwargs.get("use_cache") is True
+        if has_cache and config.requires_grad:
+            raise UsageError(
+                "use_cache=True and past_key_values are for generating, under torch.no_grad(); leave them out in "
+                "training."
+            )
+        if has_cache:
+            return kwargs, dataclasses.replace(config, num_microbatch=1, split_input=_in_one_piece)
+        if "use_cache" in self._parameters:
+            kwargs.setdefault("use_cache", False)
+        if config.whole_batch_loss:
+            kwargs["num_items_in_batch"] = self._splitter.count_targets(kwargs)
+        if config.split_input is None:
+            config = dataclasses.replace(config, split_input=self._cut)
+        return kwargs, config
+
+    def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
+        rows = split_model_inputs(
+            {**{str(i): value for i, value in enumerate(args)}, **kwargs}, num_microbatch, self._config
+        )
+        args_list = [tuple(row.pop(str(i)) for i in range(len(args))) for row in rows]
+        return args_list, rows
+
+    # Generating.
+
+    def generating(self, forward: Callable[..., Any]) -> Any:
+        """A model like the wrapped one whose forward is `forward`, so that its library's own loop runs on devices."""
+        inner = next((m for m in self._model.modules() if is_pretrained(m) and hasattr(m, "generate")), None)
+        if inner is None:
+            raise UsageError(f"{type(self._model).__name__} has no generate().")
+
+        @functools.wraps(type(inner).forward)
+        def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        cls: Any = type(inner)
+        stand_in = cls.__new__(type(cls.__name__, (cls,), {"forward": run, "__module__": cls.__module__}))
+        stand_in.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "forward"})
+        return stand_in
+
+    # Before it is scheduled.
+
+    def unknown_calls(self, batches: MicrobatchInputs) -> list[Call]:
+        """Microbatches of a form that no plan was made for yet."""
+        self._splitter.refresh()
+        return [call for call in _calls(batches) if not self._splitter.knows(*call)]
+
+    def learn(self, calls: Sequence[Call]) -> bool:
+        """Plan for calls like these; returns whether the layers have changed. Only while nothing runs."""
+        changed = False
+        for call in calls:
+            if not self._splitter.knows(*call):  # an earlier one may have been of its form
+                try:
+                    changed = self._splitter.learn(*call) or changed
+                except ModelSplitError as error:
+                    error.add_note(
+                        "the model cannot be split into layers for this call; wrap it with "
+                        "use_sequential_preset=False to run its own forward on the host and its parts on devices"
+                    )
+                    raise
+        return changed
+
+    def distrust(self, batches: MicrobatchInputs) -> bool:
+        """The plan of these calls was not theirs after all: whether they can be planned for by their sizes."""
+        return True in [self._splitter.distrust(*call) for call in _calls(batches)]
+
+
+def _in_one_piece(args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
+    return [args], [kwargs]
+
+
+def _calls(batches: MicrobatchInputs) -> list[Call]:
+    return [
+        (tuple(map(_arrived, args)), {name: _arrived(v) for name, v in kwargs.items() if name != KEEPS_LOGITS})
+        for args, kwargs in zip(batches.args, batches.kwargs, strict=True)
+    ]
+
+
+def _arrived(value: Any) -> Any:
+    arriving = getattr(value, "value", value)
+    return arriving if isinstance(arriving, torch.Tensor) else value

@@ -1,0 +1,348 @@
+"""Cuts the keyword arguments of a Hugging Face model into microbatches of whole samples.
+
+Called by api for models of transformers, when the user gave no split_input. Knows inputs by their names and by how
+their shapes relate, and asks the config for token ids and codebooks only. Does not know what type a model is, never
+imports transformers, and leaves specs, positional arguments and packed data to split.
+
+Most inputs have a row per sample. The others are counted in items (images, videos, audio clips), of which a sample has
+any number, or in the parts of items, or in codebooks:
+
+    input_ids        [samples, tokens]       a row per sample
+    image_grid_thw   [images, 3]             an entry per item
+    pixel_values     [patches, features]     as many entries per item as its row of the grid says
+    labels (Dia)     [samples * codebooks]   as many entries per sample as there are codebooks
+
+[Note: placeholders] A model puts the features of all items, in order, where the placeholder tokens of their kind stand,
+sample after sample. So the items of a sample are those whose features fill its placeholders exactly. How many one fills
+is not asked of the model: it is proportional to the size that a table gives (`image_grid_thw`), or one unbroken run of
+tokens, or the same for all. An assignment counts only if it comes out whole for every sample; should it be wrong even
+so, transformers raises, for it compares the numbers of features and placeholders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, repeat
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from roundpipe.errors import SplitError
+from roundpipe.microbatch.cut import Rule, RuledTree
+from roundpipe.microbatch.tree import leaves_with_path, shown
+
+__all__ = ["split_model_inputs"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of item, known by words in the names of its inputs."""
+
+    name: str
+    words: tuple[str, ...]
+    token_type: int  # in mm_token_type_ids
+    item_dims: int  # of a tensor with an entry per item, at most; with more it is [samples, items padded, ...]
+
+
+# The first whose words occur in a name: `image_sizes_videos` is about videos.
+KINDS = (
+    Kind("video", ("video", "second_per_grid"), 2, 5),
+    Kind("audio", ("audio", "input_features", "feature_attention_mask"), 3, 5),
+    Kind("image", ("image", "pixel_", "spatial_shapes", "target_sizes", "aspect_ratio", "local_patches"), 1, 4),
+)
+BATCH_NAMES = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_inputs_embeds")
+CODEBOOK_NAMES = ("input_ids", "decoder_input_ids", "labels")
+ITEM_COUNT_NAMES = ("images_per_sample", "batch_num_images")  # say outright how many items each sample has
+WHOLE_NAMES = ("cache_position", "logits_to_keep", "head_mask", "decoder_head_mask", "cross_attn_head_mask")
+SIZE_WORDS = ("grid", "sizes", "shapes")  # tables of how large each item is
+PATCH_SIZE_WORDS = ("grid", "target", "embed")  # those in patches or tokens; others may be in pixels before resizing
+ADVICE = "Say how to cut this call with split_input=..., or run it with num_microbatch=1"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much of a value each microbatch gets, along one dimension."""
+
+    sizes: tuple[int, ...]
+    dim: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def times(self, factor: int, dim: int = 0) -> Cut:
+        return Cut(tuple(size * factor for size in self.sizes), dim)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The call, its number of samples, and how many of them each microbatch gets."""
+
+    kwargs: Mapping[str, Any]
+    config: Any
+    size: int
+    rows: Cut
+
+    def cut_by(self, per_sample: Sequence[int]) -> Cut:
+        """The cut of something of which each sample has so much."""
+        return Cut(tuple(sum(run) for run in _runs(per_sample, self.rows.sizes)))
+
+    def refuse(self, name: str, value: Any, reason: str) -> NoReturn:
+        shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"with {len(value)} entries"
+        raise SplitError(f"cannot cut {name} {shape} beside a batch of {self.size}: {reason}. {ADVICE}")
+
+
+@dataclass(frozen=True)
+class Items:
+    """How the items of one kind are cut, and their parts, such as patches."""
+
+    whole: Cut
+    parts: Mapping[str, Cut]  # by the input that says how many parts each item has
+
+    def cut(self, name: str, value: Any) -> Cut | None:
+        """The cut of a value with an entry per item or per part of an item; None if it has neither."""
+        length = _length(value)
+        if name == "pixel_values_local" and "num_local_patches" in self.parts:
+            return self.parts["num_local_patches"]
+        if length == self.whole.total:
+            return self.whole
+        for cut in self.parts.values():
+            if length == cut.total:
+                return cut
+            is_wide = length == 1 and isinstance(value, Tensor) and name.startswith("pixel_values")
+            if is_wide and cut.total and value.shape[-1] % cut.total == 0:  # all patches side by side in one picture
+                return cut.times(value.shape[-1] // cut.total, dim=value.dim() - 1)
+        return None
+
+
+def split_model_inputs(kwargs: Mapping[str, Any], num_microbatch: int, config: Any) -> list[dict[str, Any]]:
+    """The keyword arguments of min(batch size, num_microbatch) microbatches, as even as tensor_split makes them.
+
+    `config` is that of the model, or None. A microbatch without any item of a kind lacks the inputs of that kind.
+    """
+    size = 1 if num_microbatch == 1 else _batch_size(kwargs)
+    count = min(size, num_microbatch)
+    if count <= 1:
+        return [dict(kwargs)]
+    rows = Cut(tuple(size // count + (index < size % count) for index in range(count)))
+    batch = Batch(kwargs, config, size, rows)
+    items = {kind: found for kind in KINDS if (found := _find_items(kind, batch)) is not None}
+    microbatches: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in kwargs.items():
+        for microbatch, piece in zip(microbatches, _pieces(name, value, batch, items), strict=True):
+            microbatch.update(piece)
+    return microbatches
+
+
+def _batch_size(kwargs: Mapping[str, Any]) -> int:
+    """The number of samples: the smallest that an input of text names, for others may have a row per codebook."""
+    tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim() > 0}
+    text = [len(tensors[name]) for name in BATCH_NAMES if name in tensors]
+    if text:
+        return min(text[:1] + [length for length in text if length > 1])
+    tables = [len(table) for kind in KINDS for table in _size_tables(_members(kind, kwargs)).values()]
+    lengths = set(tables) or {len(tensor) for tensor in tensors.values()} - {1}  # of items, where nothing else is
+    if len(lengths) > 1:
+        shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise SplitError(f"cannot tell the batch size from {shapes}: their first dimensions differ. {ADVICE}")
+    return max(lengths, default=1)
+
+
+def _pieces(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]) -> list[dict[str, Any]]:
+    """What becomes of one argument in each microbatch: itself, a piece of it, or nothing where the piece is empty."""
+    if not isinstance(value, Tensor) and not _has_entries(name, value, batch):
+        return [{name: piece} for piece in _nested_pieces(name, value, batch)]
+    if (cut := _cut(name, value, batch, items)) is None:
+        return [{name: value} for _ in batch.rows.sizes]
+    is_tensor = isinstance(value, Tensor)
+    pieces = torch.split(value, list(cut.sizes), cut.dim) if is_tensor else _runs(value, cut.sizes)
+    return [{name: piece} if size else {} for size, piece in zip(cut.sizes, pieces, strict=True)]
+
+
+def _has_entries(name: str, value: Any, batch: Batch) -> bool:
+    """Whether a list has an entry per sample or item, such as the boxes of each image; else it is a mere container.
+
+    Without tensors it is an option (`vision_feature_layer=[-2, -1]`), unless its name is that of a kind of item.
+    """
+    if type(value) not in (list, tuple) or not value:
+        return False
+    if _kind_of(name) is not None:
+        return True
+    tensors = [leaf for _, leaf in leaves_with_path(value, name) if isinstance(leaf, Tensor)]
+    if not tensors or len(value) != batch.size:
+        return False
+    says_so = name.endswith("labels") or all(isinstance(entry, Mapping) for entry in value)
+    return says_so or any(_length(tensor) != batch.size for tensor in tensors)
+
+
+def _nested_pieces(name: str, value: Any, batch: Batch) -> list[Any]:
+    """What is no tensor itself: the tensors in it are cut by rows, the rest is replicated."""
+    tree = RuledTree.of(value, None, name)
+    for leaf in tree.leaves:
+        if leaf.rule is Rule.PACKED or (leaf.rule is Rule.AUTO and leaf.size not in (1, batch.size)):
+            batch.refuse(leaf.path, leaf.value, "it has no entry per sample")
+    return tree.cut(len(batch.rows.sizes))
+
+
+def _cut(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]) -> Cut | None:
+    """How to cut a tensor or list; None: every microbatch gets it whole."""
+    length = _length(value)
+    if length is None or name in WHOLE_NAMES:
+        return None
+    if name.startswith("cu_seq"):
+        batch.refuse(name, value, "it marks the samples of a packed sequence, not of rows")
+    has_axes = name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3  # [3, samples, tokens]
+    if has_axes and value.shape[1] in (1, batch.size):
+        return None if value.shape[1] == 1 else batch.rows.times(1, dim=1)
+    kind = _kind_of(name)
+    if kind is not None and kind in items and (cut := items[kind].cut(name, value)):
+        return cut
+    if length == batch.size:
+        return batch.rows
+    if name in CODEBOOK_NAMES and length in (batch.size * number for number in _codebooks(batch.config)):
+        return batch.rows.times(length // batch.size)
+    if length == 1:
+        return None
+    cuts = {cut for found in items.values() if kind is None and (cut := found.cut(name, value))}
+    if len(cuts) != 1:
+        known = ["samples", *(f"the {found.whole.total} {kind.name}(s)" for kind, found in items.items())]
+        batch.refuse(name, value, f"it is not known whether it has an entry for each of the {' or '.join(known)}")
+    return cuts.pop()
+
+
+def _find_items(kind: Kind, batch: Batch) -> Items | None:
+    """The items of a kind, dealt to the samples; None without any, or where one serves every sample."""
+    members = _members(kind, batch.kwargs)
+    if not members:
+        return None
+    tables = _size_tables(members)
+    lengths = {len(member) for name, member in (tables or members).items() if name != "pixel_values_local"}
+    num_items = max(lengths - {batch.size}, default=batch.size)
+    mask = _placeholders(kind, batch)
+    if num_items == 1 and mask is None:
+        return None
+    per_sample = _items_per_sample(kind, num_items, mask, batch)
+    if per_sample is None:
+        name = next(iter(tables or members))
+        where = "none is in input_ids (going by the config) or mm_token_type_ids"
+        tokens = where if mask is None else f"the samples have {shown(mask.sum(1).tolist())}"
+        reason = f"{kind.name} placeholder tokens must say to which sample each of {num_items} belongs, but {tokens}"
+        batch.refuse(name, members[name], reason)
+    parts = {name: _extents(table) for name, table in tables.items() if _has(name, PATCH_SIZE_WORDS)}
+    if "num_local_patches" in members:
+        parts["num_local_patches"] = [int(number) for number in members["num_local_patches"]]
+    cuts = {name: batch.cut_by([sum(run) for run in _runs(counts, per_sample)]) for name, counts in parts.items()}
+    return Items(batch.cut_by(per_sample), cuts)
+
+
+def _items_per_sample(kind: Kind, num_items: int, mask: Tensor | None, batch: Batch) -> Sequence[int] | None:
+    """How many of the items each sample has; None if that cannot be told. See [Note: placeholders]."""
+    for name in ITEM_COUNT_NAMES:
+        if kind.name in name and name in batch.kwargs and sum(batch.kwargs[name]) == num_items:
+            return [int(number) for number in batch.kwargs[name]]
+    members = _members(kind, batch.kwargs)
+    num_dims = max((member.dim() for member in members.values() if isinstance(member, Tensor)), default=0)
+    has_padding = num_dims > kind.item_dims and not _size_tables(members)
+    # As many items as samples and a placeholder in each sample: none is left for a second one.
+    if num_items == batch.size and (mask is None or mask.any(1).all() or has_padding):
+        return [1] * batch.size
+    if mask is None:
+        return [0] * batch.size if num_items == 0 else None
+    return next((found for found in _assignments(members, mask, num_items) if found is not None), None)
+
+
+def _assignments(members: Mapping[str, Any], mask: Tensor, num_items: int) -> Iterator[Sequence[int] | None]:
+    """Ways to deal the items to the samples, the most reliable first; None for one that is not possible."""
+    tokens = mask.sum(1).tolist()
+    num_runs = (mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)).tolist()
+    merge_sizes = [int(size) for name in members if name.endswith("merge_sizes") for size in members[name]]
+    weights = {
+        name: [extent // size**2 for extent, size in zip(_extents(table), merge_sizes or repeat(1), strict=False)]
+        for name, table in _size_tables(members).items()
+        if len(table) == num_items
+    }
+    yield from (_deal(tokens, weights[name]) for name in weights if _has(name, PATCH_SIZE_WORDS))
+    yield num_runs if sum(num_runs) == num_items else None
+    yield from (_deal(tokens, weights[name]) for name in weights if not _has(name, PATCH_SIZE_WORDS))
+    yield _deal(tokens, [1] * num_items)
+
+
+def _deal(tokens: Sequence[int], weights: Sequence[int]) -> list[int] | None:
+    """How many items each sample has if an item takes tokens in proportion to its weight; None if it is not whole."""
+    num_tokens, weight = sum(tokens), sum(weights)
+    if not weight or any(item * num_tokens % weight for item in weights):
+        return None
+    items_before = {end * num_tokens // weight: count for count, end in enumerate(accumulate(weights, initial=0))}
+    ends = list(accumulate(tokens, initial=0))
+    if not all(end in items_before for end in ends):
+        return None
+    return [items_before[end] - items_before[start] for start, end in pairwise(ends)]
+
+
+def _placeholders(kind: Kind, batch: Batch) -> Tensor | None:
+    """Where placeholder tokens of a kind stand in each sample; None if there are none or they cannot be told."""
+    ids, types = batch.kwargs.get("input_ids"), batch.kwargs.get("mm_token_type_ids")
+    masks = []
+    if isinstance(ids, Tensor):
+        masks.append(torch.isin(ids, torch.tensor(_token_ids(kind, batch.config), dtype=ids.dtype, device=ids.device)))
+    if isinstance(types, Tensor):
+        masks.append(types == kind.token_type)
+    fitting = [mask.flatten(1) for mask in masks if mask.dim() > 1 and len(mask) == batch.size and mask.any()]
+    return fitting[0] if fitting else None
+
+
+def _token_ids(kind: Kind, config: Any) -> list[int]:
+    """The ids of the placeholder tokens, from the config or from the first part of it that names them."""
+    for part in (config, *getattr(config, "__dict__", {}).values()):
+        values = [getattr(part, f"{kind.name}_token_{ending}", None) for ending in ("id", "index")]
+        if found := [value for value in values if isinstance(value, int)]:
+            return found
+    return []
+
+
+def _members(kind: Kind, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if _kind_of(name) is kind and _length(value) is not None}
+
+
+def _kind_of(name: str) -> Kind | None:
+    return None if name in ITEM_COUNT_NAMES else next((kind for kind in KINDS if _has(name, kind.words)), None)
+
+
+def _size_tables(members: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those that say how large each item is: a number, height and width, or time, height and width."""
+    return {
+        name: value
+        for name, value in members.items()
+        if _has(name, SIZE_WORDS) and not name.endswith("merge_sizes")
+        if isinstance(value, Tensor) and not value.is_floating_point()
+        if value.dim() == 1 or (value.dim() == 2 and value.shape[1] in (2, 3))
+    }
+
+
+def _extents(table: Tensor) -> list[int]:
+    return [int(extent) for extent in table.reshape(len(table), -1).prod(1).tolist()]
+
+
+def _codebooks(config: Any) -> list[int]:
+    """How many rows of codes a sample of audio may have."""
+    decoders = [getattr(config, name, None) for name in ("decoder", "decoder_config")]
+    numbers = [getattr(part, name, None) for part in decoders for name in ("num_codebooks", "num_channels")]
+    return [number for number in (getattr(config, "num_codebooks", None), *numbers) if isinstance(number, int)]
+
+
+def _has(name: str, words: Sequence[str]) -> bool:
+    return any(word in name for word in words)
+
+
+def _length(value: Any) -> int | None:
+    """Entries along the first dimension of a tensor or list; None for what has no dimension."""
+    if isinstance(value, Tensor):
+        return len(value) if value.dim() > 0 else None
+    return len(value) if type(value) in (list, tuple) else None
+
+
+def _runs(values: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
+    """Consecutive runs of these sizes."""
+    return [values[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -1,0 +1,232 @@
+"""Makes the plan of a split: watches the model on a small batch and finds out what its own code depends on.
+
+Called by the splitter. Works on copies of the module tree that share the weights, and hooks, which a model's
+library may install on its first run: nothing else of the model is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ModelSplitError
+from roundpipe.models.dependence import Dependence
+from roundpipe.models.discovery import Discovery, discover, observe
+from roundpipe.models.global_random import fresh_generators, own_generators, state_of_generators
+from roundpipe.models.library_state import copied_cache, is_cache, keep_hook_marks
+from roundpipe.models.module_copy import copy_tree
+from roundpipe.models.recording import Recording
+from roundpipe.models.split_plan import SplitPlan
+from roundpipe.models.stub_tree import Ghosts, StubTree
+from roundpipe.models.values import equal, is_plain, leaves_of, map_leaves
+from roundpipe.models.without_dropout import WithoutDropout
+
+_CLOSE = 1e-4  # relative; kernels may choose another path for the same values
+
+
+class ChangesItself(ModelSplitError):
+    """A forward that changes the model; of inputs that were made up this says nothing about others."""
+
+
+def calibrate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool) -> SplitPlan:
+    """Raises ModelSplitError with the reason where the model cannot be split for such a call."""
+    refuse_random_depth(model)
+    generators = torch.random.fork_rng(devices=())
+    with own_generators(), generators, WithoutDropout(), torch.set_grad_enabled(with_grad):
+        return _Calibration(model, args, kwargs).plan()
+
+
+class _Calibration:
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._model, self._args, self._kwargs = model, args, kwargs
+        self._names = {id(param): name for name, param in model.named_parameters()}
+        self._ghosts = Ghosts(model)
+
+    def plan(self) -> SplitPlan:
+        seed = torch.get_rng_state()
+        copy, pairs = copy_tree(self._model, parameter=alias)
+        outputs = self._first_run(copy, pairs)
+        torch.set_rng_state(seed)
+        args, kwargs = self._inputs()
+        events, _ = observe(copy, lambda: copy(*args, **kwargs))
+        found = discover(copy, events)
+        tree = self._tree(copy, found)
+        recording = Recording(frozenset(found.calls))
+        torch.set_rng_state(seed)
+        args, kwargs = self._inputs()
+        drawn = fresh_generators()
+        recorded = recording.run(tree, args, kwargs)
+        draws_globally = state_of_generators() != drawn
+        _check_reproduced(found, recording, outputs, recorded)
+        plan = SplitPlan(
+            found.calls,
+            found.taps,
+            tuple(c.outline for c in recording.calls),
+            (0, len(found.calls)),
+            {},
+            {},
+            frozenset(),
+            {},
+        )
+        dependence = Dependence(tree, recording, plan, recorded, *self._inputs())
+        self._find_points(dependence)
+        self._find_reads(dependence, recording)
+        self._find_needs(dependence, found)
+        has_caches = any(is_cache(leaf) for call in recording.calls for leaf in call.arguments)
+        return dataclasses.replace(
+            dependence.plan, head=recording.head(), draws_globally=draws_globally, has_caches=has_caches
+        )
+
+    def _first_run(self, copy: nn.Module, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> Any:
+        """What the model returns. Lets the library do what it does once, and refuses what cannot be undone."""
+        before = list(copy.modules())
+        args, kwargs = self._inputs()
+        outputs = copy(*args, **kwargs)
+        keep_hook_marks(pairs)
+        if [id(module) for module in copy.modules()] != [id(module) for module in before]:
+            raise ChangesItself("its forward exchanges its own modules for inputs like these")
+        return outputs
+
+    def _find_points(self, dependence: Dependence) -> None:
+        points, reasons = [0], {}
+        while (unknown := dependence.first_unknown(points[-1])) is not None:
+            points.append(unknown[0])
+            reasons[unknown[0]] = unknown[1]
+        points.append(dependence.plan.num_calls)
+        dependence.plan = dataclasses.replace(dependence.plan, points=tuple(points), reasons=reasons)
+
+    def _find_reads(self, dependence: Dependence, recording: Recording) -> None:
+        """From the last point to the first: what a later one reads of a segment, the segment must hand on."""
+        while True:
+            dependence.plan = dataclasses.replace(dependence.plan, reads={}, copying=frozenset())
+            for point in reversed(dependence.plan.points[1:]):
+                read = dependence.reads_of(point)
+                plan = dependence.plan
+                dependence.plan = dataclasses.replace(plan, reads={**plan.reads, point: read})
+            # A tap that is read later must have run on real values: its segment has to be a point.
+            points = dependence.plan.points
+            taps = {key[1] for read in dependence.plan.reads.values() for key in read if key[0] == "tap"}
+            extra = {recording.taps[t].segment for t in taps} - set(points)
+            if not extra:
+                break
+            dependence.plan = dataclasses.replace(
+                dependence.plan,
+                points=tuple(sorted({*points, *extra})),
+                reasons={
+                    **dependence.plan.reasons,
+                    **dict.fromkeys(extra, "the output of a module in it is read later"),
+                },
+            )
+
+        for point in dependence.plan.points:
+            dependence.note_late_changes(point)
+
+    def _find_needs(self, dependence: Dependence, found: Discovery) -> None:
+        forced, _ = copy_tree(self._model, parameter=lambda param: alias(param, forced=True))
+        names = {id(param): name for name, param in forced.named_parameters()}
+        forced_tree = self._tree(forced, found)
+        by_path = dict(self._model.named_modules())
+        plan = dependence.plan
+        needs: dict[int, frozenset[str]] = {}
+        for point in plan.points:
+            own = {names[i] for i in dependence.parameters_reached(point, forced_tree) if i in names}
+            for tap in plan.taps:
+                if point <= tap.segment < plan.end_of(point):
+                    own |= {self._names[id(param)] for param in by_path[tap.path].parameters()}
+            needs[point] = frozenset(own)
+            if not dependence.agrees_on(point, self._element_tree(plan, own)):
+                # Its code reads a parameter where autograd does not see it: let it have all it can reach itself.
+                needs[point] |= self._outside(plan)
+                if not dependence.agrees_on(point, self._element_tree(plan, needs[point])):
+                    raise ModelSplitError(f"the code of segment {point} needs weights that it does not show to need")
+        dependence.plan = dataclasses.replace(plan, needs=needs)
+
+    def _outside(self, plan: SplitPlan) -> frozenset[str]:
+        """Names of parameters of modules that are neither blocks nor taps nor inside any."""
+        inside = {
+            id(param)
+            for path, module in self._model.named_modules()
+            if path in plan.stub_paths
+            for param in module.parameters()
+        }
+        return frozenset(name for name, param in self._model.named_parameters() if id(param) not in inside)
+
+    def _element_tree(self, plan: SplitPlan, needs: Any) -> nn.Module:
+        tree = element_tree(self._model, plan, needs, self._ghosts)
+        tree.fill_in(torch.device("cpu"))
+        return tree.root
+
+    def _tree(self, copy: nn.Module, found: Discovery) -> nn.Module:
+        stubs = frozenset([*found.calls, *(tap.path for tap in found.taps)])
+        everything = {id(param) for param in copy.parameters()}
+        return StubTree(copy, stubs, lambda module: True, everything, self._ghosts).root
+
+    def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs anew: the model may write into them."""
+        return fresh((self._args, self._kwargs))  # type: ignore[no-any-return]
+
+
+def fresh(inputs: Any) -> Any:
+    """Copies of a call's inputs: a model may write into tensors, and fills caches."""
+    return map_leaves(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copied_cache(leaf), inputs
+    )
+
+
+def element_tree(model: nn.Module, plan: SplitPlan, needs: Any, ghosts: Ghosts) -> StubTree:
+    """The tree of one element: taps of which it needs a parameter are there as a whole."""
+    owned = {id(param) for name, param in model.named_parameters() if name in needs}
+    blocks = frozenset(plan.calls)
+    block_ids = {id(module) for path, module in model.named_modules() if path in blocks}
+
+    def is_real(module: nn.Module) -> bool:
+        params = list(module.parameters())
+        return id(module) not in block_ids and (not params or any(id(param) in owned for param in params))
+
+    return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
+
+
+def alias(param: nn.Parameter, forced: bool = False) -> nn.Parameter:
+    """The same memory as a parameter of its own."""
+    wants_grad = param.requires_grad or (forced and param.is_floating_point())
+    return nn.Parameter(param.detach(), requires_grad=wants_grad)
+
+
+def refuse_random_depth(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        rate = getattr(module, "layerdrop", None)
+        if model.training and isinstance(rate, float) and rate > 0:
+            raise ModelSplitError(f"{path or 'the model'} drops layers at random (layerdrop={rate}); set it to 0")
+
+
+def _check_reproduced(found: Discovery, recording: Recording, outputs: Any, recorded: Any) -> None:
+    if [call.path for call in recording.calls] != list(found.calls) or [
+        (tap.path, tap.segment) for tap in recording.taps
+    ] != [(tap.path, tap.segment) for tap in found.taps]:
+        raise ModelSplitError("its forward calls modules past the tree it is given, or in another order when run again")
+    for call in recording.calls:
+        for leaf in call.arguments:
+            if not (isinstance(leaf, torch.Tensor | nn.Module | enum.Enum | types.FunctionType) or is_known(leaf)):
+                raise ModelSplitError(f"a {type(leaf).__name__}, which nobody can look into, is handed to {call.path}")
+    expected, got = leaves_of(outputs), leaves_of(recorded)
+    if len(expected) != len(got) or not all(map(_close, expected, got)):
+        raise ModelSplitError("run apart from each other, its blocks give other results: they share state")
+
+
+def is_known(leaf: Any) -> bool:
+    return is_plain(leaf) or is_cache(leaf) or type(leaf).__name__.endswith("Config")
+
+
+def _close(left: Any, right: Any) -> bool:
+    if equal(left, right):
+        return True
+    if not isinstance(left, torch.Tensor) or left.shape != right.shape or not left.is_floating_point():
+        return False
+    left, right = left.detach().double(), right.detach().double()
+    return bool((left - right).abs().max() <= _CLOSE * left.abs().max())

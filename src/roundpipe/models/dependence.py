@@ -1,0 +1,253 @@
+"""What the code between blocks depends on: found by running it on changed values, and compared with the truth.
+
+Part of calibration. Two tests are always made together, because each is blind where the other sees: values that stay
+the same may still depend (a projector initialised with zeros), and integers and top-k choices leave no trace in an
+autograd graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ModelSplitError
+from roundpipe.models.graph import leaves_reached
+from roundpipe.models.recording import Recording
+from roundpipe.models.replay import Replay
+from roundpipe.models.split_plan import SplitPlan
+from roundpipe.models.travel import Ledger, State
+from roundpipe.models.values import Held, Key, Outline, equal, leaves_of, structure_of, tensors_of
+
+
+class _PoisonedReplay(Replay):
+    """Goes on with random numbers for what blocks would return, connected to leaves of their own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.poisons: list[torch.Tensor] = []
+
+    def make_marker(self, outline: Outline) -> torch.Tensor:
+        if not outline.dtype.is_floating_point:
+            return torch.zeros(outline.shape, dtype=outline.dtype)
+        self.poisons.append(torch.randn(outline.shape).to(outline.dtype).requires_grad_())
+        return self.poisons[-1].clone()
+
+
+class Dependence:
+    """One model, one recorded run. `plan` has calls, taps and outlines; points and reads are being found."""
+
+    def __init__(
+        self, tree: nn.Module, recording: Recording, plan: SplitPlan, outputs: Any, args: Any, kwargs: Any
+    ) -> None:
+        self.plan = plan
+        self._tree, self._truth, self._outputs = tree, recording, outputs
+        self._inputs, self._ledger = Ledger.begin(plan, None, args, kwargs)
+        self._ledger = dataclasses.replace(
+            self._ledger,
+            outputs={k: (call.outline.value, call.outline.captured) for k, call in enumerate(recording.calls)},
+            taps={t: tap.outline for t, tap in enumerate(recording.taps)},
+        )
+
+    # Which calls' arguments are known before the blocks before them have run.
+
+    def first_unknown(self, point: int) -> tuple[int, str] | None:
+        """The first call after `point` that needs a point of its own, and why; None if there is none."""
+        end = self.plan.num_calls
+        ledger = self._planned(points=(point, end))
+        replay = _PoisonedReplay(ledger, point, self._state_at(point), torch.device("cpu"))
+        crash: Exception | None = None
+        try:
+            with torch.enable_grad():
+                replay.run(self._tree)
+        except Exception as error:
+            crash = error
+        for k in range(point, end):
+            reason = self._why_unknown(replay, point, k, crash)
+            if reason is not None:
+                if k == point:
+                    raise ModelSplitError(
+                        f"the code before call {k} ({self.plan.calls[k]}) cannot be run apart: {reason}"
+                    )
+                return k, reason
+        return None
+
+    def _why_unknown(self, replay: _PoisonedReplay, point: int, k: int, crash: Exception | None) -> str | None:
+        call, record = self._truth.calls[k], replay.calls.get(k)
+        if record is None:
+            return f"it is not reached with other values in place of the outputs of earlier blocks: {crash!r}"
+        leaves = leaves_of(record.arguments)
+        if structure_of(record.arguments) != call.argument_structure or len(leaves) != len(call.arguments):
+            return "its arguments have another structure when earlier blocks return other values"
+        made = []
+        for i, (leaf, value) in enumerate(zip(leaves, call.argument_values, strict=True)):
+            if type(leaf) is Held and leaf.key in replay.made:
+                made.append(replay.made[leaf.key])
+            reason = self._why_other(replay, point, k, i, leaf, value)
+            if reason is not None:
+                return f"argument {i} {reason}"
+        if leaves_reached(made) & {id(poison) for poison in replay.poisons}:
+            return "an argument is computed from the output of an earlier block"
+        return None
+
+    def _why_other(self, replay: _PoisonedReplay, point: int, k: int, i: int, leaf: Any, value: Any) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None if equal(leaf, value) else f"is {leaf!r:.60} and not {value!r:.60}"
+        if type(leaf) is not Held:
+            return "is no tensor any more"
+        true_key = self._truth.key_of_argument(k, i)
+        if true_key is not None and true_key[1] >= point:
+            return None if leaf.key == true_key else f"is not the very output of call {true_key[1]}"
+        if leaf.key[0] in ("out", "cap") and leaf.key[1] >= point:
+            return "is taken from another place"
+        found = replay.made.get(leaf.key)
+        if found is None:
+            found = self._state_at(point)[leaf.key]
+        return None if equal(found, value) else "depends on the outputs of earlier blocks"
+
+    # What the code of a point reads of what came before it.
+
+    def reads_of(self, point: int) -> frozenset[Key]:
+        """The earlier tensors that the results of `point` depend on. Notes if its code changes what it is given."""
+        candidates = self._truth.candidates(point)
+        try:
+            found = self._connected(point, candidates)
+        except RuntimeError as error:
+            if "in-place" not in str(error) and "inplace" not in str(error):
+                raise
+            found = None
+        if found is None:
+            self.plan = dataclasses.replace(self.plan, copying=self.plan.copying | {point})
+            found = self._connected(point, candidates)
+            if found is None:
+                raise ModelSplitError(
+                    f"the code of segment {point} changes tensors in place in a way that is not followed"
+                )
+        read = found | {key for key, tensor in candidates.items() if not tensor.is_floating_point()}
+        return frozenset(self._with_values_read(point, candidates, read))
+
+    def _connected(self, point: int, candidates: State) -> set[Key] | None:
+        """Keys that gradients would flow to; None if the code changed what it was given."""
+        given = {key: t.detach().requires_grad_(t.is_floating_point()) for key, t in candidates.items()}
+        given |= {key: tensor.clone() for key, tensor in self._inputs.items()}
+        versions = {key: tensor._version for key, tensor in given.items()}
+        with torch.enable_grad():
+            results = self._results(point, given)
+        if any(tensor._version != versions[key] for key, tensor in given.items()):
+            return None
+        self._require(self._agree(point, results), f"the code of segment {point} gives other values when it runs again")
+        reached = leaves_reached(tensors_of(list(results.values())))
+        return {key for key, tensor in given.items() if id(tensor) in reached}
+
+    def _with_values_read(self, point: int, candidates: State, read: set[Key]) -> set[Key]:
+        """`read` and what else changes the results, though no gradient would flow there."""
+        with torch.no_grad():
+            if not self._agrees_with(point, self._poisoned(candidates, read)):
+                for key in candidates.keys() - read:
+                    if not self._agrees_with(point, self._poisoned(candidates, candidates.keys() - {key})):
+                        read = read | {key}
+                self._require(
+                    self._agrees_with(point, self._poisoned(candidates, read)),
+                    f"what the code of segment {point} reads could not be found out",
+                )
+            only = {key: candidates[key].clone() for key in read}
+            self._require(self._agrees_with(point, only), f"the code of segment {point} reads what seemed to be dead")
+        return read
+
+    @staticmethod
+    def _poisoned(candidates: State, keep: Any) -> State:
+        return {
+            key: torch.randn(t.shape).to(t.dtype) if key not in keep and t.is_floating_point() else t.clone()
+            for key, t in candidates.items()
+        }
+
+    def _agrees_with(self, point: int, state: State) -> bool:
+        try:
+            return self._agree(point, self._results(point, {**state, **self._cloned_inputs()}))
+        except ModelSplitError:
+            raise
+        except Exception:
+            return False
+
+    def _results(self, point: int, state: State) -> dict[Any, Any]:
+        """What a replay of `point` hands on: arguments of its calls and tap outputs, or the model's outputs."""
+        ledger = self._planned()
+        replay = Replay(ledger, point, state, torch.device("cpu"))
+        returned = replay.run(self._tree)
+        if point == self.plan.num_calls:
+            return dict(enumerate(leaves_of(returned)))
+        results: dict[Any, Any] = {}
+        for k in range(point, self.plan.end_of(point)):
+            for i, leaf in enumerate(leaves_of(replay.calls[k].arguments)):
+                if type(leaf) is Held:
+                    found = replay.made.get(leaf.key, state.get(leaf.key))
+                    if found is not None:
+                        results[k, i] = found
+        return results | {key: tensor for key, tensor in replay.made.items() if key[0] == "tap"}
+
+    def _agree(self, point: int, results: dict[Any, Any]) -> bool:
+        expected = self._expected(point)
+        return all(key in results and equal(value, results[key]) for key, value in expected.items())
+
+    def _expected(self, point: int) -> dict[Any, Any]:
+        if point == self.plan.num_calls:
+            return dict(enumerate(leaves_of(self._outputs)))
+        expected: dict[Any, Any] = {}
+        for k in range(point, self.plan.end_of(point)):
+            for i, value in enumerate(self._truth.calls[k].argument_values):
+                key = self._truth.key_of_argument(k, i)
+                is_new_output = key is not None and key[1] >= point
+                if isinstance(value, torch.Tensor) and not is_new_output:
+                    expected[k, i] = value
+        for read in self.plan.reads.values():
+            for key in read:
+                if key[0] == "tap" and self._truth.taps[key[1]].segment == point:
+                    expected[key] = self._truth.taps[key[1]].output_values[key[2]]
+        return expected
+
+    def note_late_changes(self, point: int) -> None:
+        """Let a point whose code changes in place what it has handed on, hand on copies."""
+        replay = Replay(self._planned(), point, self._state_at(point), torch.device("cpu"))
+        with torch.no_grad():
+            replay.run(self._tree)
+        if replay.changed_what_it_made():
+            self.plan = dataclasses.replace(self.plan, copying=self.plan.copying | {point})
+
+    # Which parameters a point must have.
+
+    def parameters_reached(self, point: int, tree: nn.Module) -> set[int]:
+        """Ids of the parameters of `tree`, all of which require grad, that gradients of the results would flow to."""
+        with torch.enable_grad():
+            replay = Replay(self._planned(), point, self._state_at(point), torch.device("cpu"))
+            returned = replay.run(tree)
+        results = tensors_of(returned) if point == self.plan.num_calls else list(replay.made.values())
+        return leaves_reached(results)
+
+    def agrees_on(self, point: int, tree: nn.Module) -> bool:
+        """Whether a replay over `tree`, from nothing but what the point reads, gives the true results."""
+        state = {key: t for key, t in self._truth.candidates(point).items() if key in self.plan.reads.get(point, ())}
+        before, self._tree = self._tree, tree
+        try:
+            with torch.no_grad():
+                return self._agrees_with(point, state)
+        finally:
+            self._tree = before
+
+    # Inside.
+
+    def _planned(self, points: tuple[int, ...] | None = None) -> Ledger:
+        plan = self.plan if points is None else dataclasses.replace(self.plan, points=points)
+        return dataclasses.replace(self._ledger, plan=plan)
+
+    def _cloned_inputs(self) -> State:
+        return {key: tensor.clone() for key, tensor in self._inputs.items()}
+
+    def _state_at(self, point: int) -> State:
+        return {**self._truth.candidates(point), **self._cloned_inputs()}
+
+    @staticmethod
+    def _require(holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise ModelSplitError(otherwise)

@@ -1,0 +1,139 @@
+"""What transformers keeps beside a model's tensors and modules: outputs it captures on the way, and caches.
+
+Used by the splitter. transformers is never imported here: where it is not loaded there is nothing of this.
+
+[Note: captured outputs] A forward of transformers may ask for router logits, hidden states or attentions. Hooks on
+submodules then put them into a collector, a context variable. A block that runs outside the model's forward has no
+collector, so a private one is set around it, and what it caught is handed to the real one by whoever replays the call.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ModelSplitError
+
+logger = logging.getLogger("roundpipe")
+
+Captured = dict[str, list[Any]]
+
+
+def _collector_variable() -> Any:
+    module = sys.modules.get("transformers.utils.output_capturing")
+    return getattr(module, "_active_collector", None)
+
+
+def active_collector() -> Captured | None:
+    """What the running forward collects, by kind of output; None outside of any."""
+    variable = _collector_variable()
+    collector = variable.get() if variable is not None else None
+    if collector and "_hidden_states_layers" in collector:
+        raise ModelSplitError("output_hidden_states with a list of layers; ask for all of them with True")
+    return collector or None
+
+
+def wanted_captures(collector: Captured | None) -> dict[str, int]:
+    """Kinds of output a block is to collect; 1 where an earlier one was there, since the first is treated apart."""
+    return {kind: min(1, len(found)) for kind, found in (collector or {}).items()}
+
+
+def call_capturing(call: Any, wanted: Mapping[str, int]) -> tuple[Any, Captured]:
+    """`call()`, and what its submodules' hooks have caught."""
+    if not wanted:
+        return call(), {}
+    variable = _collector_variable()
+    collector: Captured = {kind: [None] * earlier for kind, earlier in wanted.items()}
+    token = variable.set(collector)
+    try:
+        value = call()
+    finally:
+        variable.reset(token)
+    return value, {kind: found[wanted[kind] :] for kind, found in collector.items()}
+
+
+def keep_hook_marks(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+    """Let originals know that hooks were installed through their copies, which share them: once is enough."""
+    mark = "_output_capturing_hooks_installed"
+    for original, copied in pairs:
+        if copied.__dict__.get(mark):
+            original.__dict__[mark] = True
+
+
+def is_cache(value: Any) -> bool:
+    module = sys.modules.get("transformers.cache_utils")
+    cache_class = getattr(module, "Cache", None)
+    return cache_class is not None and isinstance(value, cache_class)
+
+
+def caches_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    return [value for value in (*args, *kwargs.values()) if is_cache(value)]
+
+
+def own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with a copy of each cache: what one block writes into it no other block and no replay may see."""
+    if not caches_in(args, kwargs):
+        return args, kwargs
+    return tuple(map(copied_cache, args)), {name: copied_cache(value) for name, value in kwargs.items()}
+
+
+def copied_cache(value: Any) -> Any:
+    """A copy of a cache, in host memory; anything else as it is."""
+    if not is_cache(value):
+        return value
+    own = copy.deepcopy(value)
+    move_cache(own, torch.device("cpu"))
+    return own
+
+
+def is_filled(cache: Any) -> bool:
+    """Whether a cache holds anything yet."""
+    return any(
+        is_filled(value) if is_cache(value) else isinstance(value, torch.Tensor) and bool(value.numel())
+        for holder in _holders(cache)
+        for value in holder.values()
+    )
+
+
+def move_cache(cache: Any, device: torch.device) -> None:
+    """Let what a cache holds lie on a device."""
+    for holder in _holders(cache):
+        for name, value in holder.items():
+            if isinstance(value, torch.Tensor) and value.device != device:
+                holder[name] = value.to(device)
+            elif isinstance(value, torch.device):
+                holder[name] = device
+            elif is_cache(value):
+                move_cache(value, device)
+
+
+def _holders(cache: Any) -> list[dict[Any, Any]]:
+    """The attributes of a cache and its layers, and dicts among them: whatever holds its tensors."""
+    attributes = [vars(part) for part in (cache, *getattr(cache, "layers", ()))]
+    return [*attributes, *(value for own in attributes for value in own.values() if isinstance(value, dict))]
+
+
+def is_pretrained(module: Any) -> bool:
+    """Whether a module is one of transformers' models, by name: a class of that library need not be at hand."""
+    return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
+
+
+def has_pretrained(module: nn.Module) -> bool:
+    """Whether a module is such a model or wraps one, as an adapter does."""
+    return any(map(is_pretrained, module.modules()))
+
+
+def stop_checkpointing(model: nn.Module) -> None:
+    """Let a model not recompute by itself what is recomputed anyway."""
+    for module in model.modules():
+        if is_pretrained(module) and getattr(module, "is_gradient_checkpointing", False):
+            logger.info(
+                "gradient checkpointing of %s is turned off: layers are recomputed as planned", type(module).__name__
+            )
+            module.gradient_checkpointing_disable()  # type: ignore[operator]

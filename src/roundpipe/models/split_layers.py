@@ -1,0 +1,161 @@
+"""The layers of a split model: blocks, and glue that replays the model's own code between them.
+
+They become the children of an nn.Sequential. Every layer but the first takes and returns (state, ledger) of
+models.travel; the last returns what the model returns. Which plan a call follows is in its ledger, so one layer serves
+all plans; a layer that has no part in a plan hands on what it got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from roundpipe.models.block_call import call_block
+from roundpipe.models.global_random import own_generators
+from roundpipe.models.library_state import caches_in, is_cache, move_cache
+from roundpipe.models.replay import CallOrderChanged, Replay, device_of, handed_on
+from roundpipe.models.split_plan import SplitPlan
+from roundpipe.models.stub_tree import StubTree
+from roundpipe.models.tiling import tiled
+from roundpipe.models.travel import Ledger, State, without_dead
+from roundpipe.models.values import Outline, leaves_of, map_leaves
+
+# A keyword argument for the first layer, not for the model: False if nobody will look at the logits of this call.
+KEEPS_LOGITS = "roundpipe_keeps_logits"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedPlan:
+    """A plan and the layers that carry it out: by layer its point or call, and the name of its tree."""
+
+    plan: SplitPlan
+    points: Mapping[int, int]
+    calls: Mapping[int, int]
+    trees: Mapping[int, str]
+
+
+_NOTHING_TO_ENTER = contextlib.nullcontext()
+
+
+class PlanBook(Protocol):
+    """Knows the plan for a call."""
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlacedPlan: ...
+
+
+class GlueLayer(nn.Module):
+    trees: nn.ModuleDict
+
+    def __init__(self, layer_id: int, book: PlanBook) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.book = book
+        self.trees = nn.ModuleDict()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_id == 0:
+            keeps_logits = kwargs.pop(KEEPS_LOGITS, True)
+            placed = self.book.find(args, kwargs)
+            state, ledger = Ledger.begin(placed.plan, placed, args, kwargs)
+            ledger = dataclasses.replace(
+                ledger, keeps_logits=keeps_logits, fills_caches=not torch.is_grad_enabled() and placed.plan.has_caches
+            )
+        else:
+            state, ledger = args[0]
+        point = ledger.placed.points.get(self.layer_id)
+        if point is None:
+            return state, ledger
+        return self._replay(point, state, ledger)
+
+    def _replay(self, point: int, state: State, ledger: Ledger) -> Any:
+        device = device_of(state)
+        tree = self.trees[ledger.placed.trees[self.layer_id]]
+        assert isinstance(tree, StubTree)
+        tree.fill_in(device)
+        replay = Replay(ledger, point, state, device)
+        try:
+            with drawing(ledger.plan):
+                returned = replay.run(tree.root)
+        except (CallOrderChanged, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if not replay.has_guessed:
+                raise
+            raise CallOrderChanged(f"its code failed on what the plan put in place of blocks: {error!r}") from error
+        if point == ledger.plan.num_calls:
+            return _with_filled_caches(returned, ledger) if ledger.fills_caches else returned
+        state, ledger = handed_on(replay, ledger, state)
+        return without_dead(state, ledger, point - 0.5), ledger
+
+
+class BlockLayer(nn.Module):
+    def __init__(self, layer_id: int, block: nn.Module) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.block = block
+
+    def forward(self, travelling: tuple[State, Ledger]) -> tuple[State, Ledger]:
+        state, ledger = travelling
+        k = ledger.placed.calls.get(self.layer_id)
+        if k is None:
+            return travelling
+        record = ledger.calls[k]
+        args, kwargs = ledger.values(record.arguments, state)
+        caches = caches_in(args, kwargs) if ledger.fills_caches else []
+        for cache in caches:
+            move_cache(cache, device_of(state))
+        if ledger.plan.outlines[k].changes_arguments:
+            args, kwargs = map_leaves(_cloned, (args, kwargs))
+        parts = ledger.plan.tokenwise.get(ledger.plan.calls[k], ())
+        with drawing(ledger.plan), tiled(self.block, parts, (args, kwargs)):
+            value, captured = call_block(
+                self.block,
+                args,
+                kwargs,
+                record.captures,
+                has_containers=record.has_containers,
+                shares_caches=bool(caches),
+            )
+        state = dict(state)
+        outlines = _kept(value, state, ("out", k))
+        caught = {kind: _kept(found, state, ("cap", k, kind)) for kind, found in captured.items()}
+        ledger = dataclasses.replace(ledger, outputs={**ledger.outputs, k: (outlines, caught)})
+        return without_dead(state, ledger, k), ledger
+
+
+def _with_filled_caches(returned: Any, ledger: Ledger) -> Any:
+    """A cache that the epilogue's run made anew is the one the blocks were given, which they have filled."""
+    given = [
+        leaf for k in (0, len(ledger.calls) - 1) for leaf in leaves_of(ledger.calls[k].arguments) if is_cache(leaf)
+    ]
+    by_type = {type(cache): cache for cache in given}
+    return map_leaves(lambda leaf: by_type.get(type(leaf), leaf), returned)
+
+
+def drawing(plan: SplitPlan) -> AbstractContextManager[None]:
+    return own_generators() if plan.draws_globally else _NOTHING_TO_ENTER
+
+
+def _kept(value: Any, state: State, key: tuple[Any, ...]) -> Any:
+    """Put the tensors of a value into the state; returns its outline."""
+    position = -1
+
+    def keep(leaf: Any) -> Any:
+        nonlocal position
+        position += 1
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        state[(*key, position)] = leaf
+        return Outline.of(leaf)
+
+    return map_leaves(keep, value)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

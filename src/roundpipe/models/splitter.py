@@ -1,0 +1,122 @@
+"""A model as a row of layers: makes plans for the calls it meets, and gives them a place among the layers.
+
+Used by api. Holds no engine and starts nothing; the layers are plain modules over the model's own parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ConfigError, ModelSplitError
+from roundpipe.models.calibration import ChangesItself, calibrate
+from roundpipe.models.counting import CountTargets, counting_rule
+from roundpipe.models.discovery import block_paths
+from roundpipe.models.layout import Layout
+from roundpipe.models.sample_inputs import cut_down, made_up
+from roundpipe.models.signature import signature
+from roundpipe.models.split_layers import GlueLayer, PlacedPlan
+from roundpipe.models.split_plan import SplitPlan
+from roundpipe.models.stub_tree import StubTree
+from roundpipe.models.verification import verify
+
+logger = logging.getLogger("roundpipe")
+
+
+class ModelSplitter:
+    def __init__(self, model: nn.Module) -> None:
+        if not block_paths(model):
+            raise ModelSplitError("it has no repeated list of modules")
+        self._model = model
+        self._layout = Layout(model, self)
+        self._layout.build()
+        self._places: dict[Hashable, int] = {}  # of plans in the layout, by signature
+        self._counts: CountTargets | None = None
+        self._by_shape: set[Hashable] = set()  # signatures that do not tell which plan a call needs
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self._layout.layers
+
+    def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._key(args, kwargs) in self._places
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlacedPlan:
+        place = self._places.get(self._key(args, kwargs))
+        if place is None:
+            raise ModelSplitError("a call of this form was not planned for")
+        return self._layout.placed[place]
+
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Plan for calls like this one, in the present grad mode; returns whether the layers are others than before."""
+        with_grad = torch.is_grad_enabled()
+        key = self._key(args, kwargs)
+        plan = self._plan(args, kwargs, with_grad, may_cut_down=key == signature(args, kwargs))
+        changed = self._layout.add(plan)
+        self._places[key] = len(self._layout.placed) - 1
+        return changed
+
+    def learn_by_guess(self) -> bool:
+        """Plan for the calls a model most likely gets, from made-up inputs; returns whether any could be run."""
+        for kwargs in made_up(self._model):
+            try:
+                self.learn((), kwargs)
+            except ChangesItself as error:
+                logger.debug("no plan from made-up inputs: %s", error)
+                return False
+            except ModelSplitError:
+                raise
+            except Exception as error:  # whatever a model raises for inputs that are not its own
+                logger.debug("no plan from made-up inputs %s: %r", sorted(kwargs), error)
+            else:
+                return True
+        return False
+
+    def distrust(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A call has shown that its form does not tell its plan: let its sizes count, too. False if they did before."""
+        key = signature(args, kwargs)
+        if key in self._by_shape:
+            return False
+        self._by_shape.add(key)
+        self._places.pop(key, None)
+        return True
+
+    def count_targets(self, kwargs: dict[str, Any]) -> int:
+        """How many labels of a call its loss is the mean over, by the rule the model's own loss shows to follow."""
+        labels = kwargs.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            raise ConfigError("whole_batch_loss counts the call's `labels`; this call has none, or none to count.")
+        if self._counts is None:
+            self._counts = counting_rule(self._model, cut_down(kwargs) or kwargs)
+        return self._counts(labels)
+
+    def refresh(self) -> None:
+        """Take over what the user has changed on the model's own modules."""
+        for layer in self.layers:
+            if isinstance(layer, GlueLayer):
+                for tree in layer.trees.values():
+                    assert isinstance(tree, StubTree)
+                    tree.refresh()
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool) -> SplitPlan:
+        small = cut_down(kwargs) if may_cut_down and not args else None
+        if small is not None:
+            try:
+                return self._verified_plan((), small, with_grad)
+            except Exception as error:  # some models need more than a few tokens
+                logger.debug("no plan from inputs cut down: %r", error)
+        return self._verified_plan(args, kwargs, with_grad)
+
+    def _verified_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool) -> SplitPlan:
+        plan = calibrate(self._model, args, kwargs, with_grad=with_grad)
+        tokenwise = verify(self._model, plan, args, kwargs, with_grad=with_grad)
+        return dataclasses.replace(plan, tokenwise=tokenwise)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        key = signature(args, kwargs)
+        return signature(args, kwargs, with_shapes=True) if key in self._by_shape else key

@@ -1,0 +1,113 @@
+"""Modules that treat each token by itself, run a tile of the sequence at a time, so that long sequences fit.
+
+Used by the layers of a split model. Norms and feed-forward parts keep several times the size of their input for
+backward; of a tile it is little, and the tile is computed again when its gradient comes. That costs time, so it is done
+for long microbatches only. Which modules are of this kind is found out by running them on parts of their input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from roundpipe.models.values import tensors_of
+
+LONG_TOKENS = 32 * 1024  # more than that in a microbatch, and it is tiled
+TILE_TOKENS = 8 * 1024
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+
+
+class TokenwiseSearch:
+    """Watches modules while they run, and tries afterwards which of them are tokenwise."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]] = {}
+
+    @contextlib.contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        handles = [
+            inner.register_forward_hook(self._watch(path), with_kwargs=True)
+            for path, inner in module.named_modules()
+            if not type(inner).__module__.startswith("torch.nn")  # those keep no more than they need
+        ]
+        self._seen = {}
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _watch(self, path: str) -> Callable[..., None]:
+        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._seen.setdefault(path, []).append((module, args, kwargs, output))
+
+        return watch
+
+    def found(self) -> tuple[str, ...]:
+        """Paths of the outermost tokenwise modules."""
+        paths: list[str] = []
+        for path in sorted(self._seen, key=len):
+            inside = any(outer == "" or path.startswith(f"{outer}.") for outer in paths)
+            if not inside and all(_is_tokenwise(*call) for call in self._seen[path]):
+                paths.append(path)
+        self._seen = {}
+        return tuple(paths)
+
+
+def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+    if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor) or not isinstance(output, torch.Tensor):
+        return False
+    given = args[0]
+    if given.dim() < 3 or not given.is_floating_point() or given.shape[:2] != output.shape[:2] or given.shape[1] < 2:
+        return False
+    half = given.shape[1] // 2
+    with torch.no_grad():
+        parts = [module(part) for part in (given[:, :half], given[:, half:])]
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return False
+    difference = (torch.cat(parts, dim=1).double() - output.detach().double()).abs().max()
+    return bool(difference <= _CLOSE.get(output.dtype, 0.0) * output.detach().double().abs().max())
+
+
+def is_long(values: Iterable[torch.Tensor]) -> bool:
+    """Whether a call is about so many tokens that it is tiled: counted in its largest hidden state."""
+    return any(t.dim() >= 3 and t.is_floating_point() and t.shape[0] * t.shape[1] > LONG_TOKENS for t in values)
+
+
+@contextlib.contextmanager
+def tiled(module: nn.Module, paths: Sequence[str], arguments: Any) -> Iterator[None]:
+    """Inside it the modules at `paths` run tile by tile, if the call is long. The module must be the caller's alone."""
+    if not paths or not is_long(tensors_of(arguments)):
+        yield
+        return
+    inner = [module.get_submodule(path) for path in paths]
+    before = [part.__dict__.get("forward") for part in inner]
+    for part in inner:
+        part.__dict__["forward"] = _TiledForward(part.forward)
+    try:
+        yield
+    finally:
+        for part, forward in zip(inner, before, strict=True):
+            if forward is None:
+                del part.__dict__["forward"]
+            else:
+                part.__dict__["forward"] = forward
+
+
+class _TiledForward:
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, given: torch.Tensor) -> Any:
+        length = max(TILE_TOKENS // given.shape[0], 1)
+        tiles = given.split(length, dim=1)
+        if torch.is_grad_enabled():
+            parts = [checkpoint(self._forward, t, use_reentrant=False, preserve_rng_state=False) for t in tiles]
+        else:
+            parts = [self._forward(tile) for tile in tiles]
+        return torch.cat(parts, dim=1)

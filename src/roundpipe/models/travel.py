@@ -1,0 +1,68 @@
+"""What travels from element to element: tensors by key, and a ledger that says how calls are made of them.
+
+A value of this kind is what layers of a split model hand to each other. The ledger is never changed, only replaced: a
+recomputation finds the one its forward had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from roundpipe.models.split_plan import SplitPlan
+from roundpipe.models.values import Held, Key, map_leaves
+
+State = dict[Key, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallRecord:
+    """The arguments of a block call, with a Held for each tensor, and which outputs it shall capture."""
+
+    arguments: Any
+    captures: Mapping[str, int]
+    has_containers: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ledger:
+    plan: SplitPlan
+    placed: Any  # where the plan's elements are among the layers
+    inputs: Any  # (args, kwargs) of the model with a Held for each tensor
+    calls: Mapping[int, CallRecord]
+    outputs: Mapping[int, Any]  # by call: (value, captured) with an Outline for each tensor
+    taps: Mapping[int, Any]  # by tap: its value with an Outline for each tensor
+    last_use: Mapping[Key, int]  # by key: the last call known to take it
+    keeps_logits: bool = True  # somebody will look at them
+    fills_caches: bool = False  # caches in arguments are the caller's, and are to be filled
+
+    @classmethod
+    def begin(cls, plan: SplitPlan, placed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[State, Ledger]:
+        state: State = {}
+
+        def keep(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            key = ("in", len(state))
+            state[key] = leaf
+            return Held(key)
+
+        inputs = map_leaves(keep, (tuple(args), dict(kwargs)))
+        return state, cls(plan, placed, inputs, {}, {}, {}, {})
+
+    def values(self, template: Any, state: State) -> Any:
+        return map_leaves(lambda leaf: state[leaf.key] if type(leaf) is Held else leaf, template)
+
+
+def without_dead(state: State, ledger: Ledger, done: float) -> State:
+    """The state without tensors that nobody will ask for after call `done` (or segment `done` + 0.5)."""
+    read_later = [ledger.plan.reads[point] for point in ledger.plan.points[1:] if point > done]
+    last_use = ledger.last_use
+    return {
+        key: tensor
+        for key, tensor in state.items()
+        if key[0] == "in" or last_use.get(key, -1) > done or any(key in read for read in read_later)
+    }

@@ -1,0 +1,201 @@
+"""Checks a split before it is used: its results are the model's, and recomputing changes no gradient.
+
+Called by the splitter with the inputs of the calibration. The second check, with dropout on, is the only one that finds
+a model whose forward draws or rounds otherwise when it is repeated. Runs on copies that share the weights; of gradients
+only fingerprints are kept, so that no second copy of the weights is ever needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ModelSplitError
+from roundpipe.models.calibration import alias, fresh
+from roundpipe.models.layout import Layout
+from roundpipe.models.module_copy import copy_tree
+from roundpipe.models.split_layers import PlacedPlan
+from roundpipe.models.split_plan import SplitPlan
+from roundpipe.models.tiling import TokenwiseSearch
+from roundpipe.models.values import equal, leaves_of, tensors_of
+from roundpipe.models.without_dropout import WithoutDropout
+
+# By bits of mantissa: sums in another order, of a parameter used in several layers, say.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+def verify(
+    model: nn.Module, plan: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool
+) -> dict[str, tuple[str, ...]]:
+    """Raises ModelSplitError if the split does not do what the model does.
+
+    Returns, by path of a block or tap, which parts of it are tokenwise: that is seen on the way.
+    """
+    with torch.random.fork_rng(devices=()), torch.set_grad_enabled(with_grad):
+        layers, copy = _layers(model, plan)
+        with WithoutDropout():
+            expected = copy(*fresh(args), **fresh(kwargs))
+            got = _chained(layers, fresh(args), fresh(kwargs))
+        _compare(expected, got)
+        del expected, got
+        if with_grad:
+            _compare_gradients(copy, layers, args, kwargs)
+        return _find_tokenwise(copy, plan, layers, args, kwargs)
+
+
+def _find_tokenwise(
+    copy: nn.Module, plan: SplitPlan, layers: Sequence[nn.Module], args: Any, kwargs: Any
+) -> dict[str, tuple[str, ...]]:
+    """One block of each class is looked at, and each tap; dropout is on, so what draws is not tokenwise."""
+    by_path = dict(copy.named_modules())
+    found: dict[str, tuple[str, ...]] = {}
+    by_class: dict[type[nn.Module], tuple[str, ...]] = {}
+    searches: dict[str, TokenwiseSearch] = {}
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for path in {**dict.fromkeys(plan.calls), **{tap.path: None for tap in plan.taps}}:
+            module = by_path[path]
+            if path not in plan.calls or type(module) not in by_class:
+                by_class.setdefault(type(module), ())
+                searches[path] = TokenwiseSearch()
+                stack.enter_context(searches[path].watching(module))
+        _chained(layers, fresh(args), fresh(kwargs))
+    for path, search in searches.items():
+        found[path] = search.found()
+        if path in plan.calls:
+            by_class[type(by_path[path])] = found[path]
+    found |= {path: by_class[type(by_path[path])] for path in plan.calls if path not in found}
+    return {path: parts for path, parts in found.items() if parts}
+
+
+def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.Module]:
+    copy, _ = copy_tree(model, parameter=alias)
+    book = _OnePlan()
+    layout = Layout(copy, book)
+    layout.add(plan)
+    book.placed = layout.placed[0]
+    return layout.layers, copy
+
+
+class _OnePlan:
+    placed: PlacedPlan
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlacedPlan:
+        return self.placed
+
+
+def _compare(expected: Any, got: Any) -> None:
+    left, right = leaves_of(expected), leaves_of(got)
+    if type(expected) is not type(got) or len(left) != len(right):
+        raise ModelSplitError("split, it returns something of another structure")
+    for a, b in zip(left, right, strict=True):
+        if not equal(a, b) and not (isinstance(a, torch.Tensor) and _is_near(a, b)):
+            raise ModelSplitError("split, it returns other values")
+
+
+def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or not a.is_floating_point():
+        return False
+    a, b = a.detach(), b.detach()
+    return bool((a.double() - b.double()).abs().max() <= _TOLERANCE.get(a.dtype, 0.0) * a.double().abs().max())
+
+
+def _chained(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
+    """All layers in one graph; each draws random numbers of its own."""
+    value: Any = None
+    for i, layer in enumerate(layers):
+        torch.manual_seed(i)
+        value = layer(value) if i else layer(*args, **kwargs)
+    return value
+
+
+def _compare_gradients(copy: nn.Module, layers: Sequence[nn.Module], args: Any, kwargs: Any) -> None:
+    fingerprints = _Fingerprints(copy)
+    loss = _loss_of(_chained(layers, fresh(args), fresh(kwargs)))
+    if not loss.requires_grad:
+        return
+    loss.backward()
+    in_one = fingerprints.take()
+    loss_again = _recomputed(layers, fresh(args), fresh(kwargs))
+    if not equal(loss, loss_again) and not _is_near(loss, loss_again):
+        raise ModelSplitError("recomputed layer by layer, its loss is another: its forward does not repeat itself")
+    again = fingerprints.take()
+    largest = max((float(found.norm()) for found in in_one.values() if found.isfinite().all()), default=0.0)
+    for name, found in in_one.items():
+        other = again.get(name, torch.zeros_like(found))
+        if found.isfinite().all() and float((found - other).norm()) > _TOLERANCE[fingerprints.dtypes[name]] * largest:
+            raise ModelSplitError(
+                f"recomputed layer by layer, the gradient of {name} is another: its forward does not repeat itself"
+            )
+
+
+class _Fingerprints:
+    """A few projections of each parameter's gradient, summed as it comes in parts; the gradient itself is dropped."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found: dict[str, torch.Tensor] = {}
+        self.dtypes = {name: param.dtype for name, param in model.named_parameters()}
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(functools.partial(self._note, name))
+
+    def take(self) -> dict[str, torch.Tensor]:
+        found, self._found = self._found, {}
+        return found
+
+    def _note(self, name: str, param: torch.Tensor) -> None:
+        assert param.grad is not None
+        gradient, param.grad = param.grad.detach().flatten().float(), None
+        angles = torch.arange(gradient.numel(), dtype=torch.float32)
+        projections = torch.stack([gradient @ angles.mul(rate).cos() for rate in (0.0, 0.7, 1.9)]).double()
+        self._found[name] = self._found.get(name, torch.zeros(3, dtype=torch.float64)) + projections
+
+
+def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Tensor:
+    """Forward with nothing kept but each layer's input, then backward with each layer run again."""
+    inputs: list[Any] = [(args, kwargs)]
+    for i, layer in enumerate(layers[:-1]):
+        torch.manual_seed(i)
+        inputs.append(_cut_off(layer(inputs[-1]) if i else layer(*args, **kwargs)))
+    gradients: dict[int, torch.Tensor] | None = None
+    loss = torch.zeros(())
+    for i in reversed(range(len(layers))):
+        torch.manual_seed(i)
+        given = inputs.pop()
+        value = layers[i](given) if i else layers[i](*args, **kwargs)
+        if gradients is None:
+            loss = _loss_of(value)
+            roots, of_roots = [loss], [torch.ones_like(loss)]
+        else:
+            found = tensors_of(list(value[0].values()))
+            roots = [found[j] for j in gradients if found[j].requires_grad]
+            of_roots = [gradient for j, gradient in gradients.items() if found[j].requires_grad]
+        if roots:
+            torch.autograd.backward(roots, of_roots)
+        leaves = tensors_of(list(given[0].values())) if i else []
+        first = {id(leaf): j for j, leaf in reversed(list(enumerate(leaves)))}  # one tensor may have several keys
+        found_gradients = {j: leaves[j].grad for j in first.values()}
+        gradients = {j: gradient for j, gradient in found_gradients.items() if gradient is not None}
+    return loss.detach()
+
+
+def _cut_off(value: Any) -> Any:
+    """Tensors as leaves of graphs of their own; one that occurs twice stays one."""
+    cut: dict[int, torch.Tensor] = {}
+    state, ledger = value
+    for tensor in state.values():
+        cut.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
+    return {key: cut[id(tensor)] for key, tensor in state.items()}, ledger
+
+
+def _loss_of(value: Any) -> torch.Tensor:
+    """The model's own loss, or, without one, something that depends on all it returns."""
+    loss = getattr(value, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return loss.sum()
+    outputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+    return torch.stack([output.float().square().mean() for output in outputs]).sum() if outputs else torch.zeros(())
