@@ -3,7 +3,7 @@
     python benchmarks/bench_transformers.py [--parts speed,long,lora] [--micro 4] [--warm 3] [--steps 3]
 
 speed: a Qwen3 of 1.7B shape, 16 sequences of 4096 tokens a step, ratios to the same model on the GPU with its own
-gradient checkpointing. long: the longest sequence of that model inside 24 GB. lora: rank 16 on a 32B shape inside 24 GB.
+gradient checkpointing. long: the longest sequence of that model inside 24 GB. lora: rank 16 on a 32B shape in as much.
 """
 
 from __future__ import annotations

@@ -231,9 +231,10 @@ class ModelEngine(Member):
             losses = summed_losses(run)
             outputs = merged(run.take_outputs(), config) if return_outputs else None
             self._recovery.commit_buffers(run)
-            if inputs.any_requires_grad:
-                run.wait_until_finished()
+            if inputs.any_requires_grad or (self._scheduler.memory_is_limited and not self._recovery.is_proven(run)):
+                run.wait_until_finished()  # the first of its kind may run out of memory, and is then repeated
                 run.check()
+            if inputs.any_requires_grad:
                 inputs.backward([run.input_gradients[j] for j in range(run.num_microbatch)])
         return (losses, outputs) if return_outputs else losses
 

@@ -84,7 +84,7 @@ class RoundPipe(ModelFace):
         config = self._resolve(roundpipe_run_config)
         split_model = self._engine.split_model
         if split_model is not None:
-            kwargs, config = split_model.prepared(kwargs, config)
+            args, kwargs, config = split_model.prepared(args, kwargs, config)
         try:
             return self._engine.forward(args, kwargs, config)
         finally:
@@ -120,8 +120,8 @@ class RoundPipe(ModelFace):
         config = self._resolve(run_config)
         split_model = self._engine.split_model
         if split_model is not None:
-            input_kwargs, config = split_model.prepared_for_training(
-                input_kwargs, config, returns_outputs=return_outputs
+            input_args, input_kwargs, config = split_model.prepared_for_training(
+                input_args, input_kwargs, config, returns_outputs=return_outputs
             )
         try:
             return self._engine.forward_backward(

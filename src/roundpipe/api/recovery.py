@@ -85,6 +85,10 @@ class Recovery:
         with self._monitor:
             return all(run.finished or (run.store, run.signature) in self._proven for run in self._runs)
 
+    def is_proven(self, run: Run) -> bool:
+        """Whether a run like it has come through before."""
+        return (run.store, run.signature) in self._proven
+
     def is_gathering(self, generation: int) -> bool:
         """Whether gradients of that generation are on their way."""
         with self._monitor:

@@ -32,6 +32,10 @@ class Scheduler:
         self._last_kind = kind if is_planned else None
         return build_schedule(self._planner.plan(kind, config, device), kind.run_type)
 
+    @property
+    def memory_is_limited(self) -> bool:
+        return self._pool.devices()[0].memory_limit_bytes() is not None
+
     def is_blind(self, kind: CallKind) -> bool:
         return self._planner.is_blind(kind, self._pool.devices()[0])
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.errors import ModelSplitError, UsageError
-from roundpipe.microbatch import MicrobatchInputs
+from roundpipe.microbatch import MicrobatchInputs, RoundPipePackedData
 from roundpipe.microbatch.model_inputs import split_model_inputs
 from roundpipe.models.library_state import is_cache, is_pretrained
 from roundpipe.models.split_layers import KEEPS_LOGITS
@@ -34,7 +34,8 @@ class SplitModel:
         self._model = model
         self._splitter = splitter
         self._config = getattr(model, "config", None)
-        self._parameters = frozenset(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._parameters = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -43,17 +44,23 @@ class SplitModel:
     # Before a call is cut into microbatches.
 
     def prepared_for_training(
-        self, kwargs: dict[str, Any], config: ResolvedRunConfig, *, returns_outputs: bool
-    ) -> tuple[dict[str, Any], ResolvedRunConfig]:
+        self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig, *, returns_outputs: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any], ResolvedRunConfig]:
         """As `prepared`; logits that are too large to be kept are not, where nobody has asked for them."""
-        kwargs, config = self.prepared(kwargs, dataclasses.replace(config, requires_grad=True))
+        args, kwargs, config = self.prepared(args, kwargs, dataclasses.replace(config, requires_grad=True))
         if not (returns_outputs if config.keep_logits is None else config.keep_logits):
             kwargs[KEEPS_LOGITS] = False
-        return kwargs, config
+        return args, kwargs, config
 
-    def prepared(self, kwargs: dict[str, Any], config: ResolvedRunConfig) -> tuple[dict[str, Any], ResolvedRunConfig]:
-        """The call as it is to be cut: in one microbatch where a cache is filled, else each input by what it is."""
-        kwargs = dict(kwargs)
+    def prepared(
+        self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig
+    ) -> tuple[tuple[Any, ...], dict[str, Any], ResolvedRunConfig]:
+        """The call as it is to be cut: in one microbatch where a cache is filled, else each input by what it is.
+
+        Positional arguments get their names, by which inputs are known.
+        """
+        kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        args = tuple(args)[len(self._parameters) :]
         has_cache = any(map(is_cache, kwargs.values())) or kwargs.get("use_cache") is True
         if has_cache and config.requires_grad:
             raise UsageError(
@@ -61,21 +68,19 @@ class SplitModel:
                 "training."
             )
         if has_cache:
-            return kwargs, dataclasses.replace(config, num_microbatch=1, split_input=_in_one_piece)
+            return args, kwargs, dataclasses.replace(config, num_microbatch=1, split_input=_in_one_piece)
         if "use_cache" in self._parameters:
             kwargs.setdefault("use_cache", False)
         if config.whole_batch_loss:
             kwargs["num_items_in_batch"] = self._splitter.count_targets(kwargs)
-        if config.split_input is None:
+        is_packed = any(isinstance(leaf, RoundPipePackedData) for leaf in (*args, *kwargs.values()))
+        if config.split_input is None and not args and not is_packed:
             config = dataclasses.replace(config, split_input=self._cut)
-        return kwargs, config
+        return args, kwargs, config
 
     def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
-        rows = split_model_inputs(
-            {**{str(i): value for i, value in enumerate(args)}, **kwargs}, num_microbatch, self._config
-        )
-        args_list = [tuple(row.pop(str(i)) for i in range(len(args))) for row in rows]
-        return args_list, rows
+        rows = split_model_inputs(kwargs, num_microbatch, self._config)
+        return [args] * len(rows), rows
 
     # Generating.
 

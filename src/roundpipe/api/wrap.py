@@ -21,7 +21,8 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import parse_devices
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelSplitError
 from roundpipe.models import Convert, find_preset
-from roundpipe.models.library_state import has_pretrained, stop_checkpointing
+from roundpipe.models.fused_kernels import FusedKernels
+from roundpipe.models.library_state import fill_from_meta, has_pretrained, stop_checkpointing
 from roundpipe.models.splitter import ModelSplitter
 from roundpipe.store.adoption import check_memory, refuse_owned
 
@@ -40,6 +41,7 @@ def wrap_model_to_roundpipe(
     name: str | None = None,
     *,
     example_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    liger_kernels: bool = False,
     **roundpipe_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model of any shape: by its preset, else submodule by submodule, each as it suits its type and size.
@@ -54,6 +56,7 @@ def wrap_model_to_roundpipe(
     name: shown in logs and errors; default the file and line of this call. Parts are named below it.
     example_inputs: keyword arguments of a call, or several such, that a model is split for at once; without them, or
         for calls of another form, that is done when the first call comes.
+    liger_kernels: let a model of transformers use the kernels of the package liger-kernel on GPUs.
     roundpipe_kwargs: optim_dtype, pin_model, devices: as for `RoundPipe`.
 
     Returns a RoundPipe where the model is wrapped as a whole, else an AutoRoundPipe: the model itself, with RoundPipes
@@ -79,7 +82,7 @@ def wrap_model_to_roundpipe(
     if use_sequential_preset is not False and (use_sequential_preset or example_inputs or has_pretrained(model)):
         config = override_config.get(model, AS_USUAL).over(model_run_config)
         try:
-            return _wrap_split(model, example_inputs, config, options)
+            return _wrap_split(model, example_inputs, config, options, liger_kernels)
         except ModelSplitError as error:
             if use_sequential_preset:
                 raise NotImplementedError(
@@ -121,10 +124,13 @@ def _wrap_split(
     example_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     config: RoundPipeRunConfig,
     options: dict[str, Any],
+    liger_kernels: bool,
 ) -> RoundPipe:
     """The model as layers over its own parameters; its own code runs between its blocks."""
-    splitter = ModelSplitter(model)
+    fill_from_meta(model)
     stop_checkpointing(model)
+    kernels = FusedKernels(model) if liger_kernels else None
+    splitter = ModelSplitter(model, kernels)
     examples = [example_inputs] if isinstance(example_inputs, Mapping) else list(example_inputs)
     with torch.enable_grad():
         for example in examples:

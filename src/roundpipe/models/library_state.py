@@ -129,6 +129,18 @@ def has_pretrained(module: nn.Module) -> bool:
     return any(map(is_pretrained, module.modules()))
 
 
+def fill_from_meta(model: nn.Module) -> None:
+    """Give a model of transformers that was made on the meta device memory, and the weights of a new model."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if is_pretrained(model) and tensors and all(tensor.device.type == "meta" for tensor in tensors):
+        logger.warning(
+            "%s is on the meta device: its weights are made anew, at random; load yours with load_state_dict()",
+            type(model).__name__,
+        )
+        model.to_empty(device="cpu")
+        model.init_weights()  # type: ignore[operator]
+
+
 def stop_checkpointing(model: nn.Module) -> None:
     """Let a model not recompute by itself what is recomputed anyway."""
     for module in model.modules():

@@ -12,6 +12,7 @@ from torch import nn
 from roundpipe.models.block_call import call_block
 from roundpipe.models.fused_loss import FusedHead, find_head
 from roundpipe.models.library_state import Captured, active_collector, wanted_captures
+from roundpipe.models.routing import TopKSeen
 from roundpipe.models.split_plan import CallOutline
 from roundpipe.models.stub import directed_by, unstubbed
 from roundpipe.models.travel import State
@@ -97,7 +98,8 @@ class Recording:
         values, versions = [_frozen(leaf) for leaf in arguments], [_version(leaf) for leaf in arguments]
         structure = structure_of((args, kwargs))
         collector = active_collector()
-        value, captured = call_block(block, args, kwargs, wanted_captures(collector))
+        with TopKSeen() as top_k:
+            value, captured = call_block(block, args, kwargs, wanted_captures(collector))
         for kind, found in captured.items():
             assert collector is not None
             collector[kind].extend(found)
@@ -109,6 +111,7 @@ class Recording:
             tuple(_alike(leaf, arguments) for leaf in outputs),
             {kind: [outlined(leaf) for leaf in found] for kind, found in captured.items()},
             changed,
+            top_k.seen,
         )
         self.calls.append(
             RecordedCall(

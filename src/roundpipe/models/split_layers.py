@@ -18,12 +18,13 @@ from torch import nn
 
 from roundpipe.models.block_call import call_block
 from roundpipe.models.global_random import own_generators
-from roundpipe.models.library_state import caches_in, is_cache, move_cache
+from roundpipe.models.library_state import Captured, caches_in, is_cache, move_cache
 from roundpipe.models.replay import CallOrderChanged, Replay, device_of, handed_on
+from roundpipe.models.routing import KeptRoutes
 from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.stub_tree import StubTree
 from roundpipe.models.tiling import tiled
-from roundpipe.models.travel import Ledger, State, without_dead
+from roundpipe.models.travel import CallRecord, Ledger, State, without_dead
 from roundpipe.models.values import Outline, leaves_of, map_leaves
 
 # A keyword argument for the first layer, not for the model: False if nobody will look at the logits of this call.
@@ -112,21 +113,31 @@ class BlockLayer(nn.Module):
             move_cache(cache, device_of(state))
         if ledger.plan.outlines[k].changes_arguments:
             args, kwargs = map_leaves(_cloned, (args, kwargs))
-        parts = ledger.plan.tokenwise.get(ledger.plan.calls[k], ())
-        with drawing(ledger.plan), tiled(self.block, parts, (args, kwargs)):
-            value, captured = call_block(
-                self.block,
-                args,
-                kwargs,
-                record.captures,
-                has_containers=record.has_containers,
-                shares_caches=bool(caches),
-            )
+        value, captured = self._run(k, record, args, kwargs, ledger, shares_caches=bool(caches))
         state = dict(state)
         outlines = _kept(value, state, ("out", k))
         caught = {kind: _kept(found, state, ("cap", k, kind)) for kind, found in captured.items()}
         ledger = dataclasses.replace(ledger, outputs={**ledger.outputs, k: (outlines, caught)})
         return without_dead(state, ledger, k), ledger
+
+    def _run(
+        self, k: int, record: CallRecord, args: Any, kwargs: Any, ledger: Ledger, *, shares_caches: bool
+    ) -> tuple[dict[str, Any], Captured]:
+        plan = ledger.plan
+        routes = KeptRoutes() if plan.outlines[k].routes and torch.is_grad_enabled() else None
+        tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ()), (args, kwargs))
+        with drawing(plan), tiles, _NOTHING_TO_ENTER if routes is None else routes:
+            done = call_block(
+                self.block,
+                args,
+                kwargs,
+                record.captures,
+                has_containers=record.has_containers,
+                shares_caches=shares_caches,
+            )
+        if routes is not None:
+            routes.save()
+        return done
 
 
 def _with_filled_caches(returned: Any, ledger: Ledger) -> Any:

@@ -43,6 +43,7 @@ class CallOutline:
     like: tuple[int | None, ...]
     captured: Mapping[str, list[Any]]
     changes_arguments: bool  # in place
+    routes: bool  # chooses by top-k, as a router of experts does
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ Used by api. Holds no engine and starts nothing; the layers are plain modules ov
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Hashable
@@ -17,6 +18,7 @@ from roundpipe.errors import ConfigError, ModelSplitError
 from roundpipe.models.calibration import ChangesItself, calibrate
 from roundpipe.models.counting import CountTargets, counting_rule
 from roundpipe.models.discovery import block_paths
+from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.layout import Layout
 from roundpipe.models.sample_inputs import cut_down, made_up
 from roundpipe.models.signature import signature
@@ -29,10 +31,12 @@ logger = logging.getLogger("roundpipe")
 
 
 class ModelSplitter:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kernels: FusedKernels | None = None) -> None:
+        """`kernels`: what was put into the model for GPUs, and is to be set aside on the host."""
         if not block_paths(model):
             raise ModelSplitError("it has no repeated list of modules")
         self._model = model
+        self._kernels = kernels
         self._layout = Layout(model, self)
         self._layout.build()
         self._places: dict[Hashable, int] = {}  # of plans in the layout, by signature
@@ -56,7 +60,8 @@ class ModelSplitter:
         """Plan for calls like this one, in the present grad mode; returns whether the layers are others than before."""
         with_grad = torch.is_grad_enabled()
         key = self._key(args, kwargs)
-        plan = self._plan(args, kwargs, with_grad, may_cut_down=key == signature(args, kwargs))
+        with contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside():
+            plan = self._plan(args, kwargs, with_grad, may_cut_down=key == signature(args, kwargs))
         changed = self._layout.add(plan)
         self._places[key] = len(self._layout.placed) - 1
         return changed

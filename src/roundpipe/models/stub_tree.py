@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from roundpipe.errors import ModelSplitError
+from roundpipe.errors import ModelChangedError, ModelSplitError
 from roundpipe.models.fused_loss import watch_loss
 from roundpipe.models.module_copy import CONTENT, copy_tree, translated
 from roundpipe.models.stub import make_stub
@@ -103,8 +103,14 @@ class _Link:
     def __init__(self, original: nn.Module, copy: nn.Module) -> None:
         self._original, self._copy = original, copy
         self._agreed = dict(original.__dict__)
+        self._content = [dict(original.__dict__[name]) for name in ("_parameters", "_modules")]
 
     def refresh(self) -> None:
+        if [self._original._parameters, self._original._modules] != self._content:
+            raise ModelChangedError(
+                f"a parameter or submodule of the {type(self._original).__name__} was added, replaced or removed after "
+                "wrapping; change the model before wrapping it, or close() and wrap it again."
+            )
         for name, value in self._original.__dict__.items():
             if self._agreed.get(name, self) is not value and name not in CONTENT:
                 self._agreed[name] = value

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from roundpipe.models.routing import TopKSeen
 from roundpipe.models.values import tensors_of
 
 LONG_TOKENS = 32 * 1024  # more than that in a microbatch, and it is tiled
@@ -65,10 +66,15 @@ def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     given = args[0]
     if given.dim() < 3 or not given.is_floating_point() or given.shape[:2] != output.shape[:2] or given.shape[1] < 2:
         return False
+    if any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules()):
+        return False  # whoever hooked it expects to see it once
     half = given.shape[1] // 2
-    with torch.no_grad():
-        parts = [module(part) for part in (given[:, :half], given[:, half:])]
-    if not all(isinstance(part, torch.Tensor) for part in parts):
+    try:
+        with torch.no_grad(), TopKSeen() as top_k:
+            parts = [module(part.contiguous()) for part in (given[:, :half], given[:, half:])]
+    except Exception:  # it needs to see more than a part
+        return False
+    if top_k.seen or not all(isinstance(part, torch.Tensor) for part in parts):
         return False
     difference = (torch.cat(parts, dim=1).double() - output.detach().double()).abs().max()
     return bool(difference <= _CLOSE.get(output.dtype, 0.0) * output.detach().double().abs().max())
@@ -105,7 +111,7 @@ class _TiledForward:
 
     def __call__(self, given: torch.Tensor) -> Any:
         length = max(TILE_TOKENS // given.shape[0], 1)
-        tiles = given.split(length, dim=1)
+        tiles = [tile.contiguous() for tile in given.split(length, dim=1)]
         if torch.is_grad_enabled():
             parts = [checkpoint(self._forward, t, use_reentrant=False, preserve_rng_state=False) for t in tiles]
         else:

@@ -173,14 +173,14 @@ class TestGrids:
 
     def test_each_image_may_have_its_own_merge_size(self) -> None:
         kwargs = {
-            "input_ids": text([IMAGE] * 4, [IMAGE] * 2, [WORD]),
-            "pixel_values": numbered(4, 8),
-            "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4]]),
-            "image_merge_sizes": torch.tensor([1, 2]),
+            "input_ids": text([IMAGE] * (4 + 2), [IMAGE] * 4, [WORD]),
+            "pixel_values": numbered(4, 8, 4),
+            "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 4], [1, 2, 2]]),
+            "image_merge_sizes": torch.tensor([1, 2, 1]),
         }
-        parts = split_model_inputs(kwargs, 2, CONFIG)
-        assert items_in(parts, "pixel_values") == [[0] * 4 + [1] * 8, None]
-        assert items_in(split_model_inputs(kwargs, 3, CONFIG), "pixel_values") == [[0] * 4, [1] * 8, None]
+        parts = split_model_inputs(kwargs, 3, CONFIG)
+        assert items_in(parts, "pixel_values") == [[0] * 4 + [1] * 8, [2] * 4, None]
+        assert [part["image_merge_sizes"].tolist() for part in parts[:2]] == [[1, 2], [1]]
 
     def test_all_images_may_stand_side_by_side_in_one_picture(self) -> None:
         width = numbered(2 * 3, 4 * 3, features=1).T.expand(1, 3, 3, -1)  # patches of 3 x 3, two and four of them
