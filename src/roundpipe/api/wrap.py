@@ -5,6 +5,7 @@ The rules are api.wrap_rules'; here they are carried out.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from roundpipe.store.adoption import check_memory, refuse_owned
 
 logger = logging.getLogger("roundpipe")
 _OPTIONS = ("devices", "optim_dtype", "pin_model")
+_SPLIT_OPTIONS = ("example_inputs", "liger_kernels")
 
 
 def wrap_model_to_roundpipe(
@@ -39,9 +41,6 @@ def wrap_model_to_roundpipe(
     override_config: dict[nn.Module, RoundPipeRunConfig] = {},
     model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
     name: str | None = None,
-    *,
-    example_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
-    liger_kernels: bool = False,
     **roundpipe_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap a model of any shape: by its preset, else submodule by submodule, each as it suits its type and size.
@@ -54,10 +53,10 @@ def wrap_model_to_roundpipe(
     override_config: run options of single modules, over everything else.
     model_run_config: run options of all RoundPipes made.
     name: shown in logs and errors; default the file and line of this call. Parts are named below it.
-    example_inputs: keyword arguments of a call, or several such, that a model is split for at once; without them, or
-        for calls of another form, that is done when the first call comes.
-    liger_kernels: let a model of transformers use the kernels of the package liger-kernel on GPUs.
-    roundpipe_kwargs: optim_dtype, pin_model, devices: as for `RoundPipe`.
+    roundpipe_kwargs: optim_dtype, pin_model, devices: as for `RoundPipe`; and for models that are split into layers:
+        example_inputs: keyword arguments of a call, or a list of such, that the model is split for at once; calls of
+            another form are planned for when the first one comes.
+        liger_kernels: True to let a model of transformers use the kernels of the package liger-kernel on GPUs.
 
     Returns a RoundPipe where the model is wrapped as a whole, else an AutoRoundPipe: the model itself, with RoundPipes
     in place of submodules until it is closed.
@@ -69,6 +68,7 @@ def wrap_model_to_roundpipe(
     check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
     refuse_owned(model)
     options = dict(roundpipe_kwargs, name=name or call_site())
+    split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
     preset = None if use_sequential_preset is False else find_preset(model)
     if preset is not None:
         if use_sequential_preset is None:
@@ -79,18 +79,19 @@ def wrap_model_to_roundpipe(
             )
         config = override_config.get(model, AS_USUAL).over(model_run_config)
         return _wrap_preset(model, preset, config, options)
-    if use_sequential_preset is not False and (use_sequential_preset or example_inputs or has_pretrained(model)):
+    if use_sequential_preset is not False:
         config = override_config.get(model, AS_USUAL).over(model_run_config)
         try:
-            return _wrap_split(model, example_inputs, config, options, liger_kernels)
+            return _wrap_split(model, split_options, config, options)
         except ModelSplitError as error:
             if use_sequential_preset:
                 raise NotImplementedError(
-                    f"there is no preset for {type(model).__name__}, and it cannot be split into layers: {error}. "
-                    "Leave use_sequential_preset out, register a preset with roundpipe.models.register, or build an "
+                    f"there is no preset for {type(model).__name__}, and it is not split into layers: {error}. Leave "
+                    "use_sequential_preset out, register a preset with roundpipe.models.register, or build an "
                     "nn.Sequential."
                 ) from error
-            logger.warning("%s: %s is wrapped part by part, for %s", options["name"], type(model).__name__, error)
+            if has_pretrained(model) or split_options.example_inputs:
+                logger.warning("%s: %s is wrapped part by part, for %s", options["name"], type(model).__name__, error)
     if upper_threshold is None:
         upper_threshold = size_bytes(model) // (len(parse_devices(options.get("devices"))) + 1)
     parts = WrapRules(lower_threshold, upper_threshold, skip_modules).parts(model)
@@ -119,24 +120,49 @@ def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, 
     return wrapped
 
 
+@dataclasses.dataclass(frozen=True)
+class SplitOptions:
+    """What the user says of how a model is split; checked when it is made."""
+
+    example_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    liger_kernels: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.liger_kernels, bool):
+            raise ArgumentTypeError(f"liger_kernels must be True or False, got {self.liger_kernels!r}.")
+        if not all(isinstance(example, Mapping) for example in self.examples()):
+            raise ArgumentTypeError(
+                "example_inputs must be the keyword arguments of a call, a dict, or a list of such dicts, got "
+                f"{type(self.example_inputs).__name__}."
+            )
+
+    def examples(self) -> list[Mapping[str, Any]]:
+        given = self.example_inputs
+        return [given] if isinstance(given, Mapping) else list(given)
+
+
 def _wrap_split(
-    model: nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    config: RoundPipeRunConfig,
-    options: dict[str, Any],
-    liger_kernels: bool,
+    model: nn.Module, split_options: SplitOptions, config: RoundPipeRunConfig, options: dict[str, Any]
 ) -> RoundPipe:
     """The model as layers over its own parameters; its own code runs between its blocks."""
+    examples = split_options.examples()
+    if not examples and not has_pretrained(model):
+        raise ModelSplitError("of a model that is not one of transformers, example_inputs must be given")
     fill_from_meta(model)
     stop_checkpointing(model)
-    kernels = FusedKernels(model) if liger_kernels else None
+    kernels = FusedKernels(model) if split_options.liger_kernels else None
     splitter = ModelSplitter(model, kernels)
-    examples = [example_inputs] if isinstance(example_inputs, Mapping) else list(example_inputs)
     with torch.enable_grad():
         for example in examples:
             splitter.learn((), dict(example))
         if not examples and not splitter.learn_by_guess():
             logger.info("%s: what %s is split into is settled by its first call", options["name"], type(model).__name__)
+    logger.info(
+        "%s: %s is split into %d layers; pass use_sequential_preset=False to do without, True to insist",
+        options["name"],
+        type(model).__name__,
+        len(splitter.layers),
+    )
     wrapped = RoundPipe(nn.Sequential(*splitter.layers), model_run_config=config, **options)
     wrapped._be_split(SplitModel(model, splitter), model)
     return wrapped
@@ -206,7 +232,7 @@ def _check(
                 "override_config must map modules of the model to RoundPipeRunConfigs, got "
                 f"{type(module).__name__}: {type(config).__name__}."
             )
-    unknown = sorted(roundpipe_kwargs.keys() - set(_OPTIONS))
+    unknown = sorted(roundpipe_kwargs.keys() - {*_OPTIONS, *_SPLIT_OPTIONS})
     if unknown:
         raise ArgumentTypeError(
             f"wrap_model_to_roundpipe() got an unknown argument {unknown[0]!r}; RoundPipe takes {', '.join(_OPTIONS)}."
