@@ -186,6 +186,8 @@ def test_run_config_fields_are_optional_and_in_order() -> None:
         "split_label",
         "merge_output",
         "execute_plan",
+        "keep_logits",
+        "whole_batch_loss",
     ]
     assert set(fields.values()) == {None}
 

@@ -25,7 +25,16 @@ from roundpipe.models.split_plan import CallOutline
 from roundpipe.models.stub import directed_by, unstubbed
 from roundpipe.models.tiling import tiled
 from roundpipe.models.travel import CallRecord, Ledger, State
-from roundpipe.models.values import MUTABLE, Held, Key, Outline, leaves_of, map_leaves, placeholder, tensors_of
+from roundpipe.models.values import (
+    Held,
+    Key,
+    Outline,
+    filled_in,
+    map_leaves,
+    may_hold_containers,
+    placeholder,
+    tensors_of,
+)
 
 
 class CallOrderChanged(ModelSplitError):
@@ -45,7 +54,7 @@ class Replay:
         self.taps: dict[int, Any] = {}
         self._ledger, self._plan, self._point, self._state = ledger, ledger.plan, point, state
         self._end = ledger.plan.end_of(point)
-        self._blocks = frozenset(ledger.plan.calls)
+        self._blocks = ledger.plan.blocks
         self._num_calls = self._num_taps = 0
         self._head_loss: HeadLoss | None = None
         self._copies = point in ledger.plan.copying
@@ -57,7 +66,7 @@ class Replay:
 
     def run(self, tree: nn.Module) -> Any:
         """What the forward returned; None if it was ended at the next point."""
-        args, kwargs = self._ledger.values(self._ledger.inputs, self._state)
+        args, kwargs = filled_in(self._ledger.inputs, self._state)
         if self._copies:
             args, kwargs = map_leaves(
                 lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
@@ -93,7 +102,7 @@ class Replay:
             position += 1
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if self._is_read(("tap", t, position)):
+            if ("tap", t, position) in self._plan.read_taps:
                 self._make(("tap", t, position), leaf)
             return Outline.of(leaf)
 
@@ -109,16 +118,13 @@ class Replay:
         if head is not None and head.tap == t and not self._ledger.keeps_logits and are_large(args[0], real):
             self._head_loss = HeadLoss(head)
             return self._head_loss.call_head(real, args, kwargs)
-        with tiled(real, self._plan.tokenwise.get(self._plan.taps[t].path, ()), (args, kwargs)):
+        with tiled(real, self._plan.tokenwise.get(self._plan.taps[t].path, ()), args, kwargs):
             return real(*args, **kwargs)
 
     def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._head_loss is not None and self._head_loss.takes(args, kwargs):
             return self._head_loss.loss(args, kwargs)
         return plain(*args, **kwargs)
-
-    def _is_read(self, key: Key) -> bool:
-        return any(key in read for read in self._plan.reads.values())
 
     # Blocks.
 
@@ -142,21 +148,30 @@ class Replay:
         return made["ret"]
 
     def _record(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], collector: Captured | None) -> list[Any]:
-        has_containers = False
         leaves: list[Any] = []
+        keys: list[Key] = []
 
         def note(leaf: Any) -> Any:
-            leaf = unstubbed(leaf)
-            leaves.append(leaf)
-            return Held(self._key_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+            if isinstance(leaf, torch.Tensor):
+                leaves.append(leaf)
+                keys.append(self._key_of(leaf))
+                return Held(keys[-1])
+            leaves.append(unstubbed(leaf))
+            return leaves[-1]
 
         arguments = map_leaves(note, (args, kwargs))
-        has_containers = any(type(value) in MUTABLE or type(value) is tuple for value in (*args, *kwargs.values()))
-        self.calls[k] = CallRecord(arguments, wanted_captures(collector), has_containers)
+        has_containers = any(map(may_hold_containers, args)) or any(map(may_hold_containers, kwargs.values()))
+        self.calls[k] = CallRecord(arguments, keys, wanted_captures(collector), has_containers)
         self._alive.append(leaves)
         return leaves
 
     def _markers(self, k: int, outline: CallOutline, arguments: list[Any]) -> Any:
+        """What call k returns, with markers for its tensors."""
+        returned = outline.value["ret"]
+        if type(returned) is Outline and not outline.value["side"] and outline.same_as[0] is None:  # as most do
+            like = outline.like[0]
+            shaped = returned if like is None else Outline.of(arguments[like])
+            return {"ret": self._marker(shaped, ("out", k, 0)), "side": {}}
         position = -1
 
         def mark(leaf: Any) -> Any:
@@ -202,6 +217,8 @@ class Replay:
         return key
 
     def _recalled(self, value: Any, key_of: Callable[[int], Key]) -> Any:
+        if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:  # as most blocks
+            return {"ret": self._recall(key_of(0), value["ret"]), "side": {}}
         position = -1
 
         def recall(leaf: Any) -> Any:
@@ -240,9 +257,8 @@ def handed_on(replay: Replay, ledger: Ledger, state: State) -> tuple[State, Ledg
     """State and ledger after a replay."""
     last_use = dict(ledger.last_use)
     for k, record in replay.calls.items():
-        for leaf in leaves_of(record.arguments):
-            if type(leaf) is Held:
-                last_use[leaf.key] = max(k, last_use.get(leaf.key, -1))
+        for key in record.keys:
+            last_use[key] = max(k, last_use.get(key, -1))
     new = dataclasses.replace(
         ledger, calls={**ledger.calls, **replay.calls}, taps={**ledger.taps, **replay.taps}, last_use=last_use
     )

@@ -25,7 +25,7 @@ from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.stub_tree import StubTree
 from roundpipe.models.tiling import tiled
 from roundpipe.models.travel import CallRecord, Ledger, State, without_dead
-from roundpipe.models.values import Outline, leaves_of, map_leaves
+from roundpipe.models.values import Outline, filled_in, leaves_of, map_leaves
 
 # A keyword argument for the first layer, not for the model: False if nobody will look at the logits of this call.
 KEEPS_LOGITS = "roundpipe_keeps_logits"
@@ -107,7 +107,7 @@ class BlockLayer(nn.Module):
         if k is None:
             return travelling
         record = ledger.calls[k]
-        args, kwargs = ledger.values(record.arguments, state)
+        args, kwargs = filled_in(record.arguments, state)
         caches = caches_in(args, kwargs) if ledger.fills_caches else []
         for cache in caches:
             move_cache(cache, device_of(state))
@@ -125,7 +125,7 @@ class BlockLayer(nn.Module):
     ) -> tuple[dict[str, Any], Captured]:
         plan = ledger.plan
         routes = KeptRoutes() if plan.outlines[k].routes and torch.is_grad_enabled() else None
-        tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ()), (args, kwargs))
+        tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ()), args, kwargs)
         with drawing(plan), tiles, _NOTHING_TO_ENTER if routes is None else routes:
             done = call_block(
                 self.block,
@@ -155,6 +155,9 @@ def drawing(plan: SplitPlan) -> AbstractContextManager[None]:
 
 def _kept(value: Any, state: State, key: tuple[Any, ...]) -> Any:
     """Put the tensors of a value into the state; returns its outline."""
+    if type(value) is dict and type(value.get("ret")) is torch.Tensor and value.get("side") == {}:  # as most blocks
+        state[(*key, 0)] = value["ret"]
+        return {"ret": Outline.of(value["ret"]), "side": {}}
     position = -1
 
     def keep(leaf: Any) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,28 @@ class SplitPlan:
         """The first call whose arguments a replay of `point` does not know."""
         after = bisect.bisect_right(self.points, point)
         return self.points[after] if after < len(self.points) else self.num_calls + 1
+
+    def read_after(self, done: float) -> frozenset[Key]:
+        """What points after call `done` (or segment `done` + 0.5) read."""
+        later = bisect.bisect_right(self.points, done)
+        return self._read_from[max(later, 1)]
+
+    @functools.cached_property
+    def _read_from(self) -> list[frozenset[Key]]:
+        """By position in `points`: what that point and all after it read."""
+        found: list[frozenset[Key]] = [frozenset()]
+        for point in reversed(self.points):
+            found.append(found[-1] | self.reads.get(point, frozenset()))
+        return found[::-1]
+
+    @functools.cached_property
+    def read_taps(self) -> frozenset[Key]:
+        """Outputs of taps that are read after their segment."""
+        return frozenset(key for read in self.reads.values() for key in read if key[0] == "tap")
+
+    @functools.cached_property
+    def blocks(self) -> frozenset[str]:
+        return frozenset(self.calls)
 
     @property
     def stub_paths(self) -> frozenset[str]:

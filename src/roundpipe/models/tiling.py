@@ -8,7 +8,8 @@ for long microbatches only. Which modules are of this kind is found out by runni
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe.models.routing import TopKSeen
-from roundpipe.models.values import tensors_of
 
 LONG_TOKENS = 32 * 1024  # more than that in a microbatch, and it is tiled
 TILE_TOKENS = 8 * 1024
@@ -74,23 +74,38 @@ def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             parts = [module(part.contiguous()) for part in (given[:, :half], given[:, half:])]
     except Exception:  # it needs to see more than a part
         return False
-    if top_k.seen or not all(isinstance(part, torch.Tensor) for part in parts):
+    if top_k.seen or not all(isinstance(part, torch.Tensor) and part.dim() == output.dim() for part in parts):
+        return False
+    if sum(part.shape[1] for part in parts) != output.shape[1] or parts[0].shape[2:] != output.shape[2:]:
         return False
     difference = (torch.cat(parts, dim=1).double() - output.detach().double()).abs().max()
     return bool(difference <= _CLOSE.get(output.dtype, 0.0) * output.detach().double().abs().max())
 
 
-def is_long(values: Iterable[torch.Tensor]) -> bool:
-    """Whether a call is about so many tokens that it is tiled: counted in its largest hidden state."""
-    return any(t.dim() >= 3 and t.is_floating_point() and t.shape[0] * t.shape[1] > LONG_TOKENS for t in values)
+def is_long(values: Iterable[Any]) -> bool:
+    """Whether among arguments there is a hidden state of so many tokens that they are tiled."""
+    return any(
+        isinstance(value, torch.Tensor)
+        and value.dim() >= 3
+        and value.shape[0] * value.shape[1] > LONG_TOKENS
+        and value.is_floating_point()
+        for value in values
+    )
+
+
+_NOTHING_TO_ENTER = contextlib.nullcontext()
+
+
+def tiled(
+    module: nn.Module, paths: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> AbstractContextManager[None]:
+    """Inside it the modules at `paths` run tile by tile, if the call is long. The module must be the caller's alone."""
+    is_short = not paths or not (is_long(args) or is_long(kwargs.values()))
+    return _NOTHING_TO_ENTER if is_short else _tiling(module, paths)
 
 
 @contextlib.contextmanager
-def tiled(module: nn.Module, paths: Sequence[str], arguments: Any) -> Iterator[None]:
-    """Inside it the modules at `paths` run tile by tile, if the call is long. The module must be the caller's alone."""
-    if not paths or not is_long(tensors_of(arguments)):
-        yield
-        return
+def _tiling(module: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     inner = [module.get_submodule(path) for path in paths]
     before = [part.__dict__.get("forward") for part in inner]
     for part in inner:

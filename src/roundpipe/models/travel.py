@@ -7,7 +7,7 @@ recomputation finds the one its forward had.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class CallRecord:
     """The arguments of a block call, with a Held for each tensor, and which outputs it shall capture."""
 
     arguments: Any
+    keys: Sequence[Key]  # of the tensors in them
     captures: Mapping[str, int]
     has_containers: bool
 
@@ -53,16 +54,13 @@ class Ledger:
         inputs = map_leaves(keep, (tuple(args), dict(kwargs)))
         return state, cls(plan, placed, inputs, {}, {}, {}, {})
 
-    def values(self, template: Any, state: State) -> Any:
-        return map_leaves(lambda leaf: state[leaf.key] if type(leaf) is Held else leaf, template)
-
 
 def without_dead(state: State, ledger: Ledger, done: float) -> State:
     """The state without tensors that nobody will ask for after call `done` (or segment `done` + 0.5)."""
-    read_later = [ledger.plan.reads[point] for point in ledger.plan.points[1:] if point > done]
+    read_later = ledger.plan.read_after(done)
     last_use = ledger.last_use
     return {
         key: tensor
         for key, tensor in state.items()
-        if key[0] == "in" or last_use.get(key, -1) > done or any(key in read for read in read_later)
+        if key[0] == "in" or last_use.get(key, -1) > done or key in read_later
     }

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections import OrderedDict, UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +59,20 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     return tree_map(change, value)
 
 
+def filled_in(template: Any, tensors: Mapping[Key, torch.Tensor]) -> Any:
+    """A value from its template; written out, since it is made for every layer and microbatch."""
+    kind = type(template)
+    if kind is Held:
+        return tensors[template.key]
+    if kind in _ATOMS:
+        return template
+    if kind is tuple:
+        return tuple([filled_in(item, tensors) for item in template])
+    if kind is dict:
+        return {name: filled_in(item, tensors) for name, item in template.items()}
+    return map_leaves(lambda leaf: tensors[leaf.key] if type(leaf) is Held else leaf, template)
+
+
 def leaves_of(value: Any) -> list[Any]:
     found: list[Any] = []
     map_leaves(found.append, value)
@@ -102,8 +117,22 @@ def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def placeholder(outline: Outline, device: torch.device) -> torch.Tensor:
     """A tensor for what is believed dead: NaN, so that a wrong belief is loud, and one number, to take no memory."""
-    dead = math.nan if outline.dtype.is_floating_point or outline.dtype.is_complex else 0
-    return torch.full((), dead, dtype=outline.dtype, device=device).expand(outline.shape)
+    return _dead_number(outline.dtype, device).expand(outline.shape)
+
+
+@functools.cache
+def _dead_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Shared by all placeholders of a kind. Nobody can write into it: an expanded tensor refuses that."""
+    with torch.inference_mode(False):
+        return torch.full(
+            (), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device
+        )
+
+
+def may_hold_containers(value: Any) -> bool:
+    """Whether there may be a dict or list in a value; quick, and never wrong when it says no."""
+    kind = type(value)
+    return kind not in _ATOMS and (kind is not tuple or any(map(may_hold_containers, value)))
 
 
 MUTABLE = (dict, list, OrderedDict, UserDict)

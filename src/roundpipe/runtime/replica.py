@@ -13,7 +13,6 @@ anybody can see the call's result. What a recomputation or a failed forward set 
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import UsageError
+from roundpipe.models.module_copy import translated
 from roundpipe.runtime.bundle import Bundle
 from roundpipe.runtime.transfer import duplicate
 from roundpipe.store import BufferRecord, LayerRecord
@@ -168,7 +168,7 @@ class _ModulePair:
             if key in _NOT_SYNCED or self._synced.get(key, _MISSING) is value:
                 continue
             self._synced[key] = value
-            self._given[key] = _translated(value, self.original, self.replica, swaps)
+            self._given[key] = translated(value, self.original, self.replica, swaps)
             self.replica.__dict__[key] = self._given[key]
         for key in [key for key in self._synced if key not in source]:
             del self._synced[key], self._given[key]
@@ -215,16 +215,3 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 def _swap(value: Any, swaps: dict[int, Any]) -> Any:
     return swaps.get(id(value), value)
-
-
-def _translated(value: Any, original: nn.Module, replica: nn.Module, swaps: dict[int, Any]) -> Any:
-    """An attribute as the replica must see it: its own modules and parameters in place of the user's."""
-    if isinstance(value, types.MethodType) and value.__self__ is original:
-        return types.MethodType(value.__func__, replica)
-    if isinstance(value, nn.Module | nn.Parameter):
-        return _swap(value, swaps)
-    if type(value) in (list, tuple) and any(isinstance(item, nn.Module | nn.Parameter) for item in value):
-        return type(value)(_swap(item, swaps) for item in value)
-    if type(value) is dict and any(isinstance(item, nn.Module | nn.Parameter) for item in value.values()):
-        return {key: _swap(item, swaps) for key, item in value.items()}
-    return value

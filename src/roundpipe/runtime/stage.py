@@ -360,7 +360,7 @@ def _call_arguments(layer_id: int, value: Any) -> tuple[tuple[Any, ...], dict[st
 def own_loss(value: Any) -> Any:
     """The loss in what a model returned that computes its own, where loss_fn hands that on; else the value itself."""
     loss = value.get("loss") if isinstance(value, Mapping) else None
-    return value if loss is None else loss
+    return loss if isinstance(loss, torch.Tensor) else value
 
 
 def checked_losses(value: Any) -> list[torch.Tensor]:

@@ -1,0 +1,184 @@
+"""Small Hugging Face models with weights that matter, wrapped and plain: what the tests of ways to train them share.
+
+Used by the tests of this folder. tiny_cases has one model of every class as its library makes it; here are a few types,
+with options of the tests' choice, and with weights large enough that every part of a model changes its outputs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from helpers_parity import call_reference, microbatches
+from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
+
+VOCAB = 97
+IGNORED = -100
+Batch = dict[str, Any]
+
+_TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_DECODER = {
+    **_TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+_WITHOUT_GROUPS = {name: value for name, value in _DECODER.items() if name not in ("num_key_value_heads", "head_dim")}
+_LATENT = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+# By model type: the class of the model, that of its config, and what differs from the config's defaults.
+_TYPES: dict[str, tuple[str, str, Batch]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _DECODER),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _DECODER),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_DECODER, "sliding_window": 6}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _DECODER),
+    "cohere": ("CohereForCausalLM", "CohereConfig", _DECODER),
+    "phi": ("PhiForCausalLM", "PhiConfig", _DECODER),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_DECODER, "num_local_experts": 6}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**_DECODER, "moe_intermediate_size": 16, "num_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **_DECODER,
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**_DECODER, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 6},
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**_TOKENS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**_WITHOUT_GROUPS, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    ),
+    "mamba": ("MambaForCausalLM", "MambaConfig", {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 3}),
+    "bert": ("BertForMaskedLM", "BertConfig", _WITHOUT_GROUPS),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            **_TOKENS,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 3,
+            "num_heads": 4,
+            "relative_attention_num_buckets": 8,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "image_size": 8,
+            "patch_size": 4,
+            "num_labels": 5,
+        },
+    ),
+}
+_NO_DROPOUT = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "opt": ("dropout",),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "t5": ("dropout_rate",),
+}
+
+
+def small(model_type: str, seed: int = 1, **config: Any) -> nn.Module:
+    """A model in train mode, without dropout unless `config` asks for it."""
+    import transformers
+
+    class_name, config_name, given = _TYPES[model_type]
+    options = {**given, **dict.fromkeys(_NO_DROPOUT.get(model_type, ()), 0.0), **config}
+    torch.manual_seed(seed)
+    model: nn.Module = getattr(transformers, class_name)(getattr(transformers, config_name)(**options))
+    return livened(model.train(), seed)
+
+
+def livened(model: nn.Module, seed: int = 1) -> nn.Module:
+    """Matrices with outputs as large as their inputs, and offsets: no part of it is near zero or one, adapters' too."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=generator).to(param.dtype)
+            if param.dim() < 2 or name.endswith("A_log"):
+                param.add_(noise, alpha=0.1)
+            else:
+                param.copy_(noise * param.shape[-1] ** -0.5)
+    return model
+
+
+def tokens(num_rows: int, num_tokens: int, seed: int = 5) -> Tensor:
+    """None that a config gives a meaning to."""
+    return torch.randint(3, VOCAB, (num_rows, num_tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def labelled(model_type: str, num_rows: int = 4, num_tokens: int = 7, seed: int = 5) -> Batch:
+    """A batch with labels, as models of this type take it."""
+    if model_type == "vit":
+        images = torch.randn(num_rows, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+        return {"pixel_values": images, "labels": torch.arange(num_rows) % 5}
+    ids = tokens(num_rows, num_tokens, seed)
+    if model_type == "t5":
+        return {"input_ids": ids, "labels": tokens(num_rows, num_tokens - 1, seed + 1)}
+    return {"input_ids": ids, "labels": ids.clone() if model_type != "bert" else tokens(num_rows, num_tokens, seed + 1)}
+
+
+def wrapped(model: nn.Module, num_devices: int = 2, **options: Any) -> RoundPipe:
+    """Over layers, insisted on; to be closed by the caller."""
+    found = wrap_model_to_roundpipe(model, True, devices=["cpu"] * num_devices, **options)
+    assert isinstance(found, RoundPipe)
+    return found
+
+
+def own_loss(output: Any, label: Any) -> Tensor:
+    loss: Tensor = output.loss
+    return loss
+
+
+def plain_loss(model: nn.Module, batch: Batch, num_microbatch: int = 2) -> Tensor:
+    """The sum of the model's own losses, microbatch by microbatch; gradients are where autograd leaves them."""
+    loss: Tensor = call_reference(model, kwargs=batch, loss_fn=own_loss, num_microbatch=num_microbatch).loss
+    return loss
+
+
+def train_call(model: RoundPipe, batch: Batch, num_microbatch: int = 2, **options: Any) -> Any:
+    """One forward_backward with the model's own loss; its gradients are in `.grad` then."""
+    config = RoundPipeRunConfig(**options).over(microbatches(num_microbatch))
+    loss = model.forward_backward(input_kwargs=batch, run_config=config)
+    model.synchronize()
+    return loss

@@ -1,0 +1,237 @@
+"""PEFT models are wrapped as they are: adapters train as in a plain loop, and frozen weights cost no more than themselves.
+
+Weights of adapters are made large (LoRA's B is zero at first, and then A has no gradient). Adapters are used in one
+layer each, so every comparison of training is exact.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Batch, labelled, livened, plain_loss, small, train_call, wrapped
+from torch import Tensor, nn
+
+from helpers_parity import StalenessReference, assert_same, assert_same_grads, assert_same_state, grads_of, microbatches
+from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.optim import AdamW
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+CAUSAL, SEQ2SEQ = {"task_type": "CAUSAL_LM"}, {"task_type": "SEQ_2_SEQ_LM"}
+# Attention and feed-forward parts, fused or not; gpt2's are Conv1D, whose weights lie the other way round.
+ADAPTED: dict[str, dict[str, Any]] = {
+    "llama": {**CAUSAL, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "qwen3": {**CAUSAL, "target_modules": "all-linear"},
+    "gemma2": {**CAUSAL, "target_modules": ["k_proj", "up_proj"], "use_rslora": True},
+    "gpt2": {**CAUSAL, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    "t5": {**SEQ2SEQ, "target_modules": ["q", "v", "wo"]},
+    "bert": {"target_modules": ["query", "value", "output.dense"]},
+    "vit": {"target_modules": ["q_proj", "fc1"]},
+    "mixtral": {**CAUSAL, "target_modules": ["q_proj", "o_proj"]},
+    "phi3": {**CAUSAL, "target_modules": ["qkv_proj", "gate_up_proj"]},
+    "opt": {**CAUSAL, "target_modules": ["q_proj", "fc1", "fc2"]},
+}
+
+
+def adapted(model_type: str, base: nn.Module | None = None, **options: Any) -> Any:
+    """A PeftModel with adapters of a rank that fills the optimizer kernel's vectors."""
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, **ADAPTED[model_type], **options})
+    return livened(peft.get_peft_model(base or small(model_type), config).train())
+
+
+def is_adapter(name: str) -> bool:
+    return "lora_" in name
+
+
+def records_of(model: RoundPipe) -> list[Any]:
+    return model._engine.store.parameters
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    return logits
+
+
+def assert_frozen_weights_cost_nothing(model: RoundPipe) -> None:
+    """No gradient, no copy for the optimizer and no second memory for weights that are being made."""
+    frozen = [record for record in records_of(model) if not record.param.requires_grad]
+    assert len(frozen) > len(records_of(model)) // 4
+    for record in frozen:
+        found = (record.param.grad, record.gathered, record.master, record.back)
+        assert found == (None, None, None, None), record.name
+
+
+@pytest.mark.parametrize("model_type", ADAPTED)
+def test_losses_and_gradients_of_adapters_are_those_of_the_plain_model(model_type: str) -> None:
+    plain, batch = adapted(model_type), labelled(model_type, num_rows=5)
+    with wrapped(copy.deepcopy(plain)) as model:
+        for _ in range(2):
+            assert_same(train_call(model, batch, 3), plain_loss(plain, batch, 3), "loss")
+        assert_same_grads(model.original_model, plain)
+        assert_frozen_weights_cost_nothing(model)
+        found = grads_of(model.original_model)
+    trained = {name for name, grad in found.items() if grad is not None}
+    assert trained == {name for name in found if is_adapter(name)}
+    assert all(found[name].abs().max() > 1e-6 for name in trained), "nothing is compared"
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5", "mixtral", "bert"])
+def test_training_adapters_equals_the_plain_loop(model_type: str, is_async: bool) -> None:
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+    reference = StalenessReference(adapted(model_type), make)
+    before = {name: param.clone() for name, param in reference.module.named_parameters()}
+    with wrapped(adapted(model_type)) as model:
+        optimizer = AdamW(model.optim_parameters(), lr=0.01)
+        for iteration in range(5):
+            batch = labelled(model_type, seed=iteration)
+            loss = model.forward_backward(input_kwargs=batch, run_config=microbatches(2))
+            assert_same(loss, plain_loss(reference.module, batch), f"loss {iteration}")
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+            reference.step(is_async)
+        model.synchronize()
+        reference.synchronize()
+        assert_same_state(model, reference.module)
+        assert_frozen_weights_cost_nothing(model)
+    for name, param in reference.module.named_parameters():
+        assert torch.equal(param, before[name]) is not is_adapter(name), name
+
+
+def test_the_optimizer_sees_adapters_only_and_keeps_moments_of_them_only() -> None:
+    with wrapped(adapted("llama"), optim_dtype=torch.float32) as model:
+        names = [name for name, _ in model.optim_named_parameters()]
+        assert names == [name for name, _ in adapted("llama").named_parameters() if is_adapter(name)]
+        optimizer = AdamW(model.optim_parameters(), lr=0.01)
+        train_call(model, labelled("llama"))
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+        copies = {id(record.master): record for record in records_of(model) if record.master is not None}
+        assert {id(param) for param in optimizer.state} == copies.keys()
+        assert sorted(record.name for record in copies.values()) != []
+        assert {record.param.requires_grad for record in copies.values()} == {True}
+        moments = sum(state["exp_avg"].numel() + state["exp_avg_sq"].numel() for state in optimizer.state.values())
+        assert moments == 2 * sum(param.numel() for name, param in model.named_parameters() if is_adapter(name))
+
+
+def test_save_pretrained_writes_the_adapter_alone_and_it_loads_again(tmp_path: Path) -> None:
+    batch = labelled("llama")
+    with wrapped(adapted("llama")) as model:
+        optimizer = AdamW(model.optim_parameters(), lr=0.05)
+        for _ in range(3):
+            train_call(model, batch)
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()))  # save_pretrained waits for the last one
+        model.save_pretrained(tmp_path)
+        expected = logits_of(model, batch)
+    assert {path.name for path in tmp_path.iterdir()} - {"README.md"} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    base = small("llama")
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < sum(p.nbytes for p in base.parameters()) / 3
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(logits_of(loaded, batch), expected, atol=1e-6, rtol=1e-6)  # two rows at a time and four
+    assert (logits_of(adapted("llama"), batch) - expected).abs().max() > 1e-2, "it was not trained"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "vit", "t5"])
+def test_merged_and_unmerged_give_the_same_logits(model_type: str) -> None:
+    plain, batch = adapted(model_type), labelled(model_type)
+    if model_type == "t5":
+        batch["decoder_input_ids"] = batch["labels"]
+    without = logits_of(copy.deepcopy(plain).unload(), batch)
+    with wrapped(copy.deepcopy(plain)) as unmerged, wrapped(copy.deepcopy(plain).merge_and_unload()) as merged:
+        found = logits_of(unmerged, batch)
+        torch.testing.assert_close(logits_of(merged, batch), found, atol=1e-5, rtol=1e-5)
+    assert (found - without).abs().max() > 0.1, "the adapters do nothing"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "whole"),
+    [("llama", "lm_head"), ("llama", "embed_tokens"), ("vit", "classifier"), ("llama", "input_layernorm")],
+)
+def test_modules_to_save_train_beside_the_adapters(model_type: str, whole: str, tmp_path: Path) -> None:
+    plain, batch = adapted(model_type, modules_to_save=[whole]), labelled(model_type)
+    with wrapped(copy.deepcopy(plain)) as model:
+        assert_same(train_call(model, batch), plain_loss(plain, batch), "loss")
+        assert_same_grads(model.original_model, plain)
+        saved = [name for name, _ in model.optim_named_parameters() if not is_adapter(name)]
+        assert saved
+        assert all(f"{whole}.modules_to_save.default" in name for name in saved)
+        model.save_pretrained(tmp_path)
+        expected = logits_of(model, batch)
+    loaded = peft.PeftModel.from_pretrained(small(model_type), tmp_path)
+    torch.testing.assert_close(logits_of(loaded, batch), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_lora_dropout_is_the_same_when_recomputed_on_any_number_of_devices() -> None:
+    def run(num_devices: int, seed: int, **options: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+        with wrapped(adapted("llama", lora_dropout=0.4), num_devices) as model:
+            torch.manual_seed(seed)
+            loss = train_call(model, labelled("llama"), 3, **options)
+            return loss, grads_of(model.original_model)
+
+    expected = run(1, seed=11)
+    assert_same(run(3, seed=11), expected, "three devices")
+    assert_same(run(2, seed=11, recompute_grain="layer"), expected, "recomputed by layer")
+    assert not torch.equal(run(3, seed=12)[0], expected[0]), "nothing is dropped"
+
+
+def test_lora_dropout_draws_again_in_recomputation_what_forward_drew() -> None:
+    """All stages but the fused one are recomputed; with one stage of everything nothing is."""
+    from roundpipe import ModelExecutePlan
+
+    grads = []
+    for plan in (
+        ModelExecutePlan([], [range(5)]),
+        ModelExecutePlan([range(2), range(2, 4)], [range(4, 5), range(3, 4), range(3)]),
+    ):
+        with wrapped(adapted("llama", lora_dropout=0.4)) as model:
+            assert model.num_layers == 5
+            torch.manual_seed(3)
+            train_call(model, labelled("llama"), execute_plan=plan)
+            grads.append(grads_of(model.original_model))
+    assert_same(grads[1], grads[0], "recomputed")
+
+
+def test_an_adapter_that_is_turned_off_is_off_in_the_wrapped_model() -> None:
+    plain, batch = adapted("llama"), labelled("llama")
+    with wrapped(copy.deepcopy(plain)) as model:
+        with_adapter = logits_of(model, batch)
+        for either in (plain, model.original_model):
+            either.base_model.disable_adapter_layers()
+        without = logits_of(model, batch)
+        torch.testing.assert_close(without, logits_of(plain, batch), atol=1e-6, rtol=1e-6)
+        assert (without - with_adapter).abs().max() > 0.1
+        model.original_model.base_model.enable_adapter_layers()
+        assert_same(logits_of(model, batch), with_adapter)
+
+
+def test_the_second_of_two_adapters_trains_when_it_is_the_active_one() -> None:
+    plain, batch = adapted("llama"), labelled("llama")
+    plain.add_adapter("second", peft.LoraConfig(r=4, **ADAPTED["llama"]))
+    plain.set_adapter("second")
+    livened(plain)
+    with wrapped(copy.deepcopy(plain)) as model:
+        assert {".second." in name for name, _ in model.optim_named_parameters()} == {True}
+        assert_same(train_call(model, batch), plain_loss(plain, batch), "loss")
+        assert_same_grads(model.original_model, plain)
+
+
+def test_frozen_weights_in_bfloat16_stay_so_under_float32_adapters() -> None:
+    base = small("llama").to(torch.bfloat16)
+    plain = adapted("llama", base)
+    assert {param.dtype for name, param in plain.named_parameters() if is_adapter(name)} == {torch.float32}
+    batch = labelled("llama")
+    with wrapped(copy.deepcopy(plain), 3, model_run_config=RoundPipeRunConfig(num_microbatch=2)) as model:
+        assert_same(model.forward_backward(input_kwargs=batch), plain_loss(plain, batch), "loss")
+        model.synchronize()
+        assert_same_grads(model.original_model, plain)
+        assert_frozen_weights_cost_nothing(model)
