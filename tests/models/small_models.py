@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helpers_parity import call_reference, microbatches
+from helpers_parity import call_reference, merge, microbatches, split
 from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -130,10 +130,12 @@ def small(model_type: str, seed: int = 1, **config: Any) -> nn.Module:
 
 
 def livened(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Matrices with outputs as large as their inputs, and offsets: no part of it is near zero or one, adapters' too."""
+    """Let matrices that train have outputs as large as their inputs, and vectors some noise: all of it matters then."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
+            if not param.requires_grad:
+                continue
             noise = torch.randn(param.shape, generator=generator).to(param.dtype)
             if param.dim() < 2 or name.endswith("A_log"):
                 param.add_(noise, alpha=0.1)
@@ -174,6 +176,12 @@ def plain_loss(model: nn.Module, batch: Batch, num_microbatch: int = 2) -> Tenso
     """The sum of the model's own losses, microbatch by microbatch; gradients are where autograd leaves them."""
     loss: Tensor = call_reference(model, kwargs=batch, loss_fn=own_loss, num_microbatch=num_microbatch).loss
     return loss
+
+
+def plain_outputs(model: nn.Module, batch: Batch, num_microbatch: int = 2) -> Any:
+    """What the model returns for each microbatch, put together; no cache."""
+    with torch.no_grad():
+        return merge([model(**piece, use_cache=False) for piece in split(batch, num_microbatch)])
 
 
 def train_call(model: RoundPipe, batch: Batch, num_microbatch: int = 2, **options: Any) -> Any:

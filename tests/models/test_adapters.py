@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Batch, labelled, livened, plain_loss, small, train_call, wrapped
+from small_models import Batch, labelled, livened, plain_loss, plain_outputs, small, train_call, wrapped
 from torch import Tensor, nn
 
 from helpers_parity import StalenessReference, assert_same, assert_same_grads, assert_same_state, grads_of, microbatches
@@ -55,7 +55,9 @@ def records_of(model: RoundPipe) -> list[Any]:
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     model.eval()
     with torch.no_grad():
-        logits: Tensor = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        caching = {} if "pixel_values" in batch else {"use_cache": False}
+        logits: Tensor = model(**inputs, **caching).logits
     return logits
 
 
@@ -119,6 +121,20 @@ def test_the_optimizer_sees_adapters_only_and_keeps_moments_of_them_only() -> No
         assert {record.param.requires_grad for record in copies.values()} == {True}
         moments = sum(state["exp_avg"].numel() + state["exp_avg_sq"].numel() for state in optimizer.state.values())
         assert moments == 2 * sum(param.numel() for name, param in model.named_parameters() if is_adapter(name))
+
+
+@pytest.mark.parametrize("way", ["without_grad", "with_grad", "forward_backward"])
+def test_outputs_of_a_batch_are_merged_though_the_config_asks_for_a_cache(way: str) -> None:
+    """A PeftModel does not name use_cache among its arguments; its base model would make a cache by default."""
+    plain, batch = adapted("llama").eval(), labelled("llama")
+    assert plain.config.use_cache
+    expected = plain_outputs(plain, batch)
+    with wrapped(copy.deepcopy(plain)) as model, torch.set_grad_enabled(way != "without_grad"):
+        if way == "forward_backward":
+            _, found = model.forward_backward(input_kwargs=batch, return_outputs=True, run_config=microbatches(2))
+        else:
+            found = model(**batch, roundpipe_run_config=microbatches(2))
+    assert_same((found.loss.detach(), found.logits.detach()), (expected.loss, expected.logits))
 
 
 def test_save_pretrained_writes_the_adapter_alone_and_it_loads_again(tmp_path: Path) -> None:

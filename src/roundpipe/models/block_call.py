@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from roundpipe.models.library_state import Captured, call_capturing, own_caches
+from roundpipe.models.library_state import Captured, call_capturing
 from roundpipe.models.values import containers_in, content_of, fill, is_changed
 
 
@@ -21,14 +21,8 @@ def call_block(
     captures: Mapping[str, int],
     *,
     has_containers: bool = True,
-    shares_caches: bool = False,
 ) -> tuple[dict[str, Any], Captured]:
-    """{"ret": what it returned, "side": by position the new content of dicts and lists it changed}, and its captures.
-
-    shares_caches: its caches are the call's own, to be filled, and not copies to be thrown away.
-    """
-    if not shares_caches:
-        args, kwargs = own_caches(args, kwargs)
+    """{"ret": what it returned, "side": by position the new content of dicts and lists it changed}, and captures."""
     containers = _containers(args, kwargs) if has_containers else []
     before = [content_of(container) for container in containers]
     returned, captured = call_capturing(lambda: block(*args, **kwargs), captures)

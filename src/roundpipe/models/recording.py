@@ -11,7 +11,7 @@ from torch import nn
 
 from roundpipe.models.block_call import call_block
 from roundpipe.models.fused_loss import FusedHead, find_head
-from roundpipe.models.library_state import Captured, active_collector, wanted_captures
+from roundpipe.models.library_state import Captured, active_collector, own_caches, wanted_captures
 from roundpipe.models.routing import TopKSeen
 from roundpipe.models.split_plan import CallOutline
 from roundpipe.models.stub import directed_by, unstubbed
@@ -99,7 +99,7 @@ class Recording:
         structure = structure_of((args, kwargs))
         collector = active_collector()
         with TopKSeen() as top_k:
-            value, captured = call_block(block, args, kwargs, wanted_captures(collector))
+            value, captured = call_block(block, *own_caches(args, kwargs), wanted_captures(collector))
         for kind, found in captured.items():
             assert collector is not None
             collector[kind].extend(found)

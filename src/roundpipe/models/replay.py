@@ -11,6 +11,7 @@ run ends.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,10 +21,10 @@ from torch import nn
 from roundpipe.errors import ModelSplitError
 from roundpipe.models.block_call import repeat_side_effects
 from roundpipe.models.fused_loss import HeadLoss, are_large
-from roundpipe.models.library_state import Captured, active_collector, wanted_captures
+from roundpipe.models.library_state import Captured, active_collector, is_cache, wanted_captures
 from roundpipe.models.split_plan import CallOutline
 from roundpipe.models.stub import directed_by, unstubbed
-from roundpipe.models.tiling import tiled
+from roundpipe.models.tiling import is_long, tiled
 from roundpipe.models.travel import CallRecord, Ledger, State
 from roundpipe.models.values import (
     Held,
@@ -57,6 +58,8 @@ class Replay:
         self._blocks = ledger.plan.blocks
         self._num_calls = self._num_taps = 0
         self._head_loss: HeadLoss | None = None
+        self._last_named: _Recorded | None = None
+        self._dead: dict[Outline, torch.Tensor] = {}  # placeholders, by what they stand for
         self._copies = point in ledger.plan.copying
         self._known: dict[int, tuple[Key, int]] = {}  # by id of a tensor: its key, and its version then
         self._alive: list[Any] = []  # so that ids stay unique
@@ -118,7 +121,9 @@ class Replay:
         if head is not None and head.tap == t and not self._ledger.keeps_logits and are_large(args[0], real):
             self._head_loss = HeadLoss(head)
             return self._head_loss.call_head(real, args, kwargs)
-        with tiled(real, self._plan.tokenwise.get(self._plan.taps[t].path, ()), args, kwargs):
+        if not is_long(args):
+            return real(*args, **kwargs)
+        with tiled(real, self._plan.tokenwise.get(self._plan.taps[t].path, ())):
             return real(*args, **kwargs)
 
     def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,22 +153,19 @@ class Replay:
         return made["ret"]
 
     def _record(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], collector: Captured | None) -> list[Any]:
-        leaves: list[Any] = []
-        keys: list[Key] = []
-
-        def note(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                leaves.append(leaf)
-                keys.append(self._key_of(leaf))
-                return Held(keys[-1])
-            leaves.append(unstubbed(leaf))
-            return leaves[-1]
-
-        arguments = map_leaves(note, (args, kwargs))
-        has_containers = any(map(may_hold_containers, args)) or any(map(may_hold_containers, kwargs.values()))
-        self.calls[k] = CallRecord(arguments, keys, wanted_captures(collector), has_containers)
-        self._alive.append(leaves)
-        return leaves
+        if self._last_named is None or not self._last_named.are(kwargs):  # most calls differ in their first argument
+            self._last_named = _Recorded(kwargs, self._key_of)
+        first, named = _Recorded(args, self._key_of), self._last_named
+        self.calls[k] = CallRecord(
+            (first.template, named.template),
+            [*first.keys, *named.keys],
+            wanted_captures(collector),
+            first.has_containers or named.has_containers,
+            first.has_caches or named.has_caches,
+            first.is_long or named.is_long,
+        )
+        self._alive += (first, named)
+        return [*first.leaves, *named.leaves]
 
     def _markers(self, k: int, outline: CallOutline, arguments: list[Any]) -> Any:
         """What call k returns, with markers for its tensors."""
@@ -231,7 +233,9 @@ class Replay:
     def _recall(self, key: Key, outline: Outline) -> torch.Tensor:
         tensor = self._state.get(key)
         if tensor is None:
-            dead = placeholder(outline, self.device)
+            dead = self._dead.get(outline)
+            if dead is None:
+                dead = self._dead[outline] = placeholder(outline, self.device)
             return dead.clone() if self._copies else dead
         if self._copies:
             tensor = tensor.clone()
@@ -251,6 +255,39 @@ class Replay:
             if collector is not None and kind in collector:
                 for i, leaf in enumerate(found):
                     collector[kind].append(make(leaf, ("cap", k, kind, i)) if type(leaf) is Outline else leaf)
+
+
+class _Recorded:
+    """Positional or named arguments of a call: their template, and what is to be known of them."""
+
+    def __init__(self, values: Any, key_of: Callable[[torch.Tensor], Key]) -> None:
+        self.leaves: list[Any] = []
+        self.keys: list[Key] = []
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                self.leaves.append(leaf)
+                self.keys.append(key_of(leaf))
+                return Held(self.keys[-1])
+            self.leaves.append(unstubbed(leaf))
+            return self.leaves[-1]
+
+        self._values = values
+        self.template = map_leaves(note, values)
+        self._versions = [(leaf, leaf._version) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        own = values.values() if isinstance(values, dict) else values
+        self.has_containers = any(map(may_hold_containers, own))
+        self.has_caches = any(map(is_cache, self.leaves))
+        self.is_long = is_long(self.leaves)
+
+    def are(self, kwargs: dict[str, Any]) -> bool:
+        """Whether these are the same objects under the same names, unchanged, and none that could change unseen."""
+        return (
+            not self.has_containers
+            and self._values.keys() == kwargs.keys()
+            and all(map(operator.is_, self._values.values(), kwargs.values()))
+            and all(tensor._version == version for tensor, version in self._versions)
+        )
 
 
 def handed_on(replay: Replay, ledger: Ledger, state: State) -> tuple[State, Ledger]:

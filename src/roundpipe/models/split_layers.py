@@ -18,7 +18,7 @@ from torch import nn
 
 from roundpipe.models.block_call import call_block
 from roundpipe.models.global_random import own_generators
-from roundpipe.models.library_state import Captured, caches_in, is_cache, move_cache
+from roundpipe.models.library_state import Captured, caches_in, is_cache, move_cache, own_caches
 from roundpipe.models.replay import CallOrderChanged, Replay, device_of, handed_on
 from roundpipe.models.routing import KeptRoutes
 from roundpipe.models.split_plan import SplitPlan
@@ -108,24 +108,25 @@ class BlockLayer(nn.Module):
             return travelling
         record = ledger.calls[k]
         args, kwargs = filled_in(record.arguments, state)
-        caches = caches_in(args, kwargs) if ledger.fills_caches else []
+        caches = caches_in(args, kwargs) if record.has_caches and ledger.fills_caches else []
         for cache in caches:
             move_cache(cache, device_of(state))
         if ledger.plan.outlines[k].changes_arguments:
             args, kwargs = map_leaves(_cloned, (args, kwargs))
-        value, captured = self._run(k, record, args, kwargs, ledger, shares_caches=bool(caches))
+        if record.has_caches and not caches:
+            args, kwargs = own_caches(args, kwargs)
+        value, captured = self._run(k, record, args, kwargs, ledger.plan)
         state = dict(state)
         outlines = _kept(value, state, ("out", k))
         caught = {kind: _kept(found, state, ("cap", k, kind)) for kind, found in captured.items()}
-        ledger = dataclasses.replace(ledger, outputs={**ledger.outputs, k: (outlines, caught)})
+        ledger = ledger.with_output(k, (outlines, caught))
         return without_dead(state, ledger, k), ledger
 
     def _run(
-        self, k: int, record: CallRecord, args: Any, kwargs: Any, ledger: Ledger, *, shares_caches: bool
+        self, k: int, record: CallRecord, args: Any, kwargs: Any, plan: SplitPlan
     ) -> tuple[dict[str, Any], Captured]:
-        plan = ledger.plan
         routes = KeptRoutes() if plan.outlines[k].routes and torch.is_grad_enabled() else None
-        tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ()), args, kwargs)
+        tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ())) if record.is_long else _NOTHING_TO_ENTER
         with drawing(plan), tiles, _NOTHING_TO_ENTER if routes is None else routes:
             done = call_block(
                 self.block,
@@ -133,7 +134,6 @@ class BlockLayer(nn.Module):
                 kwargs,
                 record.captures,
                 has_containers=record.has_containers,
-                shares_caches=shares_caches,
             )
         if routes is not None:
             routes.save()

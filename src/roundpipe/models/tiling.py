@@ -8,8 +8,7 @@ for long microbatches only. Which modules are of this kind is found out by runni
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,19 +92,9 @@ def is_long(values: Iterable[Any]) -> bool:
     )
 
 
-_NOTHING_TO_ENTER = contextlib.nullcontext()
-
-
-def tiled(
-    module: nn.Module, paths: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> AbstractContextManager[None]:
-    """Inside it the modules at `paths` run tile by tile, if the call is long. The module must be the caller's alone."""
-    is_short = not paths or not (is_long(args) or is_long(kwargs.values()))
-    return _NOTHING_TO_ENTER if is_short else _tiling(module, paths)
-
-
 @contextlib.contextmanager
-def _tiling(module: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+def tiled(module: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """Inside it the modules at `paths` run tile by tile. The module must be the caller's alone."""
     inner = [module.get_submodule(path) for path in paths]
     before = [part.__dict__.get("forward") for part in inner]
     for part in inner:

@@ -26,6 +26,8 @@ class CallRecord:
     keys: Sequence[Key]  # of the tensors in them
     captures: Mapping[str, int]
     has_containers: bool
+    has_caches: bool
+    is_long: bool  # so many tokens that parts of the block are tiled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +55,20 @@ class Ledger:
 
         inputs = map_leaves(keep, (tuple(args), dict(kwargs)))
         return state, cls(plan, placed, inputs, {}, {}, {}, {})
+
+    def with_output(self, k: int, value: Any) -> Ledger:
+        """After call k. Written out: dataclasses.replace takes ten times as long, and this is done for every layer."""
+        return Ledger(
+            self.plan,
+            self.placed,
+            self.inputs,
+            self.calls,
+            {**self.outputs, k: value},
+            self.taps,
+            self.last_use,
+            self.keeps_logits,
+            self.fills_caches,
+        )
 
 
 def without_dead(state: State, ledger: Ledger, done: float) -> State:
