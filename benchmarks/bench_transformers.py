@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -106,8 +107,8 @@ class PlainTraining:
 
 
 class PipedTraining:
-    def __init__(self, model: nn.Module) -> None:
-        self.model = wrap_model_to_roundpipe(model, optim_dtype=torch.float32, devices=[compute_device()])
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.model = wrap_model_to_roundpipe(model, optim_dtype=torch.float32, devices=[compute_device()], **options)
         self._optimizer = Adam(list(self.model.optim_parameters()), lr=LEARNING_RATE)
 
     def step(self, ids: torch.Tensor, num_microbatch: int, *, is_async: bool) -> float:
@@ -125,8 +126,8 @@ class PipedTraining:
 
 
 @contextlib.contextmanager
-def piped_training(model: nn.Module) -> Iterator[PipedTraining]:
-    training = PipedTraining(model)
+def piped_training(model: nn.Module, **options: Any) -> Iterator[PipedTraining]:
+    training = PipedTraining(model, **options)
     try:
         yield training
     finally:
@@ -145,11 +146,39 @@ def speed(num_microbatch: int, pace: Pace) -> None:
     )
     table = SpeedTable("recomputed")
     reference = _plain_rows(table, shape_name, ids, num_microbatch, pace)
+    _piped_rows(table, shape_name, ids, num_microbatch, pace, reference)
+    if has_gpu() and importlib.util.find_spec("liger_kernel") is not None:  # last: it patches the library for good
+        with_kernels = _plain_kernel_row(table, shape_name, ids, num_microbatch, pace)
+        _piped_rows(table, shape_name, ids, num_microbatch, pace, with_kernels, liger_kernels=True)
+
+
+def _piped_rows(
+    table: SpeedTable,
+    shape_name: str,
+    ids: torch.Tensor,
+    num_microbatch: int,
+    pace: Pace,
+    reference: Measured | None,
+    **options: Any,
+) -> None:
     free_gpu()
-    with piped_training(build(shape_name)) as training:
+    with piped_training(build(shape_name), **options) as training:
         for mode, is_async in MODES.items():
             step = functools.partial(training.step, ids, num_microbatch, is_async=is_async)
-            table.add(f"RoundPipe, {mode}", measured(step, ids.numel(), pace, training.model.synchronize), reference)
+            name = f"RoundPipe, {mode}{', fused kernels' if options else ''}"
+            table.add(name, measured(step, ids.numel(), pace, training.model.synchronize), reference)
+
+
+def _plain_kernel_row(
+    table: SpeedTable, shape_name: str, ids: torch.Tensor, num_microbatch: int, pace: Pace
+) -> Measured | None:
+    free_gpu()
+    training = PlainTraining(shape_name)
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=training.model)
+    training.model.gradient_checkpointing_enable()
+    row = measured(functools.partial(training.step, ids, num_microbatch), ids.numel(), pace)
+    table.add("plain, blocks recomputed, fused kernels and loss", row, row)
+    return row
 
 
 def _plain_rows(

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TRAINING_LOOP = ROOT / "docs" / "training-loop.md"
 API = ROOT / "docs" / "api.md"
-PAGES_THAT_RUN = [README, TRAINING_LOOP, API]
+TRANSFORMERS = ROOT / "docs" / "transformers.md"
+PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS]
 
 
 def python_blocks(path: Path) -> Iterator[tuple[int, str]]:

@@ -24,4 +24,7 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
 
 
 def test_the_documented_examples_are_there() -> None:
-    assert {path.name for path in EXAMPLES} >= {"train_sequential.py", "finetune_bf16.py", "evaluate.py"}
+    assert {path.name for path in EXAMPLES} >= {
+        *("train_sequential.py", "finetune_bf16.py", "evaluate.py"),
+        *("finetune_lora.py", "chat.py"),
+    }

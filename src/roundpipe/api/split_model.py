@@ -34,8 +34,13 @@ class SplitModel:
         self._model = model
         self._splitter = splitter
         self._config = getattr(model, "config", None)
-        parameters = inspect.signature(model.forward).parameters.values()
-        self._parameters = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        parameters = inspect.signature(model.forward).parameters
+        by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self._parameters = [name for name, parameter in parameters.items() if parameter.kind is by_position]
+        # An adapter around a model hands on what it does not know itself.
+        hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        inner = next((module for module in model.modules() if is_pretrained(module)), model) if hands_on else model
+        self._takes_use_cache = "use_cache" in {*parameters, *inspect.signature(inner.forward).parameters}
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -69,7 +74,7 @@ class SplitModel:
             )
         if has_cache:
             return args, kwargs, dataclasses.replace(config, num_microbatch=1, split_input=_in_one_piece)
-        if "use_cache" in self._parameters:
+        if self._takes_use_cache:
             kwargs.setdefault("use_cache", False)
         if config.whole_batch_loss:
             kwargs["num_items_in_batch"] = self._splitter.count_targets(kwargs)
