@@ -6,6 +6,7 @@ with options of the tests' choice, and with weights large enough that every part
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -82,6 +83,12 @@ _TYPES: dict[str, tuple[str, str, Batch]] = {
     ),
     "mamba": ("MambaForCausalLM", "MambaConfig", {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 3}),
     "bert": ("BertForMaskedLM", "BertConfig", _WITHOUT_GROUPS),
+    "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", _WITHOUT_GROUPS),
+    "t5gemma": (
+        "T5GemmaForConditionalGeneration",
+        "T5GemmaConfig",
+        {"encoder": _DECODER, "decoder": _DECODER, "dropout_rate": 0.0, "vocab_size": VOCAB},
+    ),
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",
@@ -125,7 +132,8 @@ def small(model_type: str, seed: int = 1, **config: Any) -> nn.Module:
     class_name, config_name, given = _TYPES[model_type]
     options = {**given, **dict.fromkeys(_NO_DROPOUT.get(model_type, ()), 0.0), **config}
     torch.manual_seed(seed)
-    model: nn.Module = getattr(transformers, class_name)(getattr(transformers, config_name)(**options))
+    # A config may keep and change what it is given.
+    model: nn.Module = getattr(transformers, class_name)(getattr(transformers, config_name)(**copy.deepcopy(options)))
     return livened(model.train(), seed)
 
 
@@ -155,9 +163,10 @@ def labelled(model_type: str, num_rows: int = 4, num_tokens: int = 7, seed: int 
         images = torch.randn(num_rows, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
         return {"pixel_values": images, "labels": torch.arange(num_rows) % 5}
     ids = tokens(num_rows, num_tokens, seed)
-    if model_type == "t5":
+    if model_type in ("t5", "t5gemma"):
         return {"input_ids": ids, "labels": tokens(num_rows, num_tokens - 1, seed + 1)}
-    return {"input_ids": ids, "labels": ids.clone() if model_type != "bert" else tokens(num_rows, num_tokens, seed + 1)}
+    is_masked = model_type in ("bert", "modernbert")
+    return {"input_ids": ids, "labels": tokens(num_rows, num_tokens, seed + 1) if is_masked else ids.clone()}
 
 
 def wrapped(model: nn.Module, num_devices: int = 2, **options: Any) -> RoundPipe:
@@ -182,6 +191,22 @@ def plain_outputs(model: nn.Module, batch: Batch, num_microbatch: int = 2) -> An
     """What the model returns for each microbatch, put together; no cache."""
     with torch.no_grad():
         return merge([model(**piece, use_cache=False) for piece in split(batch, num_microbatch)])
+
+
+def assert_close_grads(ours: nn.Module, reference: nn.Module, relative: float = 1e-6) -> None:
+    """To rounding: measured by the parameter's own gradient, or a hundredth of the largest of all if that is more.
+
+    A few gradients are zero but for rounding, such as those of a bias that softmax cannot see.
+    """
+    expected = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
+    assert expected, "nothing is compared"
+    largest = max(float(grad.abs().max()) for grad in expected.values())
+    for name, param in ours.named_parameters():
+        assert (param.grad is None) is (name not in expected), name
+        if param.grad is not None:
+            scale = max(float(expected[name].abs().max()), largest / 100)
+            difference = float((param.grad - expected[name]).abs().max())
+            assert difference <= relative * scale, f"gradient of {name} differs by {difference / scale:.3g}"
 
 
 def train_call(model: RoundPipe, batch: Batch, num_microbatch: int = 2, **options: Any) -> Any:

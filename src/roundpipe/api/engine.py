@@ -69,9 +69,17 @@ class ModelEngine(Member):
 
     # The calls.
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig) -> Any:
+    def forward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        config: ResolvedRunConfig,
+        additions: Mapping[str, Any] = {},
+    ) -> Any:
+        """`additions`: keyword arguments for every microbatch, whatever the inputs are cut into."""
         with self._entered():
             batches = split_inputs(args, kwargs, None, dataclasses.replace(config, split_label=None))
+            batches = batches.with_kwargs(additions)
             self._admit(batches, config.requires_grad)
             carry_out = self._forward_with_grad if config.requires_grad else self._infer
             seed = draw_call_seed()
@@ -85,10 +93,11 @@ class ModelEngine(Member):
         loss_fn: Callable[[Any, Any], Any],
         return_outputs: bool,
         config: ResolvedRunConfig,
+        additions: Mapping[str, Any] = {},
     ) -> Any:
         with self._entered():
             require_grad_mode(config)
-            batches = split_inputs(args, kwargs, label, config)
+            batches = split_inputs(args, kwargs, label, config).with_kwargs(additions)
             self._admit(batches, True)
             seed = draw_call_seed()
             self.store.masters.training_begins()

@@ -15,7 +15,7 @@ from torch import nn
 
 from roundpipe.api.engine import ModelEngine
 from roundpipe.api.face import ModelFace
-from roundpipe.api.split_model import SplitModel
+from roundpipe.api.split_model import PreparedCall, SplitModel
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.devices import host_pinner, parse_devices, require_device
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
@@ -82,11 +82,9 @@ class RoundPipe(ModelFace):
     ) -> Any:
         """Run the model on a batch; with grad the result can be backpropagated."""
         config = self._resolve(roundpipe_run_config)
-        split_model = self._engine.split_model
-        if split_model is not None:
-            args, kwargs, config = split_model.prepared(args, kwargs, config)
+        call = self._prepared(args, kwargs, config, is_for_loss_alone=False)
         try:
-            return self._engine.forward(args, kwargs, config)
+            return self._engine.forward(call.args, call.kwargs, call.config, call.additions)
         finally:
             self._follow_layers()
 
@@ -118,17 +116,21 @@ class RoundPipe(ModelFace):
         if not isinstance(return_outputs, bool):
             raise ArgumentTypeError(f"return_outputs must be True or False, got {return_outputs!r}.")
         config = self._resolve(run_config)
-        split_model = self._engine.split_model
-        if split_model is not None:
-            input_args, input_kwargs, config = split_model.prepared_for_training(
-                input_args, input_kwargs, config, returns_outputs=return_outputs
-            )
+        call = self._prepared(input_args, input_kwargs, config, is_for_loss_alone=not return_outputs)
         try:
             return self._engine.forward_backward(
-                tuple(input_args), input_kwargs, label, loss_fn, return_outputs, config
+                call.args, call.kwargs, label, loss_fn, return_outputs, call.config, call.additions
             )
         finally:
             self._follow_layers()
+
+    def _prepared(
+        self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig, *, is_for_loss_alone: bool
+    ) -> PreparedCall:
+        split_model = self._engine.split_model
+        if split_model is None:
+            return PreparedCall(tuple(args), kwargs, config)
+        return split_model.prepared(args, kwargs, config, is_for_loss_alone=is_for_loss_alone)
 
     # Around training.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,16 @@ from roundpipe.models.split_layers import KEEPS_LOGITS
 from roundpipe.models.splitter import ModelSplitter
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedCall:
+    """`additions`: keyword arguments that every microbatch gets, after the inputs have been cut."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    config: ResolvedRunConfig
+    additions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class SplitModel:
@@ -48,21 +58,13 @@ class SplitModel:
 
     # Before a call is cut into microbatches.
 
-    def prepared_for_training(
-        self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig, *, returns_outputs: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any], ResolvedRunConfig]:
-        """As `prepared`; logits that are too large to be kept are not, where nobody has asked for them."""
-        args, kwargs, config = self.prepared(args, kwargs, dataclasses.replace(config, requires_grad=True))
-        if not (returns_outputs if config.keep_logits is None else config.keep_logits):
-            kwargs[KEEPS_LOGITS] = False
-        return args, kwargs, config
-
     def prepared(
-        self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig
-    ) -> tuple[tuple[Any, ...], dict[str, Any], ResolvedRunConfig]:
-        """The call as it is to be cut: in one microbatch where a cache is filled, else each input by what it is.
+        self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig, *, is_for_loss_alone: bool
+    ) -> PreparedCall:
+        """A call as it is to be cut: in one microbatch where a cache is filled, else each input by what it is.
 
-        Positional arguments get their names, by which inputs are known.
+        Positional arguments get their names, by which inputs are known. `is_for_loss_alone`: unless the config says so,
+        nobody will look at anything else it returns.
         """
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         args = tuple(args)[len(self._parameters) :]
@@ -73,15 +75,22 @@ class SplitModel:
                 "training."
             )
         if has_cache:
-            return args, kwargs, dataclasses.replace(config, num_microbatch=1, split_input=_in_one_piece)
-        if self._takes_use_cache:
-            kwargs.setdefault("use_cache", False)
-        if config.whole_batch_loss:
-            kwargs["num_items_in_batch"] = self._splitter.count_targets(kwargs)
+            return PreparedCall(args, kwargs, dataclasses.replace(config, num_microbatch=1, split_input=_in_one_piece))
         is_packed = any(isinstance(leaf, RoundPipePackedData) for leaf in (*args, *kwargs.values()))
         if config.split_input is None and not args and not is_packed:
             config = dataclasses.replace(config, split_input=self._cut)
-        return args, kwargs, config
+        return PreparedCall(args, kwargs, config, self._additions(kwargs, config, is_for_loss_alone))
+
+    def _additions(self, kwargs: dict[str, Any], config: ResolvedRunConfig, is_for_loss_alone: bool) -> dict[str, Any]:
+        """What each microbatch gets beside its share of the inputs."""
+        additions: dict[str, Any] = {}
+        if self._takes_use_cache and "use_cache" not in kwargs:
+            additions["use_cache"] = False
+        if config.whole_batch_loss:
+            additions["num_items_in_batch"] = self._splitter.count_targets({**kwargs, **additions})
+        if not (config.keep_logits if config.keep_logits is not None else not is_for_loss_alone):
+            additions[KEEPS_LOGITS] = False
+        return additions
 
     def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
         rows = split_model_inputs(kwargs, num_microbatch, self._config)

@@ -53,6 +53,10 @@ class MicrobatchInputs:
         leaves = (getattr(leaf, "value", leaf) for leaf in tree_leaves((self.args[:1], self.kwargs[:1])))
         return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
+    def with_kwargs(self, more: Mapping[str, Any]) -> MicrobatchInputs:
+        """Each microbatch with further keyword arguments."""
+        return MicrobatchInputs(self.args, tuple({**kwargs, **more} for kwargs in self.kwargs), self.labels)
+
     def first(self) -> MicrobatchInputs:
         """The first microbatch alone."""
         return MicrobatchInputs(self.args[:1], self.kwargs[:1], self.labels[:1])

@@ -173,10 +173,12 @@ class _Calibration:
 
 
 def fresh(inputs: Any) -> Any:
-    """Copies of a call's inputs: a model may write into tensors, and fills caches."""
-    return map_leaves(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copied_cache(leaf), inputs
-    )
+    """Copies of a call's inputs, in host memory: a model may write into tensors, and fills caches."""
+    return map_leaves(_fresh_leaf, inputs)
+
+
+def _fresh_leaf(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copied_cache(leaf)
 
 
 def element_tree(model: nn.Module, plan: SplitPlan, needs: Any, ghosts: Ghosts) -> StubTree:

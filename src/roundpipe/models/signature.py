@@ -11,10 +11,13 @@ from torch.utils._pytree import tree_flatten
 from roundpipe.models.library_state import is_cache, is_filled
 
 
-def signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_shapes: bool = False) -> Hashable:
-    """Equal for calls that one plan serves, as far as the inputs tell. `with_shapes`: and the sizes are equal too."""
+def signature(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, with_shapes: bool = False
+) -> Hashable:
+    """Equal for calls that one plan serves, as far as mode and inputs tell. `with_shapes`: of equal sizes, too."""
     named = tuple((name, _form(kwargs[name], with_shapes)) for name in sorted(kwargs))
-    return (torch.is_grad_enabled(), tuple(_form(value, with_shapes) for value in args), named)
+    mode = (training, torch.is_grad_enabled())
+    return (mode, tuple(_form(value, with_shapes) for value in args), named)
 
 
 def _form(value: Any, with_shapes: bool) -> Hashable:

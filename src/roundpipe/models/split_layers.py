@@ -47,7 +47,7 @@ _NOTHING_TO_ENTER = contextlib.nullcontext()
 class PlanBook(Protocol):
     """Knows the plan for a call."""
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlacedPlan: ...
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan: ...
 
 
 class GlueLayer(nn.Module):
@@ -62,7 +62,7 @@ class GlueLayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.layer_id == 0:
             keeps_logits = kwargs.pop(KEEPS_LOGITS, True)
-            placed = self.book.find(args, kwargs)
+            placed = self.book.find(args, kwargs, self.training)
             state, ledger = Ledger.begin(placed.plan, placed, args, kwargs)
             ledger = dataclasses.replace(
                 ledger, keeps_logits=keeps_logits, fills_caches=not torch.is_grad_enabled() and placed.plan.has_caches

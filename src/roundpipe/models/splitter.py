@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -50,8 +51,8 @@ class ModelSplitter:
     def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._key(args, kwargs) in self._places
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlacedPlan:
-        place = self._places.get(self._key(args, kwargs))
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan:
+        place = self._places.get(self._key(args, kwargs, training))
         if place is None:
             raise ModelSplitError("a call of this form was not planned for")
         return self._layout.placed[place]
@@ -60,10 +61,21 @@ class ModelSplitter:
         """Plan for calls like this one, in the present grad mode; returns whether the layers are others than before."""
         with_grad = torch.is_grad_enabled()
         key = self._key(args, kwargs)
+        start = time.perf_counter()
         with contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside():
-            plan = self._plan(args, kwargs, with_grad, may_cut_down=key == signature(args, kwargs))
+            plan = self._plan(
+                args, kwargs, with_grad, may_cut_down=key == signature(args, kwargs, self._model.training)
+            )
         changed = self._layout.add(plan)
         self._places[key] = len(self._layout.placed) - 1
+        logger.info(
+            "%s: it took %.1f s to find out how calls with %s are split: %d blocks, code of its own at %s",
+            type(self._model).__name__,
+            time.perf_counter() - start,
+            ", ".join(kwargs) or "these arguments",
+            plan.num_calls,
+            plan.points,
+        )
         return changed
 
     def learn_by_guess(self) -> bool:
@@ -84,7 +96,7 @@ class ModelSplitter:
 
     def distrust(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A call has shown that its form does not tell its plan: let its sizes count, too. False if they did before."""
-        key = signature(args, kwargs)
+        key = signature(args, kwargs, self._model.training)
         if key in self._by_shape:
             return False
         self._by_shape.add(key)
@@ -104,6 +116,7 @@ class ModelSplitter:
         """Take over what the user has changed on the model's own modules."""
         for layer in self.layers:
             if isinstance(layer, GlueLayer):
+                layer.training = self._model.training
                 for tree in layer.trees.values():
                     assert isinstance(tree, StubTree)
                     tree.refresh()
@@ -122,6 +135,8 @@ class ModelSplitter:
         tokenwise = verify(self._model, plan, args, kwargs, with_grad=with_grad)
         return dataclasses.replace(plan, tokenwise=tokenwise)
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-        key = signature(args, kwargs)
-        return signature(args, kwargs, with_shapes=True) if key in self._by_shape else key
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None) -> Hashable:
+        """`training`: the mode of the call; that of the model by default."""
+        mode = self._model.training if training is None else training
+        key = signature(args, kwargs, mode)
+        return signature(args, kwargs, mode, with_shapes=True) if key in self._by_shape else key

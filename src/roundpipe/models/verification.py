@@ -84,7 +84,7 @@ def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.
 class _OnePlan:
     placed: PlacedPlan
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlacedPlan:
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan:
         return self.placed
 
 

@@ -1,0 +1,373 @@
+"""Models that compute their own loss: which labels it is the mean over, and what becomes of logits nobody asks for.
+
+With `whole_batch_loss` the plain model on the whole batch is what counts; otherwise the plain loop over microbatches.
+Logits are made "too large" by setting what is too large; what is computed without them differs in the order of sums.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_models import (
+    IGNORED,
+    VOCAB,
+    Batch,
+    assert_close_grads,
+    labelled,
+    livened,
+    own_loss,
+    plain_loss,
+    small,
+    tokens,
+    train_call,
+    wrapped,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers_parity import assert_same, assert_same_grads, call_reference, microbatches
+from roundpipe import ConfigError, RoundPipe, RoundPipeRunConfig
+from roundpipe.models import fused_loss, linear_loss
+from roundpipe.runtime.stage import StageRunner
+
+pytest.importorskip("transformers")
+
+WHOLE = {"whole_batch_loss": True}
+ROUNDING = 2e-6  # of gradients, against others summed in another order
+Labels = list[Tensor | None]
+
+
+def ragged(model_type: str, num_rows: int = 6, num_tokens: int = 9) -> Batch:
+    """Row i has i + 1 labels less than it has tokens, the last has one left: no two microbatches have as many."""
+    batch = labelled(model_type, num_rows, num_tokens)
+    for row in range(num_rows):
+        batch["labels"][row, : min(row + 1, num_tokens - 2)] = IGNORED
+    batch["labels"][-1, :-1] = IGNORED
+    return batch
+
+
+# Which labels count.
+
+
+def test_the_default_loss_is_the_models_own() -> None:
+    plain, batch = small("llama"), labelled("llama")
+    with wrapped(copy.deepcopy(plain)) as model:
+        loss = model.forward_backward(input_kwargs=batch, run_config=microbatches(2))
+        model.synchronize()
+        assert_same(loss, plain_loss(plain, batch), "loss")
+        assert_same_grads(model.original_model, plain)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "modernbert", "t5gemma", "mixtral"])
+def test_a_whole_batch_loss_is_that_of_the_plain_model_on_the_whole_batch(model_type: str) -> None:
+    """Shifted labels, those of a masked language model, and those of a decoder with an encoder."""
+    plain, batch = small(model_type), ragged(model_type)
+    expected = plain(**batch).loss
+    expected.backward()
+    for num_devices, num_microbatch in ((1, 2), (3, 4)):
+        with wrapped(copy.deepcopy(plain).requires_grad_(), num_devices) as model:
+            loss = train_call(model, batch, num_microbatch, **WHOLE)
+            torch.testing.assert_close(loss, expected.detach(), atol=0.0, rtol=1e-6)
+            assert_close_grads(model.original_model, plain, ROUNDING)
+            model.zero_grad()
+            assert (train_call(model, batch, num_microbatch) / num_microbatch - loss).abs() > 1e-3, "it would be equal"
+
+
+def test_without_the_switch_each_microbatch_has_a_mean_of_its_own() -> None:
+    plain, batch = small("llama"), ragged("llama")
+    with wrapped(copy.deepcopy(plain), 3) as model:
+        assert_same(train_call(model, batch, 4), plain_loss(plain, batch, 4), "loss")
+        assert_same(train_call(model, batch, 4, whole_batch_loss=False), plain_loss(plain, batch, 4), "loss")
+        assert_same_grads(model.original_model, plain)
+
+
+def test_a_model_may_have_the_switch_for_all_its_calls() -> None:
+    plain, batch = small("llama"), ragged("llama")
+    with wrapped(plain, model_run_config=RoundPipeRunConfig(**WHOLE)) as model:
+        torch.testing.assert_close(train_call(model, batch), plain(**batch).loss.detach(), atol=0.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
+def test_num_items_in_batch_given_by_the_user_goes_to_every_microbatch(kind: Any) -> None:
+    """As in gradient accumulation over several calls."""
+    plain, batch = small("llama"), ragged("llama")
+    batch["num_items_in_batch"] = kind(50)
+    with wrapped(copy.deepcopy(plain)) as model:
+        assert_same(train_call(model, batch), plain_loss(plain, batch), "loss")
+        assert_same_grads(model.original_model, plain)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "t5"])
+def test_a_loss_that_does_not_follow_the_count_is_refused(model_type: str) -> None:
+    with wrapped(small(model_type)) as model:
+        with pytest.raises(ConfigError, match="does not follow num_items_in_batch.*your own loss_fn"):
+            train_call(model, ragged(model_type), **WHOLE)
+        train_call(model, ragged(model_type))
+
+
+@pytest.mark.parametrize("labels", [None, torch.zeros(4, 7)], ids=["none", "not_to_count"])
+def test_a_call_without_labels_to_count_is_refused(labels: Tensor | None) -> None:
+    batch = labelled("llama")
+    batch = {"input_ids": batch["input_ids"]} if labels is None else {**batch, "labels": labels}
+    with wrapped(small("llama")) as model, pytest.raises(ConfigError, match="counts the call's `labels`"):
+        train_call(model, batch, **WHOLE)
+
+
+def test_how_labels_are_counted_is_not_learned_from_a_batch_that_does_not_tell() -> None:
+    """In the first call no row begins with a label: shifted or not, as many count. In the second one all rows do."""
+    plain = small("modernbert")
+    first, second = labelled("modernbert", 2, 7), labelled("modernbert", 2, 7)
+    first["labels"][:, 0] = IGNORED
+    with wrapped(copy.deepcopy(plain)) as model:
+        for batch in (first, second):
+            expected = plain(**batch).loss.detach()
+            torch.testing.assert_close(train_call(model, batch, **WHOLE), expected, atol=0.0, rtol=1e-6)
+
+
+def test_a_small_batch_with_a_single_label_is_counted() -> None:
+    plain, batch = small("llama"), labelled("llama", 2, 7)
+    batch["labels"][:] = IGNORED
+    batch["labels"][1, 3] = 5
+    with wrapped(copy.deepcopy(plain)) as model:
+        torch.testing.assert_close(train_call(model, batch, **WHOLE), plain(**batch).loss.detach(), atol=0.0, rtol=1e-6)
+
+
+# Logits that nobody asks for.
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any logits are too large, and are made a few rows at a time."""
+    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 1)
+    monkeypatch.setitem(linear_loss.linear_cross_entropy.__kwdefaults__, "logits_bytes", 5 * 8 * VOCAB)
+
+
+def call_seeing_logits(model: RoundPipe, batch: Batch, **options: Any) -> tuple[Any, Labels]:
+    """The call's result, and what loss_fn was given as logits."""
+    seen: Labels = []
+
+    def look(output: Any, label: Any) -> Tensor:
+        seen.append(output.logits)
+        return own_loss(output, label)
+
+    config = RoundPipeRunConfig(num_microbatch=2, keep_logits=options.pop("keep_logits", None))
+    result = model.forward_backward(input_kwargs=batch, loss_fn=look, run_config=config, **options)
+    model.synchronize()
+    return result, seen
+
+
+def lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
+    return livened(peft.get_peft_model(model, config))
+
+
+DROPPED: dict[str, tuple[str, dict[str, Any]]] = {
+    "head_of_its_own": ("llama", {}),
+    "tied_head": ("llama", {"tie_word_embeddings": True}),
+    "tied_gpt2": ("gpt2", {}),
+    "head_with_bias": ("phi", {}),
+    "head_without_gradient": ("qwen3", {}),
+    "masked_lm": ("modernbert", {}),
+    "experts": ("mixtral", {}),
+    "state_space": ("mamba", {}),
+    "head_whose_output_is_made_contiguous": ("opt", {}),
+}
+
+
+@pytest.mark.parametrize(("model_type", "config"), DROPPED.values(), ids=DROPPED)
+@pytest.mark.usefixtures("large")
+def test_loss_and_gradients_without_logits_are_plain_to_rounding(model_type: str, config: dict[str, Any]) -> None:
+    plain, batch = small(model_type, **config), ragged(model_type)
+    batch["labels"][-1, -2:] = 3  # some in every microbatch, shifted or not
+    if model_type == "qwen3":
+        plain.get_output_embeddings().requires_grad_(False)
+    with wrapped(copy.deepcopy(plain)) as model:
+        loss, logits = call_seeing_logits(model, batch)
+        torch.testing.assert_close(loss, plain_loss(plain, batch), atol=0.0, rtol=1e-6)
+        assert_close_grads(model.original_model, plain, ROUNDING)
+    assert logits == [None, None]
+
+
+@pytest.mark.usefixtures("large")
+def test_adapters_train_without_logits() -> None:
+    plain, batch = lora(small("llama")), labelled("llama")
+    with wrapped(copy.deepcopy(plain)) as model:
+        loss, logits = call_seeing_logits(model, batch)
+        torch.testing.assert_close(loss, plain_loss(plain, batch), atol=0.0, rtol=1e-6)
+        assert_close_grads(model.original_model, plain, ROUNDING)
+    assert logits == [None, None]
+
+
+@pytest.mark.usefixtures("large")
+def test_bfloat16_without_logits() -> None:
+    """A few roundings to 8 bits apart: of the logits' gradients, and of sums over rows."""
+    plain, batch = small("llama").to(torch.bfloat16), labelled("llama")
+    with wrapped(copy.deepcopy(plain)) as model:
+        loss, logits = call_seeing_logits(model, batch)
+        torch.testing.assert_close(loss, plain_loss(plain, batch), atol=0.0, rtol=1e-5)
+        assert_close_grads(model.original_model, plain, 3e-2)
+    assert logits == [None, None]
+
+
+@pytest.mark.usefixtures("large")
+def test_counts_are_followed_without_logits() -> None:
+    plain, batch = small("llama"), ragged("llama")
+    expected = plain(**batch).loss
+    expected.backward()
+    with wrapped(copy.deepcopy(plain).requires_grad_()) as model:
+        config = RoundPipeRunConfig(num_microbatch=4, **WHOLE)
+        loss = model.forward_backward(input_kwargs=batch, run_config=config)
+        model.synchronize()
+        torch.testing.assert_close(loss, expected.detach(), atol=0.0, rtol=1e-6)
+        assert_close_grads(model.original_model, plain, ROUNDING)
+        model.zero_grad()
+        plain.zero_grad()
+        given = {**batch, "num_items_in_batch": torch.tensor(11)}
+        torch.testing.assert_close(train_call(model, given), plain_loss(plain, given), atol=0.0, rtol=1e-6)
+        assert_close_grads(model.original_model, plain, ROUNDING)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "cohere", "bert", "t5"])
+@pytest.mark.usefixtures("large")
+def test_logits_that_do_not_go_straight_into_the_loss_are_kept_and_exact(model_type: str) -> None:
+    """Capped, scaled, or with a loss in the model's own code; only a tied weight's gradient is summed otherwise."""
+    plain, batch = small(model_type), labelled(model_type)
+    with wrapped(copy.deepcopy(plain)) as model:
+        loss, logits = call_seeing_logits(model, batch, keep_logits=False)
+        assert_same(loss, plain_loss(plain, batch), "loss")
+        assert_close_grads(model.original_model, plain, 1e-6)
+        tied = plain.get_input_embeddings().weight
+        pairs = zip(model.original_model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(ours.grad, param.grad) for ours, param in pairs if param is not tied)
+    assert [one.shape[-1] for one in logits if one is not None] == [VOCAB, VOCAB]
+
+
+@pytest.mark.parametrize(
+    ("keep_logits", "returned", "there"),
+    [(None, False, False), (None, True, True), (True, False, True), (False, True, False), (False, False, False)],
+)
+@pytest.mark.usefixtures("large")
+def test_logits_are_there_for_whoever_asks(keep_logits: bool | None, returned: bool, there: bool) -> None:
+    plain, batch = small("llama"), labelled("llama")
+    expected = call_reference(plain, kwargs=batch, loss_fn=own_loss, num_microbatch=2)
+    with wrapped(copy.deepcopy(plain)) as model:
+        result, seen = call_seeing_logits(model, batch, keep_logits=keep_logits, return_outputs=returned)
+        assert [one is not None for one in seen] == [there] * 2
+        loss, outputs = result if returned else (result, None)
+        torch.testing.assert_close(loss, expected.loss, atol=0.0, rtol=1e-6)
+        if there:
+            assert_same_grads(model.original_model, plain)
+        if outputs is not None:
+            assert_same(outputs.logits, expected.outputs.logits if there else None, "logits")
+
+
+def test_logits_that_are_not_large_are_kept() -> None:
+    plain, batch = small("llama"), labelled("llama")
+    with wrapped(copy.deepcopy(plain)) as model:
+        loss, seen = call_seeing_logits(model, batch)
+        assert_same(loss, plain_loss(plain, batch), "loss")
+        assert_same_grads(model.original_model, plain)
+    assert [one.shape for one in seen if one is not None] == [(2, 7, VOCAB)] * 2
+
+
+def test_outputs_without_logits_are_merged_where_only_some_microbatches_were_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, batch = small("llama"), labelled("llama", num_rows=5)
+    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 2 * 7 * 8 * VOCAB)  # of three rows, but not of two
+    with wrapped(copy.deepcopy(plain)) as model:
+        (loss, outputs), _ = call_seeing_logits(model, batch, keep_logits=False, return_outputs=True)
+    torch.testing.assert_close(loss, plain_loss(plain, batch), atol=0.0, rtol=1e-6)
+    torch.testing.assert_close(outputs.loss * 2, loss)
+
+
+@pytest.mark.usefixtures("large")
+def test_a_loss_function_set_after_wrapping_is_the_one_that_counts() -> None:
+    def half(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        return nn.functional.cross_entropy(logits.reshape(-1, vocab_size), labels.reshape(-1)) / 2
+
+    plain, batch = small("llama"), labelled("llama")
+    with wrapped(copy.deepcopy(plain)) as model:
+        train_call(model, batch)
+        model.zero_grad()
+        for either in (model, plain):
+            either.loss_function = half
+        torch.testing.assert_close(train_call(model, batch), plain_loss(plain, batch), atol=0.0, rtol=1e-6)
+        assert_close_grads(model.original_model, plain, ROUNDING)
+
+
+# Memory.
+
+
+class LargestStorage(TorchDispatchMode):
+    """Of all tensors made inside it, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        sizes = [leaf.untyped_storage().nbytes() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.num_bytes = max([self.num_bytes, *sizes])
+        return made
+
+
+@pytest.fixture
+def storages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LargestStorage]]:
+    """One for each task that a device carries out, backward included."""
+    found: list[LargestStorage] = []
+    run = StageRunner.run
+
+    def watched(self: StageRunner, *args: Any) -> None:
+        with LargestStorage() as storage:
+            found.append(storage)
+            run(self, *args)
+
+    monkeypatch.setattr(StageRunner, "run", watched)
+    yield found
+    found.clear()
+
+
+@pytest.mark.usefixtures("large")
+def test_no_tensor_of_all_tokens_by_all_words_is_made(storages: list[LargestStorage]) -> None:
+    batch = labelled("llama", num_rows=4, num_tokens=120)  # more tokens than a weight of the head has columns
+    one_microbatch = 2 * 120 * VOCAB * 4
+    largest = {}
+    for keep_logits in (False, True):
+        with wrapped(small("llama")) as model:
+            call_seeing_logits(model, batch, keep_logits=keep_logits)
+        largest[keep_logits] = max(storage.num_bytes for storage in storages)
+        storages.clear()
+    assert largest[True] >= one_microbatch
+    assert largest[False] < one_microbatch / 2
+
+
+def test_the_options_are_checked() -> None:
+    for name in ("keep_logits", "whole_batch_loss"):
+        with pytest.raises(TypeError, match=f"{name} must be True, False or None"):
+            RoundPipeRunConfig(**{name: 1})
+    overlaid = RoundPipeRunConfig(keep_logits=False).over(RoundPipeRunConfig(keep_logits=True, **WHOLE))
+    assert (overlaid.keep_logits, overlaid.whole_batch_loss) == (False, True)
+    assert {field.default for field in dataclasses.fields(RoundPipeRunConfig)} == {None}
+
+
+def test_a_loss_fn_over_the_logits_sees_them_where_labels_are_given_beside_the_model() -> None:
+    plain, batch = small("llama"), labelled("llama")
+
+    def next_token(output: Any, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.logits[:, :-1].reshape(-1, VOCAB), label[:, 1:].reshape(-1))
+
+    ids = {"input_ids": tokens(4, 7)}
+    with wrapped(copy.deepcopy(plain)) as model:
+        loss = model.forward_backward((), ids, batch["labels"], next_token, run_config=microbatches(2))
+        model.synchronize()
+        assert_same(loss, call_reference(plain, (), ids, batch["labels"], next_token, 2).loss)
+        assert_same_grads(model.original_model, plain)

@@ -1,0 +1,237 @@
+"""Random numbers in a split model: every layer draws from its own stream, the same when it is recomputed.
+
+The reference is the plain model with the streams of the layers around its modules, in one graph: nothing of it is
+recomputed.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers_parity import add_grads, assert_same, take_grads
+from helpers_split import WIDTH, Block, SplitModels, Toy, assert_same_training, own_loss, recomputing, rows
+from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.devices.host_random import HostRandomStream
+from roundpipe.runtime.seeds import draw_call_seed, stream_seed
+
+NUM_MICROBATCH = 3
+SEED = 9
+
+
+class NumpyDropout(Block):
+    """Drops what numpy's generator chooses, and scales by a number of Python's; draws at a rate of 0, too."""
+
+    rate = 0.0
+
+    def forward(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
+        keep = torch.from_numpy(np.random.rand(*h.shape) >= self.rate)
+        return super().forward(h) * keep * (1.0 + self.rate * random.random())
+
+
+class TorchDropout(Block):
+    def forward(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.dropout(super().forward(h), 0.4, self.training)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return build()
+
+
+def in_its_stream(module: nn.Module, seed: int, draws_globally: bool) -> None:
+    """Let a module draw as the layer does that it is in."""
+    forward = type(module).forward
+
+    def run(*args: Any) -> Any:
+        with HostRandomStream(seed):
+            if draws_globally:
+                own = int(torch.randint(2**31, ()))
+                np.random.seed(own)
+                random.seed(own)
+            return forward(module, *args)
+
+    module.forward = run
+
+
+def reference_call(reference: Any, draws_globally: bool) -> Tensor:
+    """Microbatch by microbatch; block i is layer i + 1."""
+    before = take_grads(reference)
+    torch.manual_seed(SEED)
+    call_seed = draw_call_seed()
+    losses = []
+    for microbatch, x in enumerate(rows().tensor_split(NUM_MICROBATCH)):
+        for i, block in enumerate(reference.blocks):
+            in_its_stream(block, stream_seed(call_seed, i + 1, microbatch, False), draws_globally)
+        losses.append(own_loss(reference(x), None))
+        losses[-1].backward()
+    for block in reference.blocks:
+        del block.forward
+    add_grads(reference, before)
+    return losses[0].detach() + losses[1].detach() + losses[2].detach()
+
+
+def draw_from_now_on(*modules: nn.Module) -> None:
+    """A model whose values depend on the process's generators is refused; so the rate is set after wrapping."""
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, NumpyDropout):
+                part.rate = 0.4
+
+
+def our_call(model: RoundPipe, config: RoundPipeRunConfig) -> Tensor:
+    torch.manual_seed(SEED)
+    loss: Tensor = model.forward_backward((), {"x": rows()}, None, own_loss, run_config=config)
+    model.synchronize()
+    return loss
+
+
+KINDS: dict[str, tuple[type[Block], bool]] = {"numpy": (NumpyDropout, True), "torch": (TorchDropout, False)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_draw_the_same_when_they_are_recomputed(models: SplitModels, num_devices: int, kind: str) -> None:
+    block, draws_globally = KINDS[kind]
+    module = seeded(lambda: Toy(block=block))
+    reference = copy.deepcopy(module)
+    model = models.wrap(module, {"x": rows()}, num_devices)
+    draw_from_now_on(module, reference)
+    for config in (RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH), recomputing(model, NUM_MICROBATCH)):
+        assert_same(our_call(model, config), reference_call(reference, draws_globally), "loss")
+        assert_same_training(model, reference)
+
+
+def test_the_processs_generators_are_left_as_they_were(models: SplitModels) -> None:
+    model = models.wrap(seeded(lambda: Toy(block=NumpyDropout)), {"x": rows()}, 2)
+    draw_from_now_on(model.original_model)
+    np.random.seed(1)
+    random.seed(2)
+    expected = np.random.rand(), random.random()
+    np.random.seed(1)
+    random.seed(2)
+    our_call(model, recomputing(model, NUM_MICROBATCH))
+    assert (np.random.rand(), random.random()) == expected
+
+
+def test_wrapping_draws_nothing_from_the_users_generators(models: SplitModels) -> None:
+    module = seeded(lambda: Toy(block=NumpyDropout))
+    np.random.seed(1)
+    random.seed(2)
+    torch.manual_seed(4)
+    before = (np.random.get_state()[1].tobytes(), random.getstate(), torch.get_rng_state())
+    models.wrap(module, {"x": rows()}, 2)
+    after = (np.random.get_state()[1].tobytes(), random.getstate(), torch.get_rng_state())
+    assert before[:2] == after[:2]
+    assert torch.equal(before[2], after[2])
+
+
+def test_two_calls_draw_different_numbers(models: SplitModels) -> None:
+    model = models.wrap(seeded(lambda: Toy(block=NumpyDropout)), {"x": rows()}, 2)
+    draw_from_now_on(model.original_model)
+    torch.manual_seed(SEED)
+    first, second = (model.forward_backward((), {"x": rows()}, None, own_loss) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+class WithModules(Toy):
+    """Dropout modules in the prologue, between the blocks and in the epilogue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between, self.after = nn.Dropout(0.3), nn.Dropout(0.3), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.before(self.embed(x))
+        h = start
+        for block in self.blocks:
+            h = self.between(block(h)) + start
+        return self.after(self.head(h)) + start
+
+
+def test_dropout_between_blocks_gives_gradients_of_one_forward(models: SplitModels, num_devices: int) -> None:
+    """A directional derivative: it is that of the loss with the same masks, so recomputing has drawn them again."""
+    module = seeded(WithModules).double()
+    x = rows().double()
+    model = models.wrap(module, {"x": x}, num_devices)
+    config = recomputing(model, 2)
+
+    def loss() -> Tensor:
+        torch.manual_seed(SEED)
+        return model.forward_backward((), {"x": x}, None, own_loss, run_config=config)
+
+    loss()
+    model.synchronize()
+    direction = {name: torch.randn_like(param) for name, param in model.named_parameters()}
+    slope = sum(float((param.grad * direction[name]).sum()) for name, param in model.named_parameters())
+    eps = 1e-6
+    values = []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.add_(direction[name], alpha=sign * eps)
+        values.append(float(loss()))
+    assert slope == pytest.approx((values[0] - values[1]) / (2 * eps), rel=1e-5)
+
+
+def test_two_runs_from_one_seed_are_the_same_on_any_number_of_devices(models: SplitModels) -> None:
+    found = []
+    for num_devices in (1, 2, 3):
+        model = models.wrap(seeded(WithModules), {"x": rows()}, num_devices)
+        loss = our_call(model, RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH))
+        found.append([loss, *(param.grad for param in model.parameters())])
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+class OneMask(Toy):
+    """Draws a mask in its own code, and multiplies with it in two segments; tells what its second block got."""
+
+    class Echo(Block):
+        def forward(self, h: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(h, bias), h * 1.0
+
+    def __init__(self) -> None:
+        super().__init__(2, self.Echo)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
+        h, _ = self.blocks[0](self.embed(x))
+        h, second_input = self.blocks[1](h * mask)
+        return self.head(h) * mask, second_input
+
+
+def test_a_mask_that_the_models_own_code_draws_once_is_one_mask(models: SplitModels) -> None:
+    """What is dropped in the one segment is dropped in the other."""
+    model = models.wrap(seeded(OneMask), {"x": rows()}, 1)
+    with torch.no_grad():
+        last, earlier = model(x=rows(40), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+    assert WIDTH * 10 < int((earlier == 0).sum()) < WIDTH * 30
+    assert torch.equal(last == 0, earlier == 0)
+
+
+class NoisyInput(Toy):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        h = self.embed(x + noise)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h) + noise
+
+
+def test_values_that_depend_on_the_processs_generators_when_a_model_is_wrapped(models: SplitModels) -> None:
+    module = seeded(lambda: Toy(block=NumpyDropout))
+    draw_from_now_on(module)
+    with pytest.raises(NotImplementedError, match="not split into layers"):
+        models.wrap(module, {"x": rows()}, 1)
+
+
+def test_noise_that_two_segments_would_draw_apart_is_refused(models: SplitModels) -> None:
+    with pytest.raises(NotImplementedError, match="not split into layers"):
+        models.wrap(seeded(NoisyInput), {"x": rows()}, 1)
