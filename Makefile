@@ -12,12 +12,19 @@ SOURCES := src tests demo examples benchmarks
 ARCHITECTURE_TESTS := tests/test_architecture.py
 CONCURRENCY_SUITES := tests/faults tests/parity
 GPU_TESTS := tests/gpu
+MODEL_TESTS := tests/models/test_all_models.py
 ON_ALL_CORES := -n auto --dist worksteal
+# All models are tested with the pinned transformers, and with this one in an environment of its own.
+NEWEST_TRANSFORMERS := 5.22.2
+NEWEST_BIN := .venv-newest/bin
+NEWEST_STAMP := .venv-newest/.installed-$(NEWEST_TRANSFORMERS)
+PINNED_RESULTS := build/models-pinned.jsonl
+NEWEST_RESULTS := build/models-newest.jsonl
 
-.PHONY: help demo test check bench test-20 clean
+.PHONY: help demo test check bench test-20 test-models test-models-newest models-table clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
 
 # The library itself is installed without its dependencies: torch comes from the pin and from nowhere else.
 $(STAMP): requirements-dev.txt pyproject.toml setup.py
@@ -33,13 +40,21 @@ $(STAMP): requirements-dev.txt pyproject.toml setup.py
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
+# The pins but for transformers; torch is among them, so it is the same.
+$(NEWEST_STAMP): $(STAMP)
+	$(PYTHON) -m venv --clear .venv-newest
+	sed 's/^transformers==.*/transformers==$(NEWEST_TRANSFORMERS)/' requirements-dev.txt > .venv-newest/requirements.txt
+	$(NEWEST_BIN)/pip install --quiet --disable-pip-version-check -r .venv-newest/requirements.txt
+	$(NEWEST_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
 demo: $(STAMP)  ## train a small language model three ways; report and picture in demo-output/
 	$(BIN)/python -m demo.train_demo
 
 # The GPU's tests run alone, because they measure its memory, and first, so that the last line counts the tests of every machine.
-test: check  ## the checks, then every test (those of the GPU are skipped without CUDA)
+test: check  ## the checks, then every test (those of the GPU are skipped without CUDA; of the models, a subset)
 	$(BIN)/python -m pytest $(GPU_TESTS)
-	$(BIN)/python -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS)
+	$(BIN)/python -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "not models"
 
 check: $(STAMP)  ## format, lint, strict types, architecture
 	$(BIN)/ruff format --check $(SOURCES)
@@ -54,6 +69,17 @@ bench: $(STAMP)  ## run every benchmark; each prints ratios measured side by sid
 test-20: $(STAMP)  ## the concurrency suites, 20 times in a row
 	@for i in $$(seq 20); do echo "== round $$i of 20"; $(BIN)/python -m pytest $(ON_ALL_CORES) $(CONCURRENCY_SUITES); done
 
-clean:  ## remove what was built and produced, .venv included
-	rm -rf .venv build dist demo-output src/*.egg-info src/roundpipe/optim/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+test-models: $(STAMP)  ## every model of transformers that is known, with the pinned release; minutes
+	@mkdir -p build && rm -f $(PINNED_RESULTS)
+	ROUNDPIPE_MODELS_RESULTS=$(PINNED_RESULTS) $(BIN)/python -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
+
+test-models-newest: $(NEWEST_STAMP)  ## the same with a newer release, in .venv-newest
+	@mkdir -p build && rm -f $(NEWEST_RESULTS)
+	ROUNDPIPE_MODELS_RESULTS=$(NEWEST_RESULTS) $(NEWEST_BIN)/python -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
+
+models-table: $(STAMP)  ## write docs/models.md from the results of the two
+	$(BIN)/python tests/models/table.py $(PINNED_RESULTS) $(NEWEST_RESULTS)
+
+clean:  ## remove what was built and produced, .venv and .venv-newest included
+	rm -rf .venv .venv-newest build dist demo-output src/*.egg-info src/roundpipe/optim/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests demo examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

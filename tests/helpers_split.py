@@ -120,9 +120,7 @@ def train_call(
 def assert_same_training(model: RoundPipe, reference: nn.Module, shared: Sequence[str] = ()) -> None:
     """Gradients, weights and buffers. `shared`: names of parameters that several layers use; those to rounding."""
     model.synchronize()
-    for (name, param), (other_name, other) in zip(
-        model.named_parameters(), reference.named_parameters(), strict=True
-    ):
+    for (name, param), (other_name, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         assert name == other_name
         if name in shared:
             assert param.grad is not None, name

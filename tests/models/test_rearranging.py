@@ -25,7 +25,8 @@ from roundpipe.optim import Adam
 WIDTH = 16  # torch's fused Adam rounds the rest of a vector otherwise than the one-pass kernel
 NUM_MICROBATCH = 2
 BARE, HINT, BOTH = "bare", "hint", "both"
-SYNC, ASYNC, MIXED = [False] * 6, [True] * 6, [True, True, False, True, False, True]
+MIXED = [True, True, False, True, False, True]
+STEPS = {"sync": [False] * 6, "async": [True] * 6, "mixed": MIXED}  # whether asynchronous
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -157,31 +158,35 @@ def assert_looks_right(model: RoundPipe, form: str) -> None:
 # Training over a change.
 
 
-@pytest.mark.parametrize("pin_model", ["alloc", "register", "off"])
-@pytest.mark.parametrize("steps", [SYNC, ASYNC, MIXED], ids=["sync", "async", "mixed"])
+# Every pin mode with every kind of step, on one device or three.
+SCENES = [
+    *((1, "sync", "alloc"), (3, "async", "alloc"), (1, "mixed", "alloc")),
+    *((3, "sync", "register"), (1, "async", "register"), (3, "mixed", "register")),
+    *((1, "sync", "off"), (3, "async", "off"), (1, "mixed", "off")),
+]
+
+
+@pytest.mark.parametrize(("num_devices", "steps", "pin_model"), SCENES)
 def test_weights_and_optimizer_state_go_on_as_they_were(
-    models: SplitModels, num_devices: int, steps: list[bool], pin_model: str
+    models: SplitModels, num_devices: int, steps: str, pin_model: str
 ) -> None:
     made = pair(models, num_devices, pin_model=pin_model)
-    for is_async, form in zip(steps, (BARE, BARE, HINT, BARE, BOTH, HINT), strict=True):
+    for is_async, form in zip(STEPS[steps], (BARE, BARE, HINT, BARE, BOTH, HINT), strict=True):
         made.call(form)
         made.step(is_async)
     made.check()
     assert_looks_right(made.model, BOTH)
 
 
-@pytest.mark.parametrize("pin_model", ["alloc", "register", "off"])
-@pytest.mark.parametrize("steps", [SYNC, ASYNC, MIXED], ids=["sync", "async", "mixed"])
-def test_low_precision_weights_with_our_adam(
-    models: SplitModels, num_devices: int, steps: list[bool], pin_model: str
-) -> None:
+@pytest.mark.parametrize(("num_devices", "steps", "pin_model"), SCENES)
+def test_low_precision_weights_with_our_adam(models: SplitModels, num_devices: int, steps: str, pin_model: str) -> None:
     made = pair(
         *(models, num_devices, our_adam, torchs_adam),
         dtype=torch.bfloat16,
         optim_dtype=torch.float32,
         pin_model=pin_model,
     )
-    for is_async, form in zip(steps, (BARE, HINT, BARE, HINT, BOTH, BARE), strict=True):
+    for is_async, form in zip(STEPS[steps], (BARE, HINT, BARE, HINT, BOTH, BARE), strict=True):
         made.call(form)
         made.step(is_async)
     made.check()

@@ -190,9 +190,7 @@ class Projected(Toy):
 
 def test_a_projector_of_zeros_hides_nothing(models: SplitModels, num_devices: int) -> None:
     module = seeded(Projected)
-    model = check_split(
-        models, module, {"x": rows()}, num_devices, shared=["projector.weight", "projector.bias"]
-    )
+    model = check_split(models, module, {"x": rows()}, num_devices, shared=["projector.weight", "projector.bias"])
     grad = model.projector.weight.grad
     assert grad is not None
     assert grad.abs().min() > 0

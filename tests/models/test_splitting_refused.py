@@ -184,9 +184,7 @@ def test_without_insisting_a_refused_model_is_wrapped_part_by_part(
     reference = copy.deepcopy(module)
     inputs: Inputs = {"x": rows()}
     with caplog.at_level(logging.WARNING, logger="roundpipe"):
-        model = models.keep(
-            wrap_model_to_roundpipe(module, example_inputs=inputs, devices=["cpu"] * 2)
-        )
+        model = models.keep(wrap_model_to_roundpipe(module, example_inputs=inputs, devices=["cpu"] * 2))
     assert isinstance(model, AutoRoundPipe)
     assert "is wrapped part by part" in caplog.text
     output, expected = model(**inputs), reference(**inputs)

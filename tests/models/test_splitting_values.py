@@ -6,6 +6,7 @@ Compared with the plain model as in test_splitting.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,79 @@ def test_a_dict_deep_inside_an_argument_is_followed(models: SplitModels, num_dev
     check_split(models, seeded(NestedContainers), {"x": rows()}, num_devices)
 
 
+class ZeroSharing(Sharing):
+    """What it writes is zero at first: values do not show who reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.key.weight)
+        nn.init.zeros_(self.key.bias)
+
+    def forward(self, h: Tensor, shared: Any = None) -> Tensor:  # type: ignore[override]
+        if self.number % 3 == 0:
+            shared["keys"] = self.key(h)
+        return Block.forward(self, h, shared["keys"])
+
+
+class SharedBy(SharedDict):
+    """In a mapping of any kind."""
+
+    make: Callable[[], Any] = dict
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ZeroSharing() for _ in range(4)])
+        for number, block in enumerate(self.blocks):
+            block.number = number
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h, shared = self.embed(x), type(self).make()
+        shared["keys"] = torch.zeros_like(x)
+        for block in self.blocks:
+            h = block(h, shared=shared)
+        return {"loss": self.head(h).square().mean()}
+
+
+MAPPINGS: dict[str, Callable[[], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "UserDict": UserDict,
+    "defaultdict": lambda: defaultdict(list),
+}
+
+
+@pytest.mark.parametrize("kind", MAPPINGS)
+def test_what_blocks_share_may_lie_in_any_mapping_and_be_zero(models: SplitModels, kind: str) -> None:
+    build = type("SharedBy", (SharedBy,), {"make": staticmethod(MAPPINGS[kind])})
+    model = check_split(models, seeded(build), {"x": rows()}, 2)
+    for number, block in enumerate(model.blocks):
+        assert (block.key.weight.grad is not None) == (number % 3 == 0)
+
+
+class TwoNames(Toy):
+    """One dict under two names: what is written by the one is read by the other."""
+
+    class Block(Block):
+        def forward(self, h: Tensor, old: Any = None, new: Any = None) -> Tensor:  # type: ignore[override]
+            new["h"] = h * 0.5
+            return super().forward(h, old["h"])
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, both = self.embed(x), {"h": torch.zeros_like(x)}
+        for block in self.blocks:
+            h = block(h, old=both, new=both)
+        return self.head(h)
+
+
+def test_a_dict_given_under_two_names_is_refused(models: SplitModels) -> None:
+    """In a layer they would be two."""
+    with pytest.raises(NotImplementedError, match="other values"):
+        models.wrap(seeded(TwoNames), {"x": rows()})
+
+
 # What blocks return.
 
 
@@ -150,6 +224,35 @@ class Unpacking(Toy):
 def test_tuples_dicts_numbers_and_none_from_blocks(models: SplitModels, num_devices: int) -> None:
     model = check_split(models, seeded(Unpacking), {"x": rows()}, num_devices, loss_fn=Unpacking.loss)
     assert model.num_layers == 5
+
+
+class WithAuxiliary(Block):
+    """Returns a number beside its result, as a router's loss is."""
+
+    def forward(self, h: Tensor, bias: Tensor | None = None) -> Any:
+        out = super().forward(h, bias)
+        return out, out.square().mean()
+
+
+class AddingUp(Toy):
+    """The first of the numbers is added to in place."""
+
+    def __init__(self) -> None:
+        super().__init__(block=WithAuxiliary)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h, total = self.embed(x), None
+        for block in self.blocks:
+            h, auxiliary = block(h)
+            if total is None:
+                total = auxiliary
+            else:
+                total += auxiliary
+        return {"loss": self.head(h).square().mean() + 0.1 * total}
+
+
+def test_numbers_from_blocks_may_be_added_up_in_place(models: SplitModels, num_devices: int) -> None:
+    check_split(models, seeded(AddingUp), {"x": rows()}, num_devices)
 
 
 class Echoing(Block):

@@ -141,6 +141,12 @@ class RoundPipe(ModelFace):
         self.__dict__["original_model"] = original_model
         self._share_content_of(original_model)
 
+    def close(self) -> None:
+        """Finish pending work and let go of threads and pinned memory; the weights stay in the wrapped model."""
+        super().close()
+        if self._engine.split_model is not None:
+            self._engine.split_model.take_out()
+
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's own `generate`, with every forward run on the devices; caches stay there."""

@@ -56,6 +56,10 @@ class SplitModel:
     def layers(self) -> Sequence[nn.Module]:
         return self._splitter.layers
 
+    def take_out(self) -> None:
+        """The model is to be the plain one it was."""
+        self._splitter.take_out()
+
     # Before a call is cut into microbatches.
 
     def prepared(

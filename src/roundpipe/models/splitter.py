@@ -112,6 +112,12 @@ class ModelSplitter:
             self._counts = counting_rule(self._model, cut_down(kwargs) or kwargs)
         return self._counts(labels)
 
+    def take_out(self) -> None:
+        """Remove what was put into the model."""
+        if self._kernels is not None:
+            self._kernels.remove()
+            self._kernels = None
+
     def refresh(self) -> None:
         """Take over what the user has changed on the model's own modules."""
         for layer in self.layers:
