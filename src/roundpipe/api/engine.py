@@ -83,7 +83,9 @@ class ModelEngine(Member):
             self._admit(batches, config.requires_grad)
             carry_out = self._forward_with_grad if config.requires_grad else self._infer
             seed = draw_call_seed()
-            return self._until_it_fits(lambda: carry_out(batches, config, seed), batches, may_repeat=True)
+            return self._until_it_fits(
+                lambda: carry_out(batches, config, seed), batches, with_grad=config.requires_grad, may_repeat=True
+            )
 
     def forward_backward(
         self,
@@ -104,6 +106,7 @@ class ModelEngine(Member):
             return self._until_it_fits(
                 lambda: self._train(batches, loss_fn, return_outputs, config, seed),
                 batches,
+                with_grad=True,
                 may_repeat=not self._has_gradients(),  # a failed call drops them
             )
 
@@ -200,7 +203,9 @@ class ModelEngine(Member):
         self._scheduler = Scheduler(self.store, self._pool, self.name)
         self._last_run = None
 
-    def _until_it_fits(self, carry_out: Callable[[], Any], batches: MicrobatchInputs, *, may_repeat: bool) -> Any:
+    def _until_it_fits(
+        self, carry_out: Callable[[], Any], batches: MicrobatchInputs, *, with_grad: bool, may_repeat: bool
+    ) -> Any:
         """Planned smaller each time it runs out of device memory, and split by its sizes where its form misled.
 
         Where it may not be repeated, that is for the next time.
@@ -209,12 +214,14 @@ class ModelEngine(Member):
             try:
                 return carry_out()
             except CallOrderChanged as error:
-                if self.split_model is None or not self.split_model.distrust(batches):
+                with torch.set_grad_enabled(with_grad):
+                    has_other_plan = self.split_model is not None and self.split_model.distrust(batches)
+                if not has_other_plan:
                     raise error.__cause__ or error from None  # it has its own plan: the failure is the model's
                 if not may_repeat:
                     raise
                 logger.info("%s: this call is split in a way of its own: %s", self.name, error)
-                self._admit(batches, True)
+                self._admit(batches, with_grad)
             except torch.OutOfMemoryError as error:
                 if not (self._scheduler.plan_smaller() and may_repeat):
                     raise
