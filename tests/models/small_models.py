@@ -28,7 +28,7 @@ _DECODER = {
     **_TOKENS,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -74,14 +74,14 @@ _TYPES: dict[str, tuple[str, str, Batch]] = {
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
-        {**_TOKENS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+        {**_TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     ),
     "opt": (
         "OPTForCausalLM",
         "OPTConfig",
         {**_WITHOUT_GROUPS, "ffn_dim": 48, "word_embed_proj_dim": 32},
     ),
-    "mamba": ("MambaForCausalLM", "MambaConfig", {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 3}),
+    "mamba": ("MambaForCausalLM", "MambaConfig", {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2}),
     "bert": ("BertForMaskedLM", "BertConfig", _WITHOUT_GROUPS),
     "modernbert": ("ModernBertForMaskedLM", "ModernBertConfig", _WITHOUT_GROUPS),
     "t5gemma": (
@@ -97,7 +97,7 @@ _TYPES: dict[str, tuple[str, str, Batch]] = {
             "d_model": 32,
             "d_kv": 8,
             "d_ff": 48,
-            "num_layers": 3,
+            "num_layers": 2,
             "num_heads": 4,
             "relative_attention_num_buckets": 8,
             "decoder_start_token_id": 0,
@@ -108,7 +108,7 @@ _TYPES: dict[str, tuple[str, str, Batch]] = {
         "ViTConfig",
         {
             "hidden_size": 32,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "intermediate_size": 48,
             "image_size": 8,

@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from sweep import Verdict
+from sweep import Outcome, Verdict
 from tiny_cases import Case
 
 PATH_VARIABLE = "ROUNDPIPE_MODELS_RESULTS"
@@ -46,5 +46,7 @@ def read(path: Path) -> list[Result]:
 
 def _decoded(line: str) -> Result:
     fields = json.loads(line)
-    verdict = fields.pop("verdict")
-    return Result(verdict=verdict and Verdict(**verdict), missing=tuple(fields.pop("missing")), **fields)
+    if fields["verdict"]:
+        fields["verdict"]["outcome"] = Outcome(fields["verdict"]["outcome"])
+        fields["verdict"] = Verdict(**fields["verdict"])
+    return Result(**fields | {"missing": tuple(fields["missing"])})

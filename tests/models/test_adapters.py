@@ -1,4 +1,4 @@
-"""PEFT models are wrapped as they are: adapters train as in a plain loop, and frozen weights cost no more than themselves.
+"""PEFT models are wrapped as they are: adapters train as in a plain loop, frozen weights cost no more than themselves.
 
 Weights of adapters are made large (LoRA's B is zero at first, and then A has no gradient). Adapters are used in one
 layer each, so every comparison of training is exact.
@@ -12,11 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Batch, labelled, livened, plain_loss, plain_outputs, small, train_call, wrapped
+from small_models import (
+    Batch,
+    assert_close_grads,
+    labelled,
+    livened,
+    plain_loss,
+    plain_outputs,
+    small,
+    train_call,
+    wrapped,
+)
 from torch import Tensor, nn
 
 from helpers_parity import StalenessReference, assert_same, assert_same_grads, assert_same_state, grads_of, microbatches
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.optim import AdamW
 
 pytest.importorskip("transformers")
@@ -84,8 +94,11 @@ def test_losses_and_gradients_of_adapters_are_those_of_the_plain_model(model_typ
     assert all(found[name].abs().max() > 1e-6 for name in trained), "nothing is compared"
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5", "mixtral", "bert"])
+@pytest.mark.parametrize(
+    ("model_type", "is_async"),
+    [("llama", False), ("llama", True), ("gpt2", False), ("t5", False), ("mixtral", True), ("bert", False)],
+    ids=lambda value: value if isinstance(value, str) else "async" if value else "exact",
+)
 def test_training_adapters_equals_the_plain_loop(model_type: str, is_async: bool) -> None:
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=0.01, fused=True)
@@ -157,11 +170,9 @@ def test_save_pretrained_writes_the_adapter_alone_and_it_loads_again(tmp_path: P
     assert (logits_of(adapted("llama"), batch) - expected).abs().max() > 1e-2, "it was not trained"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "vit", "t5"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "vit"])
 def test_merged_and_unmerged_give_the_same_logits(model_type: str) -> None:
     plain, batch = adapted(model_type), labelled(model_type)
-    if model_type == "t5":
-        batch["decoder_input_ids"] = batch["labels"]
     without = logits_of(copy.deepcopy(plain).unload(), batch)
     with wrapped(copy.deepcopy(plain)) as unmerged, wrapped(copy.deepcopy(plain).merge_and_unload()) as merged:
         found = logits_of(unmerged, batch)
@@ -188,29 +199,27 @@ def test_modules_to_save_train_beside_the_adapters(model_type: str, whole: str, 
 
 
 def test_lora_dropout_is_the_same_when_recomputed_on_any_number_of_devices() -> None:
-    def run(num_devices: int, seed: int, **options: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    def run(num_devices: int, **options: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
         with wrapped(adapted("llama", lora_dropout=0.4), num_devices) as model:
-            torch.manual_seed(seed)
+            torch.manual_seed(11)
             loss = train_call(model, labelled("llama"), 3, **options)
             return loss, grads_of(model.original_model)
 
-    expected = run(1, seed=11)
-    assert_same(run(3, seed=11), expected, "three devices")
-    assert_same(run(2, seed=11, recompute_grain="layer"), expected, "recomputed by layer")
-    assert not torch.equal(run(3, seed=12)[0], expected[0]), "nothing is dropped"
+    expected = run(1)
+    assert_same(run(3), expected, "three devices")
+    assert_same(run(2, recompute_grain="layer"), expected, "recomputed by layer")
+    assert (plain_loss(adapted("llama"), labelled("llama"), 3) - expected[0]).abs() > 0.01, "nothing is dropped"
 
 
 def test_lora_dropout_draws_again_in_recomputation_what_forward_drew() -> None:
     """All stages but the fused one are recomputed; with one stage of everything nothing is."""
-    from roundpipe import ModelExecutePlan
-
     grads = []
     for plan in (
-        ModelExecutePlan([], [range(5)]),
-        ModelExecutePlan([range(2), range(2, 4)], [range(4, 5), range(3, 4), range(3)]),
+        ModelExecutePlan([], [range(4)]),
+        ModelExecutePlan([range(1), range(1, 3)], [range(3, 4), range(2, 3), range(2)]),
     ):
         with wrapped(adapted("llama", lora_dropout=0.4)) as model:
-            assert model.num_layers == 5
+            assert model.num_layers == 4
             torch.manual_seed(3)
             train_call(model, labelled("llama"), execute_plan=plan)
             grads.append(grads_of(model.original_model))
@@ -239,6 +248,35 @@ def test_the_second_of_two_adapters_trains_when_it_is_the_active_one() -> None:
         assert {".second." in name for name, _ in model.optim_named_parameters()} == {True}
         assert_same(train_call(model, batch), plain_loss(plain, batch), "loss")
         assert_same_grads(model.original_model, plain)
+
+
+OTHER_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dora": ("llama", "LoraConfig", {"r": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}),
+    "experts": (
+        "mixtral",
+        "LoraConfig",
+        {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+    ),
+    "head_and_embedding": ("llama", "LoraConfig", {"r": 4, "target_modules": ["embed_tokens", "lm_head"]}),
+    "some_tokens": ("llama", "LoraConfig", {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [5, 9]}),
+    "ia3": ("llama", "IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "prompt_tuning": ("llama", "PromptTuningConfig", {"num_virtual_tokens": 3}),
+    "prefix_tuning": ("llama", "PrefixTuningConfig", {"num_virtual_tokens": 3}),
+}
+
+
+@pytest.mark.parametrize(("model_type", "config", "options"), OTHER_KINDS.values(), ids=OTHER_KINDS)
+def test_other_kinds_of_adapters_train_as_in_the_plain_model(
+    model_type: str, config: str, options: dict[str, Any]
+) -> None:
+    """To rounding: some are used by several layers."""
+    base = small(model_type)
+    plain = livened(peft.get_peft_model(base, getattr(peft, config)(**CAUSAL, **options)).train())
+    batch = labelled(model_type)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    with wrapped(copy.deepcopy(plain)) as model:
+        assert_same(train_call(model, batch), plain_loss(plain, batch), "loss")
+        assert_close_grads(model.original_model, plain, 1e-6)
 
 
 def test_frozen_weights_in_bfloat16_stay_so_under_float32_adapters() -> None:

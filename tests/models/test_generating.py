@@ -1,7 +1,7 @@
 """`generate` of a wrapped model is the library's own loop over forwards on devices: the tokens are the plain model's.
 
-Scoring and decoding by hand go the same way. Weights are large enough that tokens differ from step to step; a cache that
-is not filled, or filled twice, shows in the next token.
+Scoring and decoding by hand go the same way. Weights are large enough that tokens differ from step to step, so that a
+cache that is not filled, or filled twice, shows in the next token.
 """
 
 from __future__ import annotations
@@ -43,19 +43,24 @@ def generated(model: Any, inputs: Batch, **options: Any) -> Any:
 
 def assert_varied(found: Tensor) -> None:
     """Otherwise a model that always says the same would pass."""
-    assert len(set(found[:, -NUM_NEW:].flatten().tolist())) > 2, found
+    assert min(len(set(row[-NUM_NEW:].tolist())) for row in found) > 1, found
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_tokens_are_those_of_the_plain_model(model_type: str) -> None:
-    plain = small(model_type, tie_word_embeddings=False).eval()
+    plain = small(model_type, seed=8, tie_word_embeddings=False).eval()
     expected = {name: generated(plain, prompt(), **way) for name, way in WAYS.items()}
     assert_varied(expected["greedy"])
     with wrapped(copy.deepcopy(plain), 3) as model:
         for name, way in WAYS.items():
             assert_same(generated(model, prompt(), **way), expected[name], name)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "t5"])
+def test_tokens_are_the_same_on_one_device(model_type: str) -> None:
+    plain = small(model_type).eval()
     with wrapped(copy.deepcopy(plain), 1) as model:
-        assert_same(generated(model, prompt()), expected["greedy"], "one device")
+        assert_same(generated(model, prompt()), generated(plain, prompt()))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "t5"])
@@ -238,9 +243,9 @@ def test_a_cache_is_refused_where_gradients_are_taken(with_cache: dict[str, Any]
         with_cache = {"past_key_values": transformers.DynamicCache()}
     batch = labelled("llama")
     with wrapped(small("llama")) as model:
-        with pytest.raises(UsageError, match="for generating, under torch.no_grad"):
+        with pytest.raises(UsageError, match=r"for generating, under torch\.no_grad"):
             model(**batch, **with_cache)
-        with pytest.raises(UsageError, match="for generating, under torch.no_grad"):
+        with pytest.raises(UsageError, match=r"for generating, under torch\.no_grad"):
             model.forward_backward(input_kwargs={**batch, **with_cache})
         assert_same(train_call(model, batch), plain_loss(small("llama"), batch), "the next call")
 
@@ -275,9 +280,10 @@ def test_scoring_in_microbatches_gives_plain_logits_in_the_models_own_kind_of_ou
 
 
 def test_a_plain_sequential_cannot_generate_and_says_so() -> None:
-    with RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), devices=["cpu"], name="two layers") as model:
-        with pytest.raises(UsageError, match=r"two layers cannot generate: only models of transformers.*Generate"):
-            model.generate(torch.zeros(1, 4))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    expected = pytest.raises(UsageError, match=r"two layers cannot generate: only models of transformers.*Generate")
+    with RoundPipe(layers, devices=["cpu"], name="two layers") as model, expected:
+        model.generate(torch.zeros(1, 4))
 
 
 def test_a_model_without_generate_says_so() -> None:

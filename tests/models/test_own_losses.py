@@ -70,13 +70,12 @@ def test_a_whole_batch_loss_is_that_of_the_plain_model_on_the_whole_batch(model_
     plain, batch = small(model_type), ragged(model_type)
     expected = plain(**batch).loss
     expected.backward()
-    for num_devices, num_microbatch in ((1, 2), (3, 4)):
-        with wrapped(copy.deepcopy(plain).requires_grad_(), num_devices) as model:
-            loss = train_call(model, batch, num_microbatch, **WHOLE)
-            torch.testing.assert_close(loss, expected.detach(), atol=0.0, rtol=1e-6)
-            assert_close_grads(model.original_model, plain, ROUNDING)
-            model.zero_grad()
-            assert (train_call(model, batch, num_microbatch) / num_microbatch - loss).abs() > 1e-3, "it would be equal"
+    with wrapped(copy.deepcopy(plain).requires_grad_(), 3) as model:
+        loss = train_call(model, batch, 4, **WHOLE)
+        torch.testing.assert_close(loss, expected.detach(), atol=0.0, rtol=1e-6)
+        assert_close_grads(model.original_model, plain, ROUNDING)
+        model.zero_grad()
+        assert (train_call(model, batch, 4) / 4 - loss).abs() > 1e-3, "it would be equal"
 
 
 def test_without_the_switch_each_microbatch_has_a_mean_of_its_own() -> None:
@@ -106,7 +105,7 @@ def test_num_items_in_batch_given_by_the_user_goes_to_every_microbatch(kind: Any
 @pytest.mark.parametrize("model_type", ["bert", "t5"])
 def test_a_loss_that_does_not_follow_the_count_is_refused(model_type: str) -> None:
     with wrapped(small(model_type)) as model:
-        with pytest.raises(ConfigError, match="does not follow num_items_in_batch.*your own loss_fn"):
+        with pytest.raises(ConfigError, match=r"does not follow num_items_in_batch.*your own loss_fn"):
             train_call(model, ragged(model_type), **WHOLE)
         train_call(model, ragged(model_type))
 
@@ -156,8 +155,9 @@ def call_seeing_logits(model: RoundPipe, batch: Batch, **options: Any) -> tuple[
         seen.append(output.logits)
         return own_loss(output, label)
 
-    config = RoundPipeRunConfig(num_microbatch=2, keep_logits=options.pop("keep_logits", None))
-    result = model.forward_backward(input_kwargs=batch, loss_fn=look, run_config=config, **options)
+    returned = options.pop("return_outputs", False)
+    config = RoundPipeRunConfig(num_microbatch=2, **options)
+    result = model.forward_backward((), batch, loss_fn=look, return_outputs=returned, run_config=config)
     model.synchronize()
     return result, seen
 
@@ -217,21 +217,23 @@ def test_bfloat16_without_logits() -> None:
 
 
 @pytest.mark.usefixtures("large")
-def test_counts_are_followed_without_logits() -> None:
-    plain, batch = small("llama"), ragged("llama")
-    expected = plain(**batch).loss
-    expected.backward()
-    with wrapped(copy.deepcopy(plain).requires_grad_()) as model:
-        config = RoundPipeRunConfig(num_microbatch=4, **WHOLE)
-        loss = model.forward_backward(input_kwargs=batch, run_config=config)
-        model.synchronize()
+def test_a_count_is_followed_without_logits() -> None:
+    """The user's, and the one of `whole_batch_loss`."""
+    plain, batch = small("llama"), ragged("llama", num_rows=3)
+    given = {**batch, "num_items_in_batch": torch.tensor(11)}
+    with wrapped(copy.deepcopy(plain)) as model:
+        loss, logits = call_seeing_logits(model, given)
+        torch.testing.assert_close(loss, plain_loss(plain, given), atol=0.0, rtol=1e-6)
+        assert_close_grads(model.original_model, plain, ROUNDING)
+        assert logits == [None, None]
+        plain.zero_grad()
+        model.zero_grad()
+        expected = plain(**batch).loss
+        expected.backward()
+        loss, logits = call_seeing_logits(model, batch, **WHOLE)
         torch.testing.assert_close(loss, expected.detach(), atol=0.0, rtol=1e-6)
         assert_close_grads(model.original_model, plain, ROUNDING)
-        model.zero_grad()
-        plain.zero_grad()
-        given = {**batch, "num_items_in_batch": torch.tensor(11)}
-        torch.testing.assert_close(train_call(model, given), plain_loss(plain, given), atol=0.0, rtol=1e-6)
-        assert_close_grads(model.original_model, plain, ROUNDING)
+        assert logits == [None, None]
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "cohere", "bert", "t5"])
@@ -288,17 +290,39 @@ def test_outputs_without_logits_are_merged_where_only_some_microbatches_were_lar
     torch.testing.assert_close(outputs.loss * 2, loss)
 
 
-@pytest.mark.usefixtures("large")
-def test_a_loss_function_set_after_wrapping_is_the_one_that_counts() -> None:
-    def half(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
-        return nn.functional.cross_entropy(logits.reshape(-1, vocab_size), labels.reshape(-1)) / 2
+def half(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    return nn.functional.cross_entropy(logits.reshape(-1, vocab_size), labels.reshape(-1)) / 2
 
+
+@pytest.mark.parametrize("logits_bytes", [1, 10**9], ids=["large", "not_large"])
+def test_a_loss_function_set_after_wrapping_is_the_one_that_counts(
+    logits_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", logits_bytes)
     plain, batch = small("llama"), labelled("llama")
     with wrapped(copy.deepcopy(plain)) as model:
         train_call(model, batch)
         model.zero_grad()
         for either in (model, plain):
             either.loss_function = half
+        torch.testing.assert_close(train_call(model, batch), plain_loss(plain, batch), atol=0.0, rtol=1e-6)
+        assert_close_grads(model.original_model, plain, ROUNDING)
+
+
+@pytest.mark.usefixtures("large")
+def test_a_loss_that_is_nearly_a_cross_entropy_is_not_taken_for_one() -> None:
+    """With a term that keeps logits small, as is usual for experts; its share of the loss is below a thousandth."""
+    plain, batch = small("llama"), labelled("llama")
+    library_loss = plain.loss_function
+
+    def with_small_logits(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        loss: Tensor = library_loss(logits, labels, vocab_size, **kwargs)
+        return loss + 1e-4 * logits.logsumexp(-1).square().mean()
+
+    module = copy.deepcopy(plain)
+    for either in (plain, module):
+        either.loss_function = with_small_logits
+    with wrapped(module) as model:
         torch.testing.assert_close(train_call(model, batch), plain_loss(plain, batch), atol=0.0, rtol=1e-6)
         assert_close_grads(model.original_model, plain, ROUNDING)
 

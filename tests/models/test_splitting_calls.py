@@ -109,10 +109,10 @@ def test_once_a_sequence_has_changed_later_ones_do_not_disturb_gathered_gradient
         both_train(model, reference, with_images(num_images, seed=num_images), shared=VISION)
 
 
-def test_microbatches_of_one_call_may_have_plans_of_their_own(models: SplitModels, num_devices: int) -> None:
+def test_microbatches_of_one_call_may_have_plans_of_their_own(models: SplitModels) -> None:
     module = seeded(PerImage)
     reference = copy.deepcopy(module)
-    model = models.wrap(module, with_images(1), num_devices)
+    model = models.wrap(module, with_images(1), 3)
     pieces = [with_images(count, seed=count) for count in (2, 1, 3)]
     config = RoundPipeRunConfig(num_microbatch=3, split_input=lambda args, kwargs, count: ([()] * 3, pieces))
     loss = model.forward_backward((), {"x": rows(4)}, None, own_loss, run_config=config)
@@ -165,6 +165,23 @@ def test_fewer_calls_than_planned_for_are_noticed(models: SplitModels) -> None:
     reference = copy.deepcopy(module)
     model = models.wrap(module, {"x": rows(4), "steps": rows(4, width=2)}, 2)
     both_train(model, reference, {"x": rows(4), "steps": rows(4, width=1)}, shared=BLOCK_NAMES)
+
+
+class Reversing(Headless):
+    """The same number of calls in another order."""
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        for block in self.blocks if steps.shape[1] == 1 else reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+def test_the_same_blocks_in_another_order(models: SplitModels) -> None:
+    module = seeded(Reversing)
+    reference = copy.deepcopy(module)
+    model = models.wrap(module, {"x": rows(4), "steps": rows(4, width=1)}, 2)
+    for num_steps in (2, 1, 2):
+        both_train(model, reference, {"x": rows(4), "steps": rows(4, width=num_steps)})
 
 
 class Recurrent(Toy):
@@ -267,10 +284,10 @@ def test_inputs_may_come_and_go(models: SplitModels, first: str) -> None:
         both_train(model, reference, FORMS[form](seed))
 
 
-def test_several_examples_are_planned_for_at_once(models: SplitModels, num_devices: int) -> None:
+def test_several_examples_are_planned_for_at_once(models: SplitModels) -> None:
     module = seeded(Optional)
     reference = copy.deepcopy(module)
-    model = models.wrap(module, [make(0) for make in FORMS.values()], num_devices)
+    model = models.wrap(module, [make(0) for make in FORMS.values()], 2)
     layers = tuple(model.model)
     for seed, form in enumerate(FORMS):
         both_train(model, reference, FORMS[form](seed))
@@ -309,10 +326,10 @@ def test_another_batch_size_and_length_need_no_new_plan(models: SplitModels, mon
         both_train(model, reference, {"x": torch.randn(*shape, WIDTH)})
 
 
-def test_calls_without_grad_come_between_those_with(models: SplitModels, num_devices: int) -> None:
+def test_calls_without_grad_come_between_those_with(models: SplitModels) -> None:
     module = seeded(Optional)
     reference = copy.deepcopy(module)
-    model = models.wrap(module, FORMS["bare"](0), num_devices)
+    model = models.wrap(module, FORMS["bare"](0), 3)
     for form in ("bare", "hint"):
         both_train(model, reference, FORMS[form](1))
         with torch.no_grad():

@@ -132,6 +132,16 @@ def test_wrapping_draws_nothing_from_the_users_generators(models: SplitModels) -
     assert torch.equal(before[2], after[2])
 
 
+def test_wrapping_seeds_no_gpu(models: SplitModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed would: the user's stream on devices is not ours to begin anew."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    module = seeded(Toy)
+    seeds.clear()
+    models.wrap(module, {"x": rows()}, 2)
+    assert seeds == []
+
+
 def test_two_calls_draw_different_numbers(models: SplitModels) -> None:
     model = models.wrap(seeded(lambda: Toy(block=NumpyDropout)), {"x": rows()}, 2)
     draw_from_now_on(model.original_model)
@@ -155,11 +165,11 @@ class WithModules(Toy):
         return self.after(self.head(h)) + start
 
 
-def test_dropout_between_blocks_gives_gradients_of_one_forward(models: SplitModels, num_devices: int) -> None:
+def test_dropout_between_blocks_gives_gradients_of_one_forward(models: SplitModels) -> None:
     """A directional derivative: it is that of the loss with the same masks, so recomputing has drawn them again."""
     module = seeded(WithModules).double()
     x = rows().double()
-    model = models.wrap(module, {"x": x}, num_devices)
+    model = models.wrap(module, {"x": x}, 3)
     config = recomputing(model, 2)
 
     def loss() -> Tensor:

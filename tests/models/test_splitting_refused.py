@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ class Opaque(Toy):
 class Memorising(Block):
     """Keeps state on a module that all blocks share, past every argument."""
 
-    memory: dict[str, Tensor] = {}
+    memory: ClassVar[dict[str, Tensor]] = {}
 
     def forward(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
         out = super().forward(h, self.memory.get("last"))

@@ -116,8 +116,8 @@ class NestedContainers(Toy):
         return self.head(state[0][0]["last"])
 
 
-def test_a_dict_deep_inside_an_argument_is_followed(models: SplitModels, num_devices: int) -> None:
-    check_split(models, seeded(NestedContainers), {"x": rows()}, num_devices)
+def test_a_dict_deep_inside_an_argument_is_followed(models: SplitModels) -> None:
+    check_split(models, seeded(NestedContainers), {"x": rows()}, 3)
 
 
 class ZeroSharing(Sharing):
@@ -251,8 +251,8 @@ class AddingUp(Toy):
         return {"loss": self.head(h).square().mean() + 0.1 * total}
 
 
-def test_numbers_from_blocks_may_be_added_up_in_place(models: SplitModels, num_devices: int) -> None:
-    check_split(models, seeded(AddingUp), {"x": rows()}, num_devices)
+def test_numbers_from_blocks_may_be_added_up_in_place(models: SplitModels) -> None:
+    check_split(models, seeded(AddingUp), {"x": rows()}, 2)
 
 
 class Echoing(Block):
@@ -283,10 +283,10 @@ class Identity(Block):
         return h
 
 
-def test_a_block_that_does_nothing_at_all(models: SplitModels, num_devices: int) -> None:
+def test_a_block_that_does_nothing_at_all(models: SplitModels) -> None:
     module = seeded(Toy)
     module.blocks.insert(1, Identity())
-    model = check_split(models, module, {"x": rows()}, num_devices)
+    model = check_split(models, module, {"x": rows()}, 3)
     assert all(param.grad is None for param in model.blocks[1].parameters())
 
 
@@ -309,8 +309,8 @@ class Kept(Toy):
         return self.head(h)
 
 
-def test_a_block_that_overwrites_its_input(models: SplitModels, num_devices: int) -> None:
-    check_split(models, seeded(Kept), {"x": rows()}, num_devices)
+def test_a_block_that_overwrites_its_input(models: SplitModels) -> None:
+    check_split(models, seeded(Kept), {"x": rows()}, 2)
 
 
 # Dependence that leaves no trace in a graph.

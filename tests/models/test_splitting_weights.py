@@ -118,8 +118,8 @@ class TiedModules(Toy):
         self.head.weight = self.embed.weight
 
 
-def test_two_modules_with_one_weight(models: SplitModels, num_devices: int) -> None:
-    model = check_split(models, seeded(TiedModules), {"x": rows()}, num_devices, shared=["embed.weight"])
+def test_two_modules_with_one_weight(models: SplitModels) -> None:
+    model = check_split(models, seeded(TiedModules), {"x": rows()}, 2, shared=["embed.weight"])
     assert model.head.weight is model.embed.weight
 
 
@@ -133,8 +133,8 @@ class BlockWeightRead(Toy):
         return self.head(h) @ self.blocks[0].linear.weight
 
 
-def test_a_weight_inside_a_block_read_by_the_code_outside(models: SplitModels, num_devices: int) -> None:
-    check_split(models, seeded(BlockWeightRead), {"x": rows()}, num_devices, shared=["blocks.0.linear.weight"])
+def test_a_weight_inside_a_block_read_by_the_code_outside(models: SplitModels) -> None:
+    check_split(models, seeded(BlockWeightRead), {"x": rows()}, 3, shared=["blocks.0.linear.weight"])
 
 
 class SharedBetweenBlocks(Toy):
@@ -143,9 +143,9 @@ class SharedBetweenBlocks(Toy):
         self.blocks[2].linear = self.blocks[0].linear
 
 
-def test_blocks_with_a_module_in_common(models: SplitModels, num_devices: int) -> None:
+def test_blocks_with_a_module_in_common(models: SplitModels) -> None:
     shared = ["blocks.0.linear.weight", "blocks.0.linear.bias"]
-    check_split(models, seeded(SharedBetweenBlocks), {"x": rows()}, num_devices, shared=shared)
+    check_split(models, seeded(SharedBetweenBlocks), {"x": rows()}, 2, shared=shared)
 
 
 class Asking(Toy):
@@ -176,8 +176,8 @@ class Unused(Toy):
         self.nothing = nn.Parameter(torch.rand(2))
 
 
-def test_what_no_code_reads_is_kept_and_has_no_gradient(models: SplitModels, num_devices: int) -> None:
-    model = check_split(models, seeded(Unused), {"x": rows()}, num_devices)
+def test_what_no_code_reads_is_kept_and_has_no_gradient(models: SplitModels) -> None:
+    model = check_split(models, seeded(Unused), {"x": rows()}, 3)
     assert model.never.weight.grad is None
     assert {"never.weight", "nothing"} <= set(dict(model.optim_named_parameters()))
 
@@ -251,11 +251,11 @@ def test_buffers_written_by_blocks_are_the_models(models: SplitModels, num_devic
     assert int(module.blocks[0].norm.num_batches_tracked) == 0
 
 
-def test_a_model_in_evaluation_reads_its_buffers(models: SplitModels, num_devices: int) -> None:
+def test_a_model_in_evaluation_reads_its_buffers(models: SplitModels) -> None:
     module = seeded(lambda: Toy(block=Normed))
     for _ in range(3):
         module(rows(8, seed=1) + 2.0)
-    model = check_split(models, module.eval(), {"x": rows(9)}, num_devices)
+    model = check_split(models, module.eval(), {"x": rows(9)}, 2)
     assert int(model.blocks[0].norm.num_batches_tracked) == 3
 
 
@@ -277,10 +277,10 @@ def test_buffers_read_by_the_code_between_blocks(models: SplitModels, num_device
     check_split(models, seeded(WithBuffers), {"x": rows(9)}, num_devices)
 
 
-def test_a_buffer_changed_by_the_user_reaches_every_layer(models: SplitModels, num_devices: int) -> None:
+def test_a_buffer_changed_by_the_user_reaches_every_layer(models: SplitModels) -> None:
     module = seeded(WithBuffers)
     reference = copy.deepcopy(module)
-    model = models.wrap(module, {"x": rows()}, num_devices)
+    model = models.wrap(module, {"x": rows()}, 3)
     for value in (0.5, -1.0):
         for side in (model, reference):
             side.shift.fill_(value)
@@ -323,10 +323,10 @@ def test_wrapping_leaves_weights_and_buffers_as_they_were(models: SplitModels) -
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_inference_without_grad_is_the_plain_models(models: SplitModels, num_devices: int) -> None:
+def test_inference_without_grad_is_the_plain_models(models: SplitModels) -> None:
     module = seeded(WithBuffers).eval()
     reference = copy.deepcopy(module)
-    model = models.wrap(module, {"x": rows()}, num_devices)
+    model = models.wrap(module, {"x": rows()}, 2)
     with torch.no_grad():
         output = model(x=rows(7), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
         assert_same(output, reference(x=rows(7)))
@@ -341,9 +341,9 @@ class InputTwice(Toy):
         return self.head(h) * x
 
 
-def test_gradients_flow_to_inputs(models: SplitModels, num_devices: int) -> None:
+def test_gradients_flow_to_inputs(models: SplitModels) -> None:
     module = seeded(InputTwice)
-    model = models.wrap(copy.deepcopy(module), {"x": rows()}, num_devices)
+    model = models.wrap(copy.deepcopy(module), {"x": rows()}, 3)
     x = rows().requires_grad_()
     train_call(model, {"x": x}, config=recomputing(model, 3))
     pieces = [piece.detach().requires_grad_() for piece in x.tensor_split(3)]

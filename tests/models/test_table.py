@@ -72,6 +72,8 @@ def test_results_are_read_as_they_were_written(tmp_path: Path, monkeypatch: pyte
     sweep_results.write(BERT, 1, 1, None, ("timm",))
     one, other = sweep_results.read(path)
     assert (one.key, one.num_devices, one.num_microbatch, one.verdict) == (LLAMA.key, 3, 2, verdict)
+    assert one.verdict is not None
+    assert one.verdict.outcome is Outcome.REFUSED  # not only equal to it, as its name would be
     assert (other.verdict, other.missing) == (None, ("timm",))
 
 

@@ -194,12 +194,12 @@ class ModelEngine(Member):
         with torch.set_grad_enabled(with_grad):
             unknown = self.split_model.unknown_calls(batches)
             if unknown:
-                self._settle()  # its modules run on the host now, on weights nobody may be writing
+                self._come_to_rest()  # its modules run on the host now, on weights nobody may be writing
                 if self.split_model.learn(unknown):
                     self._rearrange(self.split_model.layers)
 
     def _rearrange(self, layers: Sequence[nn.Module]) -> None:
-        self.store.rearrange(layers, version=self.stepper.visible_version, generation=self.stepper.generation)
+        self.store.rearrange(layers, visible=self.stepper.visible_version, newest=self.stepper.steps_issued)
         self._scheduler = Scheduler(self.store, self._pool, self.name)
         self._last_run = None
 

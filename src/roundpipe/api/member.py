@@ -122,12 +122,20 @@ class Member:
             self.store.wait_until_landed(self.stepper.generation)
             self.store.gradients.adopt_touched(touched)
 
-    def _settle(self) -> None:
-        """Wait for everything and make the newest weights the visible ones."""
+    def _come_to_rest(self) -> None:
+        """Wait for everything; calls read the same weights as before, which are those the user sees."""
+        self._wait_for_everything()
+        self.stepper.show_visible()
+
+    def _wait_for_everything(self) -> None:
         self._recovery.wait_for_runs()
         self._raise_failures("it happened in the background after the call that caused it had returned")
         self.stepper.wait_until_idle()
         self._raise_failures("it happened in the background after the call that caused it had returned")
+
+    def _settle(self) -> None:
+        """Wait for everything and make the newest weights the visible ones."""
+        self._wait_for_everything()
         self.stepper.publish_latest()
         for member in self._members:
             member._learn()  # which lets go of the runs

@@ -110,7 +110,8 @@ class SplitModel:
 
         @functools.wraps(type(inner).forward)
         def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
+            with torch.random.fork_rng(devices=()):  # sampling draws what it would draw without us
+                return forward(*args, **kwargs)
 
         cls: Any = type(inner)
         stand_in = cls.__new__(type(cls.__name__, (cls,), {"forward": run, "__module__": cls.__module__}))

@@ -130,7 +130,9 @@ class SplitOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.liger_kernels, bool):
             raise ArgumentTypeError(f"liger_kernels must be True or False, got {self.liger_kernels!r}.")
-        if not all(isinstance(example, Mapping) for example in self.examples()):
+        given = self.example_inputs
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        if not isinstance(given, Mapping) and not (is_list and all(isinstance(each, Mapping) for each in given)):
             raise ArgumentTypeError(
                 "example_inputs must be the keyword arguments of a call, a dict, or a list of such dicts, got "
                 f"{type(self.example_inputs).__name__}."

@@ -23,6 +23,8 @@ def call_block(
     has_containers: bool = True,
 ) -> tuple[dict[str, Any], Captured]:
     """{"ret": what it returned, "side": by position the new content of dicts and lists it changed}, and captures."""
+    if not has_containers and not captures:  # as most
+        return {"ret": block(*args, **kwargs), "side": {}}, {}
     containers = _containers(args, kwargs) if has_containers else []
     before = [content_of(container) for container in containers]
     returned, captured = call_capturing(lambda: block(*args, **kwargs), captures)

@@ -17,13 +17,13 @@ from torch import nn
 
 from roundpipe.errors import ModelSplitError
 from roundpipe.models.dependence import Dependence
-from roundpipe.models.discovery import Discovery, discover, observe
+from roundpipe.models.discovery import Discovery, block_paths, discover, observe
 from roundpipe.models.global_random import fresh_generators, own_generators, state_of_generators
 from roundpipe.models.library_state import copied_cache, is_cache, keep_hook_marks
 from roundpipe.models.module_copy import copy_tree
 from roundpipe.models.recording import Recording
 from roundpipe.models.split_plan import SplitPlan
-from roundpipe.models.stub_tree import Ghosts, StubTree
+from roundpipe.models.stub_tree import Ghosts, StubTree, above, refuse_own_forward
 from roundpipe.models.values import equal, is_plain, leaves_of, map_leaves
 from roundpipe.models.without_dropout import WithoutDropout
 
@@ -37,6 +37,8 @@ class ChangesItself(ModelSplitError):
 def calibrate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool) -> SplitPlan:
     """Raises ModelSplitError with the reason where the model cannot be split for such a call."""
     refuse_random_depth(model)
+    for path in above(model, block_paths(model)):
+        refuse_own_forward(model.get_submodule(path))
     generators = torch.random.fork_rng(devices=())
     with own_generators(), generators, WithoutDropout(), torch.set_grad_enabled(with_grad):
         return _Calibration(model, args, kwargs).plan()

@@ -35,6 +35,7 @@ def counting_rule(model: nn.Module, kwargs: Mapping[str, Any]) -> CountTargets:
     """The rule by which a loss with `num_items_in_batch` is the loss without it. `kwargs`: a small call with labels."""
     copy, _ = copy_tree(model, parameter=alias)
     given = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
+    given["labels"] = given["labels"].clamp(min=0)  # where none is ignored, the rules count differently
     with torch.no_grad(), torch.random.fork_rng(devices=()), WithoutDropout():
         mean = float(copy(**fresh(given)).loss)
         total = float(copy(**fresh(given), num_items_in_batch=1).loss)

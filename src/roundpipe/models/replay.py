@@ -141,14 +141,16 @@ class Replay:
         if k < self._point:
             value, captured = self._ledger.outputs[k]
             made = self._recalled(value, lambda j: ("out", k, j))
-            self._hand_on(collector, k, captured, lambda leaf, key: self._recall(key, leaf))
+            if collector:
+                self._hand_on(collector, k, captured, lambda leaf, key: self._recall(key, leaf))
         else:
             arguments = self._record(k, args, kwargs, collector)
             if k == self._end - 1:
                 raise _Reached
             outline = self._plan.outlines[k]
             made = self._markers(k, outline, arguments)
-            self._hand_on(collector, k, outline.captured, lambda leaf, key: self._marker(leaf, key))
+            if collector:
+                self._hand_on(collector, k, outline.captured, lambda leaf, key: self._marker(leaf, key))
         repeat_side_effects(made["side"], args, kwargs)
         return made["ret"]
 
@@ -245,14 +247,14 @@ class Replay:
 
     def _hand_on(
         self,
-        collector: Captured | None,
+        collector: Captured,
         k: int,
         captured: Mapping[str, list[Any]],
         make: Callable[[Outline, Key], torch.Tensor],
     ) -> None:
         """Give the running forward what the block has captured for it."""
-        for kind, found in captured.items() if collector else ():
-            if collector is not None and kind in collector:
+        for kind, found in captured.items():
+            if kind in collector:
                 for i, leaf in enumerate(found):
                     collector[kind].append(make(leaf, ("cap", k, kind, i)) if type(leaf) is Outline else leaf)
 

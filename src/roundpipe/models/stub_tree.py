@@ -60,14 +60,14 @@ class StubTree(nn.Module):
         self.stubs = stubs
         self.needs = frozenset(name for name, param in model.named_parameters() if id(param) in owned)
         place = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-        above = _above(model, stubs)
+        containing = above(model, stubs)
 
         def stand_in(module: nn.Module) -> nn.Module | None:
             path = place[id(module)]
             if path in stubs:
                 return make_stub(module, path, module if is_real(module) else None, ghosts.of(module))
-            if path in above or isinstance(module, _CONTAINERS):
-                _refuse_own_forward(module)
+            if path in containing or isinstance(module, _CONTAINERS):
+                refuse_own_forward(module)
                 return None
             return module if is_real(module) else make_stub(module, path, None, ghosts.of(module))
 
@@ -103,10 +103,14 @@ class _Link:
     def __init__(self, original: nn.Module, copy: nn.Module) -> None:
         self._original, self._copy = original, copy
         self._agreed = dict(original.__dict__)
-        self._content = [dict(original.__dict__[name]) for name in ("_parameters", "_modules")]
+        self._content = self._ids()
+
+    def _ids(self) -> list[tuple[str, int]]:
+        own = self._original
+        return [(name, id(part)) for name, part in (*own._parameters.items(), *own._modules.items())]
 
     def refresh(self) -> None:
-        if [self._original._parameters, self._original._modules] != self._content:
+        if self._ids() != self._content:
             raise ModelChangedError(
                 f"a parameter or submodule of the {type(self._original).__name__} was added, replaced or removed after "
                 "wrapping; change the model before wrapping it, or close() and wrap it again."
@@ -118,7 +122,7 @@ class _Link:
                     self._copy.__dict__[name] = translated(value, self._original, self._copy, {})
 
 
-def _above(model: nn.Module, stubs: Set[str]) -> set[str]:
+def above(model: nn.Module, stubs: Set[str]) -> set[str]:
     """Modules that contain a stub."""
     by_id = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     return {
@@ -128,7 +132,7 @@ def _above(model: nn.Module, stubs: Set[str]) -> set[str]:
     }
 
 
-def _refuse_own_forward(module: nn.Module) -> None:
+def refuse_own_forward(module: nn.Module) -> None:
     """A forward set on the instance would call the original's submodules, past every stub."""
     forward = module.__dict__.get("forward")
     if forward is not None and getattr(forward, "__self__", None) is not module:

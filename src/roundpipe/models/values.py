@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Mapping
@@ -117,16 +116,8 @@ def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def placeholder(outline: Outline, device: torch.device) -> torch.Tensor:
     """A tensor for what is believed dead: NaN, so that a wrong belief is loud, and one number, to take no memory."""
-    return _dead_number(outline.dtype, device).expand(outline.shape)
-
-
-@functools.cache
-def _dead_number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Shared by all placeholders of a kind. Nobody can write into it: an expanded tensor refuses that."""
-    with torch.inference_mode(False):
-        return torch.full(
-            (), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device
-        )
+    dead = math.nan if outline.dtype.is_floating_point or outline.dtype.is_complex else 0
+    return torch.full((), dead, dtype=outline.dtype, device=device).expand(outline.shape)
 
 
 def may_hold_containers(value: Any) -> bool:

@@ -38,9 +38,9 @@ class WeightBuffer(enum.IntEnum):
 
 
 class LayerSlot:
-    def __init__(self, version: int = 0, generation: int = 0) -> None:
+    def __init__(self, front: range = range(0, 1), back: range = _NOTHING, generation: int = 0) -> None:
         self.open_generation = generation  # the generation whose gradients the host buffer takes
-        self._held = [range(version, version + 1), _NOTHING]  # versions, by buffer
+        self._held = [front, back]  # versions, by buffer
         self._uploads_due: Counter[tuple[Hashable, int]] = Counter()
         self._landings_due: Counter[tuple[Hashable, int]] = Counter()
         self._upload_events: list[list[Event]] = [[], []]

@@ -22,7 +22,7 @@ from roundpipe.store.landing_buffers import LandingBuffers
 from roundpipe.store.layer_slot import LayerSlot
 from roundpipe.store.layer_weights import LayerWeights
 from roundpipe.store.masters import Masters
-from roundpipe.store.records import ParameterRecord
+from roundpipe.store.records import LayerRecord, ParameterRecord
 from roundpipe.store.registered_pages import RegisteredPages
 from roundpipe.waiting import Monitor
 
@@ -71,13 +71,23 @@ class LayerStore:
             self._registered.close()
         adoption.release(self.parameters, self)
 
-    def rearrange(self, layers: Sequence[nn.Module], *, version: int, generation: int) -> None:
-        """Let other layers have the same parameters. Only while nothing runs and `version` is what the user sees."""
+    def rearrange(self, layers: Sequence[nn.Module], *, visible: int, newest: int) -> None:
+        """Let other layers have the same parameters.
+
+        Only while nothing runs: calls read version `visible`, which lies in front, and steps up to `newest` are done.
+        """
+        self.weights.bring_to_back(newest)
         self.layers = adoption.rearrange(layers, self.parameters, self.layers)
-        self.slots = [LayerSlot(version, generation) for _ in self.layers]
+        self.slots = [self._slot_of(layer, visible, newest) for layer in self.layers]
         self.weights.rearrange(self.layers, self.slots)
         self.masters.rearrange(self.layers)
         self._compositions = [Composition(layer) for layer in self.layers]
+
+    @staticmethod
+    def _slot_of(layer: LayerRecord, visible: int, newest: int) -> LayerSlot:
+        if any(record.back is not None for record in layer.at_home) and visible != newest:
+            return LayerSlot(range(visible, visible + 1), range(newest, newest + 1), generation=newest)
+        return LayerSlot(range(visible, newest + 1), generation=newest)
 
     # What a call will do. Registered before it starts, so that nobody overtakes it.
 

@@ -40,6 +40,14 @@ class LayerWeights:
         for flat in (*self._fronts, *self._backs):
             flat.close()
 
+    def bring_to_back(self, newest: int) -> None:
+        """Let every second memory hold the newest version, also of layers that it did not change."""
+        for layer, slot in zip(self._layers, self._slots, strict=True):
+            if slot.buffer_of(newest) is WeightBuffer.FRONT:
+                for record in layer.at_home:
+                    if record.back is not None:
+                        record.back.copy_(record.weights)
+
     def rearrange(self, layers: Sequence[LayerRecord], slots: Sequence[LayerSlot]) -> None:
         """The same weights, where they are, belong to other layers from now on. Only while nobody uses them."""
         self._layers, self._slots = layers, slots

@@ -43,9 +43,13 @@ def test_the_users_generators_go_on_where_they_were() -> None:
 
 def test_they_are_put_back_after_an_error() -> None:
     before = state_of_generators()
-    with pytest.raises(ZeroDivisionError), own_generators():
+
+    def fail() -> None:
         draw()
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), own_generators():
+        fail()
     assert state_of_generators() == before
 
 

@@ -124,8 +124,17 @@ def test_layers_are_those_of_the_plan() -> None:
 def test_a_plan_that_fits_changes_nothing() -> None:
     layout = layout_of(Model(), plan([0, 1, 2], [1, 2]))
     layers = list(layout.layers)
-    for fitting in (plan([0, 1, 2], [1, 2]), plan([0, 1, 2]), plan([0, 2], [1]), plan([1])):
+    for fitting in (plan([0, 1, 2], [1, 2]), plan([0, 1, 2]), plan([0, 1, 2], [2]), plan([0, 1, 2], [1])):
         assert layout.add(fitting) is False
+        assert list(layout.layers) == layers
+        assert in_order(layout, layout.placed[-1]) == expected_order(fitting)
+
+
+def test_a_plan_of_fewer_calls_finds_its_place_among_the_same_layers() -> None:
+    layout = layout_of(Model(), plan([0, 1, 2], [1, 2]))
+    layers = list(layout.layers)
+    for fitting in (plan([0, 2], [1]), plan([1]), plan([0, 1])):
+        layout.add(fitting)
         assert list(layout.layers) == layers
         assert in_order(layout, layout.placed[-1]) == expected_order(fitting)
 

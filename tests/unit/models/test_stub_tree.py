@@ -213,7 +213,7 @@ def test_a_director_leaves_with_its_block() -> None:
 def test_changed_and_new_attributes_are_taken_over() -> None:
     model: Any = Model()
     tree = tree_of(model, list(model.parameters()))
-    model.factor, model.extra, model.part = 5.0, "new", model.head
+    model.factor, model.extra = 5.0, "new"
     model.eval()
     tree.refresh()
     assert (tree.root.factor, tree.root.extra) == (5.0, "new")

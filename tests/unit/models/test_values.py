@@ -99,6 +99,7 @@ def test_a_template_is_filled_with_the_tensors_it_stands_for(kind: str) -> None:
 
 # Equality.
 
+
 @pytest.mark.parametrize(
     ("left", "right", "expected"),
     [
