@@ -244,7 +244,6 @@ def test_packed_rows_are_cut_into_microbatches_row_by_row() -> None:
         assert_same_grads(model.original_model, plain)
 
 
-@pytest.mark.usefixtures("tiles")
 def test_logits_of_a_packed_row_are_dropped_as_those_of_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are too large: packed rows are the long ones."""
     monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 1)

@@ -344,6 +344,8 @@ def test_positional_arguments_are_known_by_their_place(wrap: Callable[..., Any])
     loss = model.forward_backward((batch["input_ids"],), {"labels": batch["labels"]}, None, loss_of, run_config=config)
     assert_same(loss, expected.loss)
     assert_same_training(model, reference)
+    with pytest.raises(UsageError, match="for generating"):
+        model(batch["input_ids"], None, None, transformers.DynamicCache())
 
 
 def test_microbatches_packed_by_the_user_are_taken_as_they_are(wrap: Callable[..., Any]) -> None:

@@ -195,7 +195,12 @@ class ModelEngine(Member):
             unknown = self.split_model.unknown_calls(batches)
             if unknown:
                 self._come_to_rest()  # its modules run on the host now, on weights nobody may be writing
-                if self.split_model.learn(unknown):
+                try:
+                    has_changed = self.split_model.learn(unknown)
+                except BaseException:  # some of them may have been learned
+                    self._rearrange(self.split_model.layers)
+                    raise
+                if has_changed:
                     self._rearrange(self.split_model.layers)
 
     def _rearrange(self, layers: Sequence[nn.Module]) -> None:
@@ -216,10 +221,8 @@ class ModelEngine(Member):
             except CallOrderChanged as error:
                 with torch.set_grad_enabled(with_grad):
                     has_other_plan = self.split_model is not None and self.split_model.distrust(batches)
-                if not has_other_plan:
-                    raise error.__cause__ or error from None  # it has its own plan: the failure is the model's
-                if not may_repeat:
-                    raise
+                if not has_other_plan or not may_repeat:
+                    raise error.__cause__ or error from None  # the failure may well be the model's own
                 logger.info("%s: this call is split in a way of its own: %s", self.name, error)
                 self._admit(batches, with_grad)
             except torch.OutOfMemoryError as error:

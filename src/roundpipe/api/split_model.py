@@ -23,6 +23,7 @@ from roundpipe.microbatch.model_inputs import split_model_inputs
 from roundpipe.models.library_state import is_cache, is_pretrained
 from roundpipe.models.split_layers import KEEPS_LOGITS
 from roundpipe.models.splitter import ModelSplitter
+from roundpipe.models.travel import KeepLogits
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -92,8 +93,10 @@ class SplitModel:
             additions["use_cache"] = False
         if config.whole_batch_loss:
             additions["num_items_in_batch"] = self._splitter.count_targets({**kwargs, **additions})
-        if not (config.keep_logits if config.keep_logits is not None else not is_for_loss_alone):
-            additions[KEEPS_LOGITS] = False
+        if config.keep_logits is False:
+            additions[KEEPS_LOGITS] = KeepLogits.NEVER
+        elif config.keep_logits is None and is_for_loss_alone:
+            additions[KEEPS_LOGITS] = KeepLogits.UNLESS_LARGE
         return additions
 
     def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:

@@ -39,8 +39,12 @@ def calibrate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
     refuse_random_depth(model)
     for path in above(model, block_paths(model)):
         refuse_own_forward(model.get_submodule(path))
-    generators = torch.random.fork_rng(devices=())
-    with own_generators(), generators, WithoutDropout(), torch.set_grad_enabled(with_grad):
+    with (
+        torch.random.fork_rng(devices=()),  # first: the others draw
+        own_generators(),
+        WithoutDropout(),
+        torch.set_grad_enabled(with_grad),
+    ):
         return _Calibration(model, args, kwargs).plan()
 
 

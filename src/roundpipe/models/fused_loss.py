@@ -9,6 +9,7 @@ head's input, a chunk of tokens at a time.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,16 +20,16 @@ from roundpipe.models.linear_loss import LOGITS_BYTES, linear_cross_entropy
 from roundpipe.models.stub import current_director
 from roundpipe.models.values import Outline, map_leaves, placeholder
 
-_HANDLED = frozenset({"logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"})
-_CLOSE = 1e-3
+_CLOSE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class FusedHead:
-    """Which tap is the head, and whether position i is to predict label i + 1."""
+    """Which tap is the head, whether position i is to predict label i + 1, and the loss function that showed it."""
 
     tap: int
     shift: bool
+    loss_function: Any = dataclasses.field(compare=False)
 
 
 class LossStub:
@@ -84,6 +85,16 @@ class HeadLoss:
             shift=self.head.shift and shifted is None,
         )
 
+    def plain_loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """By another function than the one it was tried with: on the logits, which are made after all."""
+        assert self._module is not None
+        logits = self._module(self._hidden)
+
+        def instead(value: Any) -> Any:
+            return logits if value is self._marker else value
+
+        return plain(*map(instead, args), **{name: instead(value) for name, value in kwargs.items()})
+
     def without_marker(self, returned: Any) -> Any:
         """What the model returned, with None for the logits."""
         return map_leaves(lambda leaf: None if leaf is self._marker else leaf, returned)
@@ -104,18 +115,19 @@ def find_head(
     loss: torch.Tensor,
     taps: list[tuple[nn.Module, torch.Tensor, torch.Tensor]],
     given: dict[str, Any],
+    loss_function: Any,
 ) -> FusedHead | None:
     """The head whose very output `logits` is, if `loss` is the cross entropy that can be fused with it.
 
     taps: (module, its first argument, its output), in the order of their calls.
     """
     labels = given.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or given.keys() - _HANDLED:
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
         return None
     for t, (module, hidden, output) in enumerate(taps):
         if output is logits and can_be_fused(module) and labels.shape == logits.shape[:-1]:
             for shift in (True, False):
-                fused = HeadLoss(FusedHead(t, shift))
+                fused = HeadLoss(FusedHead(t, shift, loss_function))
                 fused.call_head(module, (hidden,), {})
                 with torch.no_grad():
                     found = fused.loss((), given)

@@ -87,7 +87,10 @@ def copied_cache(value: Any) -> Any:
     """A copy of a cache, in host memory; anything else as it is."""
     if not is_cache(value):
         return value
-    own = copy.deepcopy(value)
+    try:
+        own = copy.deepcopy(value)
+    except RuntimeError as error:
+        raise ModelSplitError("a cache that gradients flow through is handed to its blocks") from error
     move_cache(own, torch.device("cpu"))
     return own
 

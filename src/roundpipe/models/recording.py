@@ -53,7 +53,7 @@ class Recording:
         self.calls: list[RecordedCall] = []
         self.taps: list[RecordedTap] = []
         self._blocks = blocks
-        self.losses: list[tuple[dict[str, Any], Any]] = []
+        self.losses: list[tuple[dict[str, Any], Any, Any]] = []
         self._linears: list[tuple[nn.Module, torch.Tensor, Any]] = []
         self._alive: list[Any] = []
 
@@ -64,18 +64,18 @@ class Recording:
     def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = plain(*args, **kwargs)
         given = {**dict(zip(("logits", "labels", "vocab_size"), args, strict=False)), **kwargs}
-        self.losses.append((given, value))
+        self.losses.append((given, value, plain))
         return value
 
     def head(self) -> FusedHead | None:
         """The head that can be computed together with the loss, if there is one loss and such a head."""
         if len(self.losses) != 1:
             return None
-        given, loss = self.losses[0]
+        given, loss, plain = self.losses[0]
         logits = given.get("logits")
         if not isinstance(logits, torch.Tensor) or not isinstance(loss, torch.Tensor) or loss.dim():
             return None
-        return find_head(logits, loss, self._linears, given)
+        return find_head(logits, loss, self._linears, given, plain)
 
     def call(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real = stub._modules["real"]

@@ -25,7 +25,7 @@ from roundpipe.models.library_state import Captured, active_collector, is_cache,
 from roundpipe.models.split_plan import CallOutline
 from roundpipe.models.stub import directed_by, unstubbed
 from roundpipe.models.tiling import is_long, tiled
-from roundpipe.models.travel import CallRecord, Ledger, State
+from roundpipe.models.travel import CallRecord, KeepLogits, Ledger, State
 from roundpipe.models.values import (
     Held,
     Key,
@@ -118,7 +118,7 @@ class Replay:
         if real is None:
             raise ModelSplitError(f"{stub.__dict__['stub_path']} is called in segment {self._point} without weights")
         head = self._plan.head
-        if head is not None and head.tap == t and not self._ledger.keeps_logits and are_large(args[0], real):
+        if head is not None and head.tap == t and self._drops_logits(args[0], real):
             self._head_loss = HeadLoss(head)
             return self._head_loss.call_head(real, args, kwargs)
         if not is_long(args):
@@ -126,10 +126,20 @@ class Replay:
         with tiled(real, self._plan.tokenwise.get(self._plan.taps[t].path, ())):
             return real(*args, **kwargs)
 
+    def _drops_logits(self, hidden: torch.Tensor, head: nn.Module) -> bool:
+        match self._ledger.keeps_logits:
+            case KeepLogits.ALWAYS:
+                return False
+            case KeepLogits.UNLESS_LARGE:
+                return are_large(hidden, head)
+            case KeepLogits.NEVER:
+                return True
+
     def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._head_loss is not None and self._head_loss.takes(args, kwargs):
-            return self._head_loss.loss(args, kwargs)
-        return plain(*args, **kwargs)
+        fused = self._head_loss
+        if fused is None or not fused.takes(args, kwargs):
+            return plain(*args, **kwargs)
+        return fused.loss(args, kwargs) if plain is fused.head.loss_function else fused.plain_loss(plain, args, kwargs)
 
     # Blocks.
 

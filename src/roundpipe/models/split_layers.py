@@ -24,10 +24,10 @@ from roundpipe.models.routing import KeptRoutes
 from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.stub_tree import StubTree
 from roundpipe.models.tiling import tiled
-from roundpipe.models.travel import CallRecord, Ledger, State, without_dead
+from roundpipe.models.travel import CallRecord, KeepLogits, Ledger, State, without_dead
 from roundpipe.models.values import Outline, filled_in, leaves_of, map_leaves
 
-# A keyword argument for the first layer, not for the model: False if nobody will look at the logits of this call.
+# A keyword argument for the first layer, not for the model: a KeepLogits.
 KEEPS_LOGITS = "roundpipe_keeps_logits"
 
 
@@ -61,7 +61,7 @@ class GlueLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.layer_id == 0:
-            keeps_logits = kwargs.pop(KEEPS_LOGITS, True)
+            keeps_logits = kwargs.pop(KEEPS_LOGITS, KeepLogits.ALWAYS)
             placed = self.book.find(args, kwargs, self.training)
             state, ledger = Ledger.begin(placed.plan, placed, args, kwargs)
             ledger = dataclasses.replace(

@@ -138,8 +138,8 @@ class ModelSplitter:
 
     def _verified_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool) -> SplitPlan:
         plan = calibrate(self._model, args, kwargs, with_grad=with_grad)
-        tokenwise = verify(self._model, plan, args, kwargs, with_grad=with_grad)
-        return dataclasses.replace(plan, tokenwise=tokenwise)
+        tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
+        return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None) -> Hashable:
         """`training`: the mode of the call; that of the model by default."""

@@ -7,6 +7,7 @@ recomputation finds the one its forward had.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,14 @@ from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.values import Held, Key, map_leaves
 
 State = dict[Key, torch.Tensor]
+
+
+class KeepLogits(enum.Enum):
+    """Whether somebody will look at the logits of a model that computes its own loss."""
+
+    ALWAYS = "always"
+    UNLESS_LARGE = "unless large"
+    NEVER = "never"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class Ledger:
     outputs: Mapping[int, Any]  # by call: (value, captured) with an Outline for each tensor
     taps: Mapping[int, Any]  # by tap: its value with an Outline for each tensor
     last_use: Mapping[Key, int]  # by key: the last call known to take it
-    keeps_logits: bool = True  # somebody will look at them
+    keeps_logits: KeepLogits = KeepLogits.ALWAYS
     fills_caches: bool = False  # caches in arguments are the caller's, and are to be filled
 
     @classmethod

@@ -19,9 +19,10 @@ from roundpipe.errors import ModelSplitError
 from roundpipe.models.calibration import alias, fresh
 from roundpipe.models.layout import Layout
 from roundpipe.models.module_copy import copy_tree
-from roundpipe.models.split_layers import PlacedPlan
+from roundpipe.models.split_layers import KEEPS_LOGITS, PlacedPlan
 from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.tiling import TokenwiseSearch
+from roundpipe.models.travel import KeepLogits
 from roundpipe.models.values import equal, leaves_of, tensors_of
 from roundpipe.models.without_dropout import WithoutDropout
 
@@ -31,45 +32,61 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, tor
 
 def verify(
     model: nn.Module, plan: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool
-) -> dict[str, tuple[str, ...]]:
+) -> tuple[dict[str, tuple[str, ...]], bool]:
     """Raises ModelSplitError if the split does not do what the model does.
 
-    Returns, by path of a block or tap, which parts of it are tokenwise: that is seen on the way.
+    Returns what is seen on the way: by path of a block or tap, which parts of it are tokenwise; and whether the head
+    can do without logits.
     """
     with torch.random.fork_rng(devices=()), torch.set_grad_enabled(with_grad):
         layers, copy = _layers(model, plan)
         with WithoutDropout():
             expected = copy(*fresh(args), **fresh(kwargs))
             got = _chained(layers, fresh(args), fresh(kwargs))
-        _compare(expected, got)
+            _compare(expected, got)
+            fuses = plan.head is not None and _loses_no_loss(layers, args, kwargs, expected)
         del expected, got
         if with_grad:
             _compare_gradients(copy, layers, args, kwargs)
-        return _find_tokenwise(copy, plan, layers, args, kwargs)
+        return _find_tokenwise(copy, plan, layers, args, kwargs), fuses
+
+
+def _loses_no_loss(layers: Sequence[nn.Module], args: Any, kwargs: Any, expected: Any) -> bool:
+    """Whether the loss comes out the same when the head returns a placeholder for the logits."""
+    try:
+        got = _chained(layers, fresh(args), {**fresh(kwargs), KEEPS_LOGITS: KeepLogits.NEVER}).loss
+    except Exception:  # something between head and loss needs to see them
+        return False
+    return isinstance(got, torch.Tensor) and bool((got - expected.loss).abs() <= 1e-4 * expected.loss.abs())
 
 
 def _find_tokenwise(
     copy: nn.Module, plan: SplitPlan, layers: Sequence[nn.Module], args: Any, kwargs: Any
 ) -> dict[str, tuple[str, ...]]:
-    """One block of each class is looked at, and each tap; dropout is on, so what draws is not tokenwise."""
+    """One block of each build is looked at, and each tap; dropout is on, so what draws is not tokenwise."""
     by_path = dict(copy.named_modules())
     found: dict[str, tuple[str, ...]] = {}
-    by_class: dict[type[nn.Module], tuple[str, ...]] = {}
+    by_class: dict[Any, tuple[str, ...]] = {}
     searches: dict[str, TokenwiseSearch] = {}
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for path in {**dict.fromkeys(plan.calls), **{tap.path: None for tap in plan.taps}}:
             module = by_path[path]
-            if path not in plan.calls or type(module) not in by_class:
-                by_class.setdefault(type(module), ())
+            if path not in plan.calls or _build_of(module) not in by_class:
+                by_class.setdefault(_build_of(module), ())
                 searches[path] = TokenwiseSearch()
                 stack.enter_context(searches[path].watching(module))
         _chained(layers, fresh(args), fresh(kwargs))
     for path, search in searches.items():
         found[path] = search.found()
         if path in plan.calls:
-            by_class[type(by_path[path])] = found[path]
-    found |= {path: by_class[type(by_path[path])] for path in plan.calls if path not in found}
+            by_class[_build_of(by_path[path])] = found[path]
+    found |= {path: by_class[_build_of(by_path[path])] for path in plan.calls if path not in found}
     return {path: parts for path, parts in found.items() if parts}
+
+
+def _build_of(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules that are built alike; those of one class need not be."""
+    return tuple((path, type(inner)) for path, inner in module.named_modules())
 
 
 def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.Module]:

@@ -23,6 +23,9 @@ class WithoutDropout(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]
+        if name == "uniform_":  # noise of a router, say
+            low, high = (*args[1:3], *(kwargs[key] for key in ("from", "to") if key in kwargs), 0.0, 1.0)[:2]
+            return args[0].fill_((low + high) / 2)
         if name == "scaled_dot_product_attention":
             if "dropout_p" in kwargs:
                 kwargs["dropout_p"] = 0.0

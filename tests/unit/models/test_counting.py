@@ -82,5 +82,5 @@ def test_dropout_does_not_blur_it() -> None:
 
 
 def test_a_loss_that_ignores_the_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"loss of Language does not follow num_items_in_batch.*over 6 labels"):
+    with pytest.raises(ConfigError, match=r"loss of Language does not follow num_items_in_batch.*over 12 labels"):
         counting_rule(Language(shift=True, obeys=False), call())
