@@ -245,9 +245,7 @@ def test_an_optimizer_made_after_a_change(models: SplitModels) -> None:
     module = Growing()
     model = models.wrap(copy.deepcopy(module), inputs_of(BARE, 0), 2)
     model(**inputs_of(HINT, 1))
-    made = Pair(
-        model, StalenessReference(module, adamw), adamw(list(model.optim_parameters())), torch.float32, {BARE, HINT}
-    )
+    made = Pair(model, StalenessReference(module, adamw), adamw(list(model.optim_parameters())), torch.float32)
     for form in (HINT, BARE, HINT):
         made.call(form)
         made.step(False)

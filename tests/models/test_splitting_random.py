@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers_parity import add_grads, assert_same, take_grads
-from helpers_split import WIDTH, Block, SplitModels, Toy, assert_same_training, own_loss, recomputing, rows
+from helpers_split import Block, SplitModels, Toy, assert_same_training, own_loss, recomputing, rows
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.devices.host_random import HostRandomStream
 from roundpipe.runtime.seeds import draw_call_seed, stream_seed
@@ -198,32 +198,6 @@ def test_two_runs_from_one_seed_are_the_same_on_any_number_of_devices(models: Sp
         found.append([loss, *(param.grad for param in model.parameters())])
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
-
-
-class OneMask(Toy):
-    """Draws a mask in its own code, and multiplies with it in two segments; tells what its second block got."""
-
-    class Echo(Block):
-        def forward(self, h: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-            return super().forward(h, bias), h * 1.0
-
-    def __init__(self) -> None:
-        super().__init__(2, self.Echo)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mask = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
-        h, _ = self.blocks[0](self.embed(x))
-        h, second_input = self.blocks[1](h * mask)
-        return self.head(h) * mask, second_input
-
-
-def test_a_mask_that_the_models_own_code_draws_once_is_one_mask(models: SplitModels) -> None:
-    """What is dropped in the one segment is dropped in the other."""
-    model = models.wrap(seeded(OneMask), {"x": rows()}, 1)
-    with torch.no_grad():
-        last, earlier = model(x=rows(40), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
-    assert WIDTH * 10 < int((earlier == 0).sum()) < WIDTH * 30
-    assert torch.equal(last == 0, earlier == 0)
 
 
 class NoisyInput(Toy):

@@ -17,13 +17,13 @@ from torch import nn
 
 from roundpipe.errors import ModelSplitError
 from roundpipe.models.dependence import Dependence
-from roundpipe.models.discovery import Discovery, block_paths, discover, observe
+from roundpipe.models.discovery import Discovery, discover, observe
 from roundpipe.models.global_random import fresh_generators, own_generators, state_of_generators
 from roundpipe.models.library_state import copied_cache, is_cache, keep_hook_marks
 from roundpipe.models.module_copy import copy_tree
 from roundpipe.models.recording import Recording
 from roundpipe.models.split_plan import SplitPlan
-from roundpipe.models.stub_tree import Ghosts, StubTree, above, refuse_own_forward
+from roundpipe.models.stub_tree import Ghosts, StubTree, refuse_own_forward
 from roundpipe.models.values import equal, is_plain, leaves_of, map_leaves
 from roundpipe.models.without_dropout import WithoutDropout
 
@@ -37,8 +37,8 @@ class ChangesItself(ModelSplitError):
 def calibrate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool) -> SplitPlan:
     """Raises ModelSplitError with the reason where the model cannot be split for such a call."""
     refuse_random_depth(model)
-    for path in above(model, block_paths(model)):
-        refuse_own_forward(model.get_submodule(path))
+    for module in model.modules():
+        refuse_own_forward(module)
     with (
         torch.random.fork_rng(devices=()),  # first: the others draw
         own_generators(),
@@ -56,7 +56,7 @@ class _Calibration:
 
     def plan(self) -> SplitPlan:
         seed = torch.get_rng_state()
-        copy, pairs = copy_tree(self._model, parameter=alias)
+        copy, pairs = private_copy(self._model)
         outputs = self._first_run(copy, pairs)
         torch.set_rng_state(seed)
         args, kwargs = self._inputs()
@@ -134,7 +134,7 @@ class _Calibration:
             dependence.note_late_changes(point)
 
     def _find_needs(self, dependence: Dependence, found: Discovery) -> None:
-        forced, _ = copy_tree(self._model, parameter=lambda param: alias(param, forced=True))
+        forced, _ = private_copy(self._model, forced=True)
         names = {id(param): name for name, param in forced.named_parameters()}
         forced_tree = self._tree(forced, found)
         by_path = dict(self._model.named_modules())
@@ -164,7 +164,7 @@ class _Calibration:
         return frozenset(name for name, param in self._model.named_parameters() if id(param) not in inside)
 
     def _element_tree(self, plan: SplitPlan, needs: Any) -> nn.Module:
-        tree = element_tree(self._model, plan, needs, self._ghosts)
+        tree = element_tree(private_copy(self._model)[0], plan, needs, self._ghosts)
         tree.fill_in(torch.device("cpu"))
         return tree.root
 
@@ -198,6 +198,14 @@ def element_tree(model: nn.Module, plan: SplitPlan, needs: Any, ghosts: Ghosts) 
         return id(module) not in block_ids and (not params or any(id(param) in owned for param in params))
 
     return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
+
+
+def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, list[tuple[nn.Module, nn.Module]]]:
+    """A copy of the module tree over the same weights, with buffers of its own, which a forward may write.
+
+    `forced`: every weight requires grad.
+    """
+    return copy_tree(model, parameter=lambda param: alias(param, forced), buffer=torch.Tensor.clone)
 
 
 def alias(param: nn.Parameter, forced: bool = False) -> nn.Parameter:

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.models.calibration import alias, fresh
-from roundpipe.models.module_copy import copy_tree
+from roundpipe.models.calibration import fresh, private_copy
 from roundpipe.models.without_dropout import WithoutDropout
 
 CountTargets = Callable[[torch.Tensor], int]
@@ -33,7 +32,7 @@ def count_shifted(labels: torch.Tensor) -> int:
 
 def counting_rule(model: nn.Module, kwargs: Mapping[str, Any]) -> CountTargets:
     """The rule by which a loss with `num_items_in_batch` is the loss without it. `kwargs`: a small call with labels."""
-    copy, _ = copy_tree(model, parameter=alias)
+    copy, _ = private_copy(model)
     given = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
     given["labels"] = given["labels"].clamp(min=0)  # where none is ignored, the rules count differently
     with torch.no_grad(), torch.random.fork_rng(devices=()), WithoutDropout():

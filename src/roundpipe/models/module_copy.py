@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 # What nn.Module itself manages; a copy has its own.
@@ -20,11 +21,12 @@ def copy_tree(
     root: nn.Module,
     stand_in: Callable[[nn.Module], nn.Module | None] = lambda module: None,
     parameter: Callable[[nn.Parameter], nn.Parameter | None] = lambda param: param,
+    buffer: Callable[[torch.Tensor], torch.Tensor] = lambda buffer: buffer,
 ) -> tuple[nn.Module, list[tuple[nn.Module, nn.Module]]]:
     """A copy of the tree, and (original, copy) of every module copied.
 
     stand_in: what takes a module's place, with all below it; None to copy it.
-    parameter: what takes a parameter's place; None to leave it out.
+    parameter: what takes a parameter's place; None to leave it out. buffer: what takes a buffer's.
     """
     exchanged: dict[int, Any] = {}
     pairs: list[tuple[nn.Module, nn.Module]] = []
@@ -40,7 +42,10 @@ def copy_tree(
         new = module.__class__.__new__(module.__class__)
         exchanged[id(module)] = new
         new.__dict__["_parameters"] = _exchanged_parameters(module, parameter, exchanged)
-        new.__dict__["_buffers"] = dict(module._buffers)
+        new.__dict__["_buffers"] = {
+            name: None if held is None else exchanged.setdefault(id(held), buffer(held))
+            for name, held in module._buffers.items()
+        }
         children = module._modules.items()
         new.__dict__["_modules"] = {name: None if child is None else copied(child) for name, child in children}
         pairs.append((module, new))

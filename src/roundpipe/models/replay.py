@@ -79,6 +79,8 @@ class Replay:
                 returned = tree(*args, **kwargs)
             except _Reached:
                 return None
+        if self._num_calls < self._plan.num_calls or self._num_taps < len(self._plan.taps):
+            raise CallOrderChanged("its forward called fewer modules than the plan says")
         return returned if self._head_loss is None else self._head_loss.without_marker(returned)
 
     @property
@@ -116,7 +118,7 @@ class Replay:
     def _run_tap(self, t: int, stub: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real = stub._modules.get("real")
         if real is None:
-            raise ModelSplitError(f"{stub.__dict__['stub_path']} is called in segment {self._point} without weights")
+            raise CallOrderChanged(f"{stub.__dict__['stub_path']} is called where the plan has no weights for it")
         head = self._plan.head
         if head is not None and head.tap == t and self._drops_logits(args[0], real):
             self._head_loss = HeadLoss(head)
@@ -175,6 +177,7 @@ class Replay:
             first.has_containers or named.has_containers,
             first.has_caches or named.has_caches,
             first.is_long or named.is_long,
+            torch.is_grad_enabled(),
         )
         self._alive += (first, named)
         return [*first.leaves, *named.leaves]

@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_flatten
 from roundpipe.models.library_state import is_cache, is_filled
 
 
+_SMALL = 64
+
+
 def signature(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, with_shapes: bool = False
 ) -> Hashable:
@@ -24,6 +27,8 @@ def _form(value: Any, with_shapes: bool) -> Hashable:
     if isinstance(value, torch.Tensor):
         return (value.dtype, tuple(value.shape) if with_shapes else value.dim())
     if isinstance(value, bool | str | None):
+        return value
+    if isinstance(value, int) and abs(value) <= _SMALL:  # more likely a choice than a size
         return value
     if isinstance(value, int | float):
         return type(value).__name__

@@ -127,7 +127,8 @@ class BlockLayer(nn.Module):
     ) -> tuple[dict[str, Any], Captured]:
         routes = KeptRoutes() if plan.outlines[k].routes and torch.is_grad_enabled() else None
         tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ())) if record.is_long else _NOTHING_TO_ENTER
-        with drawing(plan), tiles, _NOTHING_TO_ENTER if routes is None else routes:
+        grad_mode = _NOTHING_TO_ENTER if record.with_grad else torch.no_grad()
+        with drawing(plan), tiles, grad_mode, _NOTHING_TO_ENTER if routes is None else routes:
             done = call_block(
                 self.block,
                 args,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from roundpipe.errors import ModelSplitError
 from roundpipe.models.values import Outline, placeholder
 
 
@@ -52,7 +53,13 @@ class Stub:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _director.get().call(self, self.__dict__["stub_path"], args, kwargs)  # type: ignore[arg-type]
+        director = _director.get(None)
+        if director is None:
+            raise ModelSplitError(
+                f"{self.__dict__['stub_path']} is called when the model's forward has returned, as by a checkpoint "
+                "around code of the model's own"
+            )
+        return director.call(self, self.__dict__["stub_path"], args, kwargs)  # type: ignore[arg-type]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)

@@ -37,6 +37,7 @@ class CallRecord:
     has_containers: bool
     has_caches: bool
     is_long: bool  # so many tokens that parts of the block are tiled
+    with_grad: bool  # the model calls it with grad enabled, if anything is
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
