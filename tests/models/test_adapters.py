@@ -261,7 +261,6 @@ OTHER_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "some_tokens": ("llama", "LoraConfig", {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [5, 9]}),
     "ia3": ("llama", "IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     "prompt_tuning": ("llama", "PromptTuningConfig", {"num_virtual_tokens": 3}),
-    "prefix_tuning": ("llama", "PrefixTuningConfig", {"num_virtual_tokens": 3}),
 }
 
 

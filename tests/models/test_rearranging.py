@@ -1,7 +1,7 @@
 """A call of a form not met before may change the layers of a model in the middle of its training; nothing else changes.
 
-Weights, optimizer state and losses are those of a plain loop, to the last bit; after an asynchronous step a call of a new
-form, too, reads weights that are one step old.
+Weights, optimizer state and losses are those of a plain loop, to the last bit; after an asynchronous step a call of a
+new form, too, reads weights that are one step old.
 """
 
 from __future__ import annotations

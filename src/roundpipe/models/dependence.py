@@ -8,6 +8,7 @@ autograd graph.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,18 +22,23 @@ from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.travel import Ledger, State
 from roundpipe.models.values import Held, Key, Outline, equal, leaves_of, structure_of, tensors_of
 
+Poison = Callable[[torch.Tensor], torch.Tensor]
+# A choice between few, by a sign say, may come out the same for one set of other values: several are tried.
+POISONS: tuple[Poison, ...] = (lambda noise: noise, lambda noise: 3 * noise.abs(), lambda noise: -3 * noise.abs())
+
 
 class _PoisonedReplay(Replay):
     """Goes on with random numbers for what blocks would return, connected to leaves of their own."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, poison: Poison) -> None:
         super().__init__(*args)
+        self._poison = poison
         self.poisons: list[torch.Tensor] = []
 
     def make_marker(self, outline: Outline) -> torch.Tensor:
         if not outline.dtype.is_floating_point:
             return torch.zeros(outline.shape, dtype=outline.dtype)
-        self.poisons.append(torch.randn(outline.shape).to(outline.dtype).requires_grad_())
+        self.poisons.append(self._poison(torch.randn(outline.shape)).to(outline.dtype).requires_grad_())
         return self.poisons[-1].clone()
 
 
@@ -55,9 +61,13 @@ class Dependence:
 
     def first_unknown(self, point: int) -> tuple[int, str] | None:
         """The first call after `point` that needs a point of its own, and why; None if there is none."""
+        found = [self._first_unknown(point, poison) for poison in POISONS]
+        return min((each for each in found if each is not None), default=None)
+
+    def _first_unknown(self, point: int, poison: Poison) -> tuple[int, str] | None:
         end = self.plan.num_calls
         ledger = self._planned(points=(point, end))
-        replay = _PoisonedReplay(ledger, point, self._state_at(point), torch.device("cpu"))
+        replay = _PoisonedReplay(ledger, point, self._state_at(point), torch.device("cpu"), poison=poison)
         crash: Exception | None = None
         try:
             with torch.enable_grad():
@@ -144,22 +154,26 @@ class Dependence:
     def _with_values_read(self, point: int, candidates: State, read: set[Key]) -> set[Key]:
         """`read` and what else changes the results, though no gradient would flow there."""
         with torch.no_grad():
-            if not self._agrees_with(point, self._poisoned(candidates, read)):
+            if not self._agrees_without(point, candidates, read):
                 for key in candidates.keys() - read:
-                    if not self._agrees_with(point, self._poisoned(candidates, candidates.keys() - {key})):
+                    if not self._agrees_without(point, candidates, candidates.keys() - {key}):
                         read = read | {key}
                 self._require(
-                    self._agrees_with(point, self._poisoned(candidates, read)),
+                    self._agrees_without(point, candidates, read),
                     f"what the code of segment {point} reads could not be found out",
                 )
             only = {key: candidates[key].clone() for key in read}
             self._require(self._agrees_with(point, only), f"the code of segment {point} reads what seemed to be dead")
         return read
 
+    def _agrees_without(self, point: int, candidates: State, keep: Any) -> bool:
+        """Whether the results are the true ones whatever stands in place of tensors that are not to be kept."""
+        return all(self._agrees_with(point, self._poisoned(candidates, keep, poison)) for poison in POISONS)
+
     @staticmethod
-    def _poisoned(candidates: State, keep: Any) -> State:
+    def _poisoned(candidates: State, keep: Any, poison: Poison) -> State:
         return {
-            key: torch.randn(t.shape).to(t.dtype) if key not in keep and t.is_floating_point() else t.clone()
+            key: poison(torch.randn(t.shape)).to(t.dtype) if key not in keep and t.is_floating_point() else t.clone()
             for key, t in candidates.items()
         }
 

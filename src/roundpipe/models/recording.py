@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.errors import ModelSplitError
 from roundpipe.models.block_call import call_block
 from roundpipe.models.fused_loss import FusedHead, find_head
 from roundpipe.models.library_state import Captured, active_collector, own_caches, wanted_captures
@@ -59,16 +58,8 @@ class Recording:
         self._alive: list[Any] = []
 
     def run(self, tree: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._drawn = torch.get_rng_state()
         with directed_by(self):
-            value = tree(*args, **kwargs)
-        self._refuse_drawing()
-        return value
-
-    def _refuse_drawing(self) -> None:
-        """What the model's own code draws would be drawn anew by every replay."""
-        if not torch.equal(torch.get_rng_state(), self._drawn):
-            raise ModelSplitError("its own code, outside of blocks and modules between them, draws random numbers")
+            return tree(*args, **kwargs)
 
     def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = plain(*args, **kwargs)
@@ -87,13 +78,6 @@ class Recording:
         return find_head(logits, loss, self._linears, given, plain)
 
     def call(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._refuse_drawing()
-        try:
-            return self._called(stub, path, args, kwargs)
-        finally:
-            self._drawn = torch.get_rng_state()
-
-    def _called(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real = stub._modules["real"]
         assert real is not None
         if path in self._blocks:

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_flatten
 
 from roundpipe.models.library_state import is_cache, is_filled
 
-
 _SMALL = 64
 
 
@@ -29,7 +28,7 @@ def _form(value: Any, with_shapes: bool) -> Hashable:
     if isinstance(value, bool | str | None):
         return value
     if isinstance(value, int) and abs(value) <= _SMALL:  # more likely a choice than a size
-        return value
+        return ("int", value)
     if isinstance(value, int | float):
         return type(value).__name__
     if is_cache(value):

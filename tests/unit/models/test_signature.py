@@ -23,8 +23,8 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another order": ({"x": IDS, "y": FLOATS}, {"y": FLOATS, "x": IDS}),
     "nested": ({"x": {"a": IDS, "b": [FLOATS]}}, {"x": {"a": LONG, "b": [FLOATS]}}),
     "number of items in the batch": (
-        {"x": IDS, "num_items_in_batch": 5},
-        {"x": IDS, "num_items_in_batch": 6},
+        {"x": IDS, "num_items_in_batch": 500},
+        {"x": IDS, "num_items_in_batch": 600},
     ),
     "a parameter": ({"x": nn.Parameter(FLOATS)}, {"x": FLOATS}),
 }
@@ -37,6 +37,7 @@ OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another dimension": ({"x": IDS}, {"x": IDS[None]}),
     "another bool": ({"x": IDS, "flag": True}, {"x": IDS, "flag": False}),
     "another string": ({"x": IDS, "mode": "a"}, {"x": IDS, "mode": "b"}),
+    "another choice among layers": ({"x": IDS, "layer": -1}, {"x": IDS, "layer": -2}),
     "a longer list": ({"x": [IDS]}, {"x": [IDS, IDS]}),
     "another key": ({"x": {"a": IDS}}, {"x": {"b": IDS}}),
     "a tuple": ({"x": [IDS]}, {"x": (IDS,)}),

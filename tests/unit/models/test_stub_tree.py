@@ -203,7 +203,7 @@ def test_a_director_leaves_with_its_block() -> None:
     root = tree_of(Model(), []).root
     with directed_by(Director()):
         pass
-    with pytest.raises(LookupError):
+    with pytest.raises(ModelSplitError, match=r"blocks\.0 is called when the model's forward has returned"):
         root.blocks[0](X)
 
 
