@@ -130,6 +130,10 @@ def assert_same_training(model: RoundPipe, reference: nn.Module, shared: Sequenc
     assert_same(dict(model.state_dict()), dict(reference.state_dict()), "state_dict")
 
 
+def layer_kinds(model: Any) -> list[str]:
+    return [type(layer).__name__.removesuffix("Layer") for layer in model.model]
+
+
 def check_split(
     models: SplitModels,
     module: nn.Module,

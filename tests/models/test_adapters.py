@@ -278,6 +278,14 @@ def test_other_kinds_of_adapters_train_as_in_the_plain_model(
         assert_close_grads(model.original_model, plain, 1e-6)
 
 
+def test_a_cache_that_is_trained_is_refused() -> None:
+    """Prefix tuning: what blocks get is made of a parameter, and lies in an object that they write into."""
+    plain = peft.get_peft_model(small("llama"), peft.PrefixTuningConfig(**CAUSAL, num_virtual_tokens=3))
+    batch = labelled("llama") | {"attention_mask": torch.ones_like(labelled("llama")["input_ids"])}
+    with pytest.raises(NotImplementedError, match="a cache that gradients flow through is handed to its blocks"):
+        wrapped(plain, example_inputs=batch)
+
+
 def test_frozen_weights_in_bfloat16_stay_so_under_float32_adapters() -> None:
     base = small("llama").to(torch.bfloat16)
     plain = adapted("llama", base)

@@ -13,16 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers_split import WIDTH, Block, SplitModels, Toy, check_split, rows
+from helpers_split import WIDTH, Block, SplitModels, Toy, check_split, layer_kinds, rows
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return build()
-
-
-def layer_kinds(model: Any) -> list[str]:
-    return [type(layer).__name__.removesuffix("Layer") for layer in model.model]
 
 
 # Where the code between blocks needs no layer of its own.
@@ -119,6 +115,11 @@ class NestedLists(Toy):
             for block in stage:
                 h = block(h)
         return self.head(h)
+
+
+def test_blocks_of_a_list_in_a_list_are_layers(models: SplitModels) -> None:
+    model = check_split(models, seeded(NestedLists), {"x": rows()}, 3)
+    assert layer_kinds(model) == ["Glue", "Block", "Block", "Block", "Glue"]
 
 
 class Stage(nn.Module):
@@ -260,6 +261,22 @@ class InPlaceOnce(Toy):
 
 def test_a_change_of_the_input_that_is_the_same_each_time_is_no_matter(models: SplitModels) -> None:
     check_split(models, seeded(InPlaceOnce), {"x": rows()}, 2)
+
+
+class LaterInPlace(Toy):
+    """Changes a tensor after a block has had it: the block must see the value of its time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        bias = torch.zeros_like(x)
+        for block in self.blocks:
+            h = block(h, bias=bias)
+            bias += 1.0
+        return self.head(h) + bias
+
+
+def test_what_is_changed_between_two_calls_is_another_value_for_each(models: SplitModels) -> None:
+    check_split(models, seeded(LaterInPlace), {"x": rows()}, 3)
 
 
 class Collected(Toy):

@@ -195,6 +195,17 @@ class Recurrent(Toy):
         return self.head(h)
 
 
+def test_a_sequence_that_only_values_tell_is_followed_to_and_fro(models: SplitModels) -> None:
+    module = seeded(Recurrent)
+    reference = copy.deepcopy(module)
+    model = models.wrap(module, {"x": rows(4), "rounds": torch.full((4,), 1)}, 2)
+    for num_rounds in (1, 2, 2, 1, 3, 1):
+        inputs = {"x": rows(4, seed=num_rounds), "rounds": torch.full((4,), num_rounds)}
+        model.zero_grad()
+        reference.zero_grad()
+        both_train(model, reference, inputs, shared=BLOCK_NAMES)
+
+
 # Optional inputs.
 
 

@@ -200,6 +200,52 @@ def test_two_runs_from_one_seed_are_the_same_on_any_number_of_devices(models: Sp
     assert_same(found[2], found[0])
 
 
+class OneMask(Toy):
+    """Draws a mask in its own code, and multiplies with it in two segments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.functional.dropout(torch.ones_like(x), 0.5, self.training)
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h * mask) * mask
+
+
+def test_a_mask_that_two_segments_would_draw_apart_is_refused(models: SplitModels) -> None:
+    """Though nothing is dropped when a model is looked at."""
+    with pytest.raises(NotImplementedError, match="uses random numbers drawn in an earlier one"):
+        models.wrap(seeded(OneMask), {"x": rows()}, 1)
+
+
+class DroppingBetween(Toy):
+    """Drops what one block returns before another gets it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = nn.functional.dropout(block(h), 0.5, self.training)
+        return self.head(h)
+
+
+def test_dropout_in_the_models_own_code(models: SplitModels) -> None:
+    """Trains on numbers, the same whichever way it is recomputed; without dropout as the plain model."""
+    module = seeded(DroppingBetween)
+    reference = copy.deepcopy(module)
+    model = models.wrap(module, {"x": rows()}, 2)
+    losses = [
+        our_call(model, config)
+        for config in (RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH), recomputing(model, NUM_MICROBATCH))
+    ]
+    assert losses[0].isfinite()
+    assert_same(losses[0], losses[1])
+    model.eval()
+    reference.eval()
+    with torch.no_grad():
+        plain = sum(own_loss(reference(x), None) for x in rows().tensor_split(NUM_MICROBATCH))
+    assert (losses[0] - plain).abs() > 1e-3, "nothing is dropped"
+    assert_same(our_call(model, RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH)), plain)
+
+
 class NoisyInput(Toy):
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.randn_like(x)

@@ -132,7 +132,7 @@ class Unrepeatable(Toy):
 
 
 class Restructuring(Toy):
-    """Puts in another module when it is first called."""
+    """Puts in another module when it is first called, and its parameters have other names then."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(self.head, nn.Sequential):
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no list": (NoList, "no repeated list of modules"),
     "a list that is never called": (NeverCalled, "no repeated list of modules that its forward calls"),
     "a forward that does not repeat itself": (Unrepeatable, "other (values|results)"),
-    "a forward that exchanges its modules": (Restructuring, "exchanges its own modules"),
+    "a forward that exchanges its modules": (Restructuring, "exchanges its own modules and their parameters"),
 }
 
 

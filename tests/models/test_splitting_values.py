@@ -6,7 +6,7 @@ Compared with the plain model as in test_splitting.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +157,7 @@ MAPPINGS: dict[str, Callable[[], Any]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,
     "UserDict": UserDict,
+    "defaultdict": lambda: defaultdict(list),
 }
 
 
@@ -328,8 +329,40 @@ class Sorting(Toy):
         return self.head(out)
 
 
+class ChoosingOne(Toy):
+    """A block is told the largest column of the one before, one of two: by chance any value is right half the time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        bias = torch.zeros_like(x)
+        for block in self.blocks:
+            out = block(x, bias=bias)
+            bias = (out[:, :2].argmax(-1, keepdim=True) * torch.ones_like(x)).detach()
+        return self.head(out) + h
+
+
+class BranchingOnSign(Toy):
+    """A number, not a tensor, that depends on what a block returned."""
+
+    class Block(Block):
+        def forward(self, h: Tensor, sign: int = 1) -> Tensor:  # type: ignore[override]
+            return super().forward(h) * sign
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            out = block(h, sign=1)
+            h = block(h, sign=1 if float(out.sum()) > 0 else -1)
+        return self.head(h)
+
+
 CHOICES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "top-k": (Sorting, False),
+    "argmax of two": (ChoosingOne, False),
+    "sign as a number": (BranchingOnSign, True),
 }
 
 
@@ -350,6 +383,33 @@ def test_integers_made_of_a_blocks_output_are_computed_anew_for_every_batch(mode
             assert_same(loss, expected.loss, f"loss after calibration {seed}")
             assert_same(outputs, expected.outputs, "outputs")
         assert_same_training(model, reference, names)
+
+
+class LateChoice(Toy):
+    """The epilogue takes one of two hidden states by their sums, which no gradient flows through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        states = []
+        for block in self.blocks:
+            h = block(h)
+            states.append(h)
+        is_larger = bool(states[0].detach().sum() > 0)
+        return self.head(states[-1]) * (2.0 if is_larger else 1.0)
+
+
+def test_a_choice_in_the_end_by_an_early_hidden_state_is_made_on_its_values(models: SplitModels) -> None:
+    module = seeded(LateChoice)
+    for seed in range(6):
+        torch.manual_seed(200 + seed)
+        reference = copy.deepcopy(module)
+        model = models.wrap(copy.deepcopy(module), {"x": rows(2, seed=seed)}, 2)
+        for other in range(3):
+            inputs = {"x": rows(seed=50 + 10 * seed + other)}
+            expected = plain_call(reference, inputs)
+            loss, _ = train_call(model, inputs)
+            assert_same(loss, expected.loss, f"loss after calibration {seed}")
+        assert_same_training(model, reference)
 
 
 # Random numbers of the process are in test_splitting_random.

@@ -211,7 +211,7 @@ class ModelEngine(Member):
     def _until_it_fits(
         self, carry_out: Callable[[], Any], batches: MicrobatchInputs, *, with_grad: bool, may_repeat: bool
     ) -> Any:
-        """Planned smaller each time it runs out of device memory, and split by its sizes where its form misled.
+        """Planned smaller each time it runs out of device memory, and split by more than its form where that misled.
 
         Where it may not be repeated, that is for the next time.
         """

@@ -144,7 +144,7 @@ class SplitModel:
         return changed
 
     def distrust(self, batches: MicrobatchInputs) -> bool:
-        """The plan of these calls was not theirs after all: whether they can be planned for by their sizes."""
+        """The plan of these calls was not theirs after all: whether they can be planned for by more than their form."""
         return True in [self._splitter.distrust(*call) for call in _calls(batches)]
 
 

@@ -31,11 +31,16 @@ _CLOSE = 1e-4  # relative; kernels may choose another path for the same values
 
 
 class ChangesItself(ModelSplitError):
-    """A forward that changes the model; of inputs that were made up this says nothing about others."""
+    """A forward that exchanges modules, once, over the same parameters; others than these inputs may not cause it."""
 
 
-def calibrate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool) -> SplitPlan:
-    """Raises ModelSplitError with the reason where the model cannot be split for such a call."""
+def calibrate(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool, in_one: bool = False
+) -> SplitPlan:
+    """Raises ModelSplitError with the reason where the model cannot be split for such a call.
+
+    `in_one`: what calls the elements of repeated lists is a layer, not each element.
+    """
     refuse_random_depth(model)
     for module in model.modules():
         refuse_own_forward(module)
@@ -45,12 +50,12 @@ def calibrate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
         WithoutDropout(),
         torch.set_grad_enabled(with_grad),
     ):
-        return _Calibration(model, args, kwargs).plan()
+        return _Calibration(model, args, kwargs, in_one).plan()
 
 
 class _Calibration:
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._model, self._args, self._kwargs = model, args, kwargs
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool) -> None:
+        self._model, self._args, self._kwargs, self._in_one = model, args, kwargs, in_one
         self._names = {id(param): name for name, param in model.named_parameters()}
         self._ghosts = Ghosts(model)
 
@@ -61,7 +66,7 @@ class _Calibration:
         torch.set_rng_state(seed)
         args, kwargs = self._inputs()
         events, _ = observe(copy, lambda: copy(*args, **kwargs))
-        found = discover(copy, events)
+        found = discover(copy, events, in_one=self._in_one)
         tree = self._tree(copy, found)
         recording = Recording(frozenset(found.calls))
         torch.set_rng_state(seed)
@@ -69,7 +74,8 @@ class _Calibration:
         drawn = fresh_generators()
         recorded = recording.run(tree, args, kwargs)
         draws_globally = state_of_generators() != drawn
-        _check_reproduced(found, recording, outputs, recorded)
+        _check_calls(found, recording)
+        _check_outputs(outputs, recorded, draws_globally)
         plan = SplitPlan(
             found.calls,
             found.taps,
@@ -91,11 +97,16 @@ class _Calibration:
 
     def _first_run(self, copy: nn.Module, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> Any:
         """What the model returns. Lets the library do what it does once, and refuses what cannot be undone."""
-        before = list(copy.modules())
+        before, params_before = list(copy.modules()), dict(copy.named_parameters())
         args, kwargs = self._inputs()
-        outputs = copy(*args, **kwargs)
-        keep_hook_marks(pairs)
+        try:
+            outputs = copy(*args, **kwargs)
+        finally:
+            keep_hook_marks(pairs)
         if [id(module) for module in copy.modules()] != [id(module) for module in before]:
+            params = dict(copy.named_parameters())
+            if params.keys() != params_before.keys() or any(params[name] is not params_before[name] for name in params):
+                raise ModelSplitError("its forward exchanges its own modules and their parameters")
             raise ChangesItself("its forward exchanges its own modules for inputs like these")
         return outputs
 
@@ -221,7 +232,14 @@ def refuse_random_depth(model: nn.Module) -> None:
             raise ModelSplitError(f"{path or 'the model'} drops layers at random (layerdrop={rate}); set it to 0")
 
 
-def _check_reproduced(found: Discovery, recording: Recording, outputs: Any, recorded: Any) -> None:
+def let_change_itself(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a model's forward on the host for what it does to the model itself, as its first run by the user would."""
+    with torch.random.fork_rng(devices=()), own_generators(), torch.no_grad():
+        args, kwargs = fresh((args, kwargs))
+        model(*args, **kwargs)
+
+
+def _check_calls(found: Discovery, recording: Recording) -> None:
     if [call.path for call in recording.calls] != list(found.calls) or [
         (tap.path, tap.segment) for tap in recording.taps
     ] != [(tap.path, tap.segment) for tap in found.taps]:
@@ -230,9 +248,18 @@ def _check_reproduced(found: Discovery, recording: Recording, outputs: Any, reco
         for leaf in call.arguments:
             if not (isinstance(leaf, torch.Tensor | nn.Module | enum.Enum | types.FunctionType) or is_known(leaf)):
                 raise ModelSplitError(f"a {type(leaf).__name__}, which nobody can look into, is handed to {call.path}")
+
+
+def _check_outputs(outputs: Any, recorded: Any, draws_globally: bool) -> None:
     expected, got = leaves_of(outputs), leaves_of(recorded)
-    if len(expected) != len(got) or not all(map(_close, expected, got)):
-        raise ModelSplitError("run apart from each other, its blocks give other results: they share state")
+    if len(expected) == len(got) and all(map(_close, expected, got)):
+        return
+    if draws_globally:
+        raise ModelSplitError(
+            "run again, it gives other results: it draws random numbers from Python's or numpy's generators "
+            "(to augment its inputs, say; turn that off)"
+        )
+    raise ModelSplitError("run apart from each other, its blocks give other results: they share state")
 
 
 def is_known(leaf: Any) -> bool:

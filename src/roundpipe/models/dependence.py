@@ -1,8 +1,8 @@
-"""What the code between blocks depends on: found by running it on changed values, and compared with the truth.
+"""What the code between blocks depends on: found by following values through it, and by running it on changed ones.
 
 Part of calibration. Two tests are always made together, because each is blind where the other sees: values that stay
-the same may still depend (a projector initialised with zeros), and integers and top-k choices leave no trace in an
-autograd graph.
+the same may still depend (a projector initialised with zeros, a choice between few), and code that leaves torch cannot
+be followed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from roundpipe.models.graph import leaves_reached
 from roundpipe.models.recording import Recording
 from roundpipe.models.replay import Replay
 from roundpipe.models.split_plan import SplitPlan
+from roundpipe.models.taint import Labels, Taint
 from roundpipe.models.travel import Ledger, State
 from roundpipe.models.values import Held, Key, Outline, equal, leaves_of, structure_of, tensors_of
 
@@ -28,18 +29,32 @@ POISONS: tuple[Poison, ...] = (lambda noise: noise, lambda noise: 3 * noise.abs(
 
 
 class _PoisonedReplay(Replay):
-    """Goes on with random numbers for what blocks would return, connected to leaves of their own."""
+    """Goes on with random numbers for what blocks would return, and follows what is made of them."""
 
     def __init__(self, *args: Any, poison: Poison) -> None:
         super().__init__(*args)
+        self._copies = True  # what it makes is compared later, when its code may have changed it
         self._poison = poison
-        self.poisons: list[torch.Tensor] = []
+        self.first_read: int | None = None  # the call before which its code looks at values
+        self._taint = Taint(self._note_read)
+
+    def run(self, tree: nn.Module) -> Any:
+        with self._taint.following():
+            return super().run(tree)
 
     def make_marker(self, outline: Outline) -> torch.Tensor:
-        if not outline.dtype.is_floating_point:
-            return torch.zeros(outline.shape, dtype=outline.dtype)
-        self.poisons.append(self._poison(torch.randn(outline.shape)).to(outline.dtype).requires_grad_())
-        return self.poisons[-1].clone()
+        marker = torch.zeros(outline.shape, dtype=outline.dtype)
+        if outline.dtype.is_floating_point:
+            marker = self._poison(torch.randn(outline.shape)).to(outline.dtype)
+        self._taint.mark(marker, frozenset([("guessed",)]))
+        return marker
+
+    def guesses(self, tensor: torch.Tensor) -> bool:
+        return bool(self._taint.labels_of(tensor))
+
+    def _note_read(self, labels: Labels) -> None:
+        if self.first_read is None:
+            self.first_read = self.num_calls
 
 
 class Dependence:
@@ -70,8 +85,7 @@ class Dependence:
         replay = _PoisonedReplay(ledger, point, self._state_at(point), torch.device("cpu"), poison=poison)
         crash: Exception | None = None
         try:
-            with torch.enable_grad():
-                replay.run(self._tree)
+            replay.run(self._tree)
         except Exception as error:
             crash = error
         for k in range(point, end):
@@ -88,18 +102,17 @@ class Dependence:
         call, record = self._truth.calls[k], replay.calls.get(k)
         if record is None:
             return f"it is not reached with other values in place of the outputs of earlier blocks: {crash!r}"
+        if replay.first_read is not None and replay.first_read <= k:
+            return "the code before it looks at values of earlier blocks"
         leaves = leaves_of(record.arguments)
         if structure_of(record.arguments) != call.argument_structure or len(leaves) != len(call.arguments):
             return "its arguments have another structure when earlier blocks return other values"
-        made = []
         for i, (leaf, value) in enumerate(zip(leaves, call.argument_values, strict=True)):
-            if type(leaf) is Held and leaf.key in replay.made:
-                made.append(replay.made[leaf.key])
+            if type(leaf) is Held and leaf.key in replay.made and replay.guesses(replay.made[leaf.key]):
+                return f"argument {i} is computed from the output of an earlier block"
             reason = self._why_other(replay, point, k, i, leaf, value)
             if reason is not None:
                 return f"argument {i} {reason}"
-        if leaves_reached(made) & {id(poison) for poison in replay.poisons}:
-            return "an argument is computed from the output of an earlier block"
         return None
 
     def _why_other(self, replay: _PoisonedReplay, point: int, k: int, i: int, leaf: Any, value: Any) -> str | None:
@@ -122,37 +135,39 @@ class Dependence:
     def reads_of(self, point: int) -> frozenset[Key]:
         """The earlier tensors that the results of `point` depend on. Notes if its code changes what it is given."""
         candidates = self._truth.candidates(point)
-        try:
-            found = self._connected(point, candidates)
-        except RuntimeError as error:
-            if "in-place" not in str(error) and "inplace" not in str(error):
-                raise
-            found = None
+        found = self._followed(point, candidates)
         if found is None:
             self.plan = dataclasses.replace(self.plan, copying=self.plan.copying | {point})
-            found = self._connected(point, candidates)
+            found = self._followed(point, candidates)
             if found is None:
                 raise ModelSplitError(
                     f"the code of segment {point} changes tensors in place in a way that is not followed"
                 )
-        read = found | {key for key, tensor in candidates.items() if not tensor.is_floating_point()}
-        return frozenset(self._with_values_read(point, candidates, read))
+        return frozenset(self._with_values_read(point, candidates, found))
 
-    def _connected(self, point: int, candidates: State) -> set[Key] | None:
-        """Keys that gradients would flow to; None if the code changed what it was given."""
-        given = {key: t.detach().requires_grad_(t.is_floating_point()) for key, t in candidates.items()}
-        given |= {key: tensor.clone() for key, tensor in self._inputs.items()}
+    def _followed(self, point: int, candidates: State) -> set[Key] | None:
+        """Keys whose values reach the results; None if the code changed what it was given."""
+        given = {key: tensor.clone() for key, tensor in (candidates | self._inputs).items()}
         versions = {key: tensor._version for key, tensor in given.items()}
-        with torch.enable_grad():
-            results = self._results(point, given)
+        read: set[Key] = set()
+        replay = Replay(self._planned(), point, given, torch.device("cpu"))
+        taint = Taint(read.update, lambda: frozenset([("drawn", replay.num_calls)]))
+        for key in candidates:
+            taint.mark(given[key], frozenset([key]))
+        with taint.following():
+            results = self._results(point, replay, given)
         if any(tensor._version != versions[key] for key, tensor in given.items()):
             return None
         self._require(self._agree(point, results), f"the code of segment {point} gives other values when it runs again")
-        reached = leaves_reached(tensors_of(list(results.values())))
-        return {key for key, tensor in given.items() if id(tensor) in reached}
+        reached = taint.labels_of(list(results.values()))
+        self._require(
+            all(label[0] != "drawn" or label[1] >= point for label in reached),
+            f"the code of segment {point} uses random numbers drawn in an earlier one, and would draw others",
+        )
+        return {label for label in reached | read if label[0] != "drawn"}
 
     def _with_values_read(self, point: int, candidates: State, read: set[Key]) -> set[Key]:
-        """`read` and what else changes the results, though no gradient would flow there."""
+        """`read` and what else changes the results, though it could not be followed."""
         with torch.no_grad():
             if not self._agrees_without(point, candidates, read):
                 for key in candidates.keys() - read:
@@ -179,16 +194,16 @@ class Dependence:
 
     def _agrees_with(self, point: int, state: State) -> bool:
         try:
-            return self._agree(point, self._results(point, {**state, **self._cloned_inputs()}))
+            given = {**state, **self._cloned_inputs()}
+            replay = Replay(self._planned(), point, given, torch.device("cpu"))
+            return self._agree(point, self._results(point, replay, given))
         except ModelSplitError:
             raise
         except Exception:
             return False
 
-    def _results(self, point: int, state: State) -> dict[Any, Any]:
+    def _results(self, point: int, replay: Replay, state: State) -> dict[Any, Any]:
         """What a replay of `point` hands on: arguments of its calls and tap outputs, or the model's outputs."""
-        ledger = self._planned()
-        replay = Replay(ledger, point, state, torch.device("cpu"))
         returned = replay.run(self._tree)
         if point == self.plan.num_calls:
             return dict(enumerate(leaves_of(returned)))

@@ -16,6 +16,7 @@ from roundpipe.errors import ModelSplitError
 from roundpipe.models.split_plan import TapCall
 
 _SMALLEST_SHARE = 0.05  # a list with fewer parameters, beside the largest, is not worth cutting at
+_LARGEST_IN_ONE = 4 * 2**30  # bytes of weights: more of them had better not be on a device at once
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -59,11 +60,14 @@ def observe(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Event], Any]
     return events, value
 
 
-def discover(model: nn.Module, events: Sequence[Event]) -> Discovery:
+def discover(model: nn.Module, events: Sequence[Event], *, in_one: bool = False) -> Discovery:
+    """`in_one`: the modules that call the elements of repeated lists are the blocks, not the elements."""
     num_calls = Counter(event.path for event in events if event.enters)
     blocks = block_paths(model, num_calls)
     if not blocks:
         raise ModelSplitError("it has no repeated list of modules that its forward calls")
+    if in_one:
+        blocks = _callers(model, events, blocks)
     calls, ancestors = _calls(events, blocks)
     called = frozenset(calls)
     inside = _children_of(model)
@@ -122,6 +126,24 @@ def _calls(events: Sequence[Event], blocks: set[str]) -> tuple[list[str], set[st
             if depth is not None and len(stack) == depth:
                 depth = None
     return calls, ancestors
+
+
+def _callers(model: nn.Module, events: Sequence[Event], blocks: set[str]) -> set[str]:
+    """The modules whose forwards call blocks, where none is the model itself or too large to be one layer."""
+    callers: set[str] = set()
+    stack: list[str] = []
+    for event in events:
+        if not event.enters:
+            stack.pop()
+            continue
+        if event.path in blocks and blocks.isdisjoint(stack):
+            callers.add(stack[-1])
+        stack.append(event.path)
+    for path in callers:
+        size = sum(param.nbytes for param in model.get_submodule(path).parameters())
+        if not path or size > _LARGEST_IN_ONE:
+            raise ModelSplitError(f"{path or 'the model'} cannot be one layer: its weights take {size / 1e9:.1f} GB")
+    return callers
 
 
 def _taps(events: Sequence[Event], blocks: frozenset[str], ancestors: set[str]) -> list[TapCall]:

@@ -48,6 +48,16 @@ def watch_loss(original: nn.Module, copy: nn.Module) -> None:
         copy.__dict__["_loss_function"] = LossStub(original)
 
 
+class _Marker(torch.Tensor):
+    """Stands for the logits until the loss function gets it; whatever is computed from it is an ordinary tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Itself, as of logits a linear layer returned."""
+        return self
+
+
 class HeadLoss:
     """The fused computation in one replay of an epilogue."""
 
@@ -62,7 +72,7 @@ class HeadLoss:
         (self._hidden,) = args or tuple(kwargs.values())
         self._module = module
         outline = Outline(torch.Size([*self._hidden.shape[:-1], module.out_features]), self._hidden.dtype)
-        self._marker = placeholder(outline, self._hidden.device)
+        self._marker = placeholder(outline, self._hidden.device).as_subclass(_Marker)
         return self._marker
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -75,7 +75,7 @@ class Layout:
         for plan in self._plans:
             row = _merged(row, [element.path for element in elements_of(plan)[1:-1]])
         blocks = block_paths(self._model)
-        unused = [path for path, _ in self._model.named_modules() if path in blocks and path not in row]
+        unused = [path for path, _ in self._model.named_modules() if path in blocks and not _is_among(path, row)]
         return [GLUE, *unused, *row, GLUE]
 
     def _rest(self) -> nn.Module:
@@ -116,6 +116,11 @@ class Layout:
         name = str(len(layer.trees))
         layer.trees[name] = tree
         return name
+
+
+def _is_among(path: str, row: list[str]) -> bool:
+    """Whether a module is one of a row, or inside one, or one of them is inside it."""
+    return any(f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}.") for other in row if other)
 
 
 def _merged(old: list[str], new: list[str]) -> list[str]:

@@ -56,7 +56,7 @@ class Replay:
         self._ledger, self._plan, self._point, self._state = ledger, ledger.plan, point, state
         self._end = ledger.plan.end_of(point)
         self._blocks = ledger.plan.blocks
-        self._num_calls = self._num_taps = 0
+        self.num_calls = self._num_taps = 0
         self._head_loss: HeadLoss | None = None
         self._last_named: _Recorded | None = None
         self._dead: dict[Outline, torch.Tensor] = {}  # placeholders, by what they stand for
@@ -79,7 +79,7 @@ class Replay:
                 returned = tree(*args, **kwargs)
             except _Reached:
                 return None
-        if self._num_calls < self._plan.num_calls or self._num_taps < len(self._plan.taps):
+        if self.num_calls < self._plan.num_calls or self._num_taps < len(self._plan.taps):
             raise CallOrderChanged("its forward called fewer modules than the plan says")
         return returned if self._head_loss is None else self._head_loss.without_marker(returned)
 
@@ -146,7 +146,7 @@ class Replay:
     # Blocks.
 
     def _block(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        k, self._num_calls = self._num_calls, self._num_calls + 1
+        k, self.num_calls = self.num_calls, self.num_calls + 1
         if k >= len(self._plan.calls) or self._plan.calls[k] != path:
             raise CallOrderChanged(f"{path} was called where the plan expects another block")
         collector = active_collector()

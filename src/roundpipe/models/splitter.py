@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError, ModelSplitError
-from roundpipe.models.calibration import ChangesItself, calibrate
+from roundpipe.models.calibration import ChangesItself, calibrate, let_change_itself
 from roundpipe.models.counting import CountTargets, counting_rule
 from roundpipe.models.discovery import block_paths
 from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.layout import Layout
 from roundpipe.models.sample_inputs import cut_down, made_up
-from roundpipe.models.signature import signature
+from roundpipe.models.signature import Detail, signature
 from roundpipe.models.split_layers import GlueLayer, PlacedPlan
 from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.stub_tree import StubTree
@@ -42,7 +42,7 @@ class ModelSplitter:
         self._layout.build()
         self._places: dict[Hashable, int] = {}  # of plans in the layout, by signature
         self._counts: CountTargets | None = None
-        self._by_shape: set[Hashable] = set()  # signatures that do not tell which plan a call needs
+        self._details: dict[Hashable, Detail] = {}  # by signature that does not tell the plan of a call: what may
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -95,12 +95,13 @@ class ModelSplitter:
         return False
 
     def distrust(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A call has shown that its form does not tell its plan: let its sizes count, too. False if they did before."""
+        """A call has shown that its signature does not tell its plan: let more count. False if all did before."""
         key = signature(args, kwargs, self._model.training)
-        if key in self._by_shape:
+        detail = self._details.get(key, Detail.FORMS)
+        if detail is Detail.VALUES:
             return False
-        self._by_shape.add(key)
-        self._places.pop(key, None)
+        self._places.pop(self._key(args, kwargs), None)
+        self._details[key] = Detail(detail + 1)
         return True
 
     def count_targets(self, kwargs: dict[str, Any]) -> int:
@@ -131,13 +132,40 @@ class ModelSplitter:
         small = cut_down(kwargs) if may_cut_down and not args else None
         if small is not None:
             try:
-                return self._verified_plan((), small, with_grad)
+                return self._best_plan((), small, with_grad)
             except Exception as error:  # some models need more than a few tokens
                 logger.debug("no plan from inputs cut down: %r", error)
-        return self._verified_plan(args, kwargs, with_grad)
+        try:
+            return self._best_plan(args, kwargs, with_grad)
+        except ChangesItself as change:
+            logger.info("%s: %s, and is left to do so", type(self._model).__name__, change)
+            let_change_itself(self._model, args, kwargs)
+        return self._best_plan(args, kwargs, with_grad)
 
-    def _verified_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool) -> SplitPlan:
-        plan = calibrate(self._model, args, kwargs, with_grad=with_grad)
+    def _best_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool) -> SplitPlan:
+        """Each block is a layer; where that is not what the model computes, what calls the blocks is one."""
+        try:
+            return self._verified_plan(args, kwargs, with_grad)
+        except ChangesItself:
+            raise
+        except ModelSplitError as refusal:
+            try:
+                plan = self._verified_plan(args, kwargs, with_grad, in_one=True)
+            except ModelSplitError:
+                raise refusal from None
+            logger.warning(
+                "%s: %s hold all of their blocks in one layer, which must fit a device, because the blocks are not "
+                "layers of their own: %s",
+                type(self._model).__name__,
+                ", ".join(sorted(plan.blocks)),
+                refusal,
+            )
+            return plan
+
+    def _verified_plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, in_one: bool = False
+    ) -> SplitPlan:
+        plan = calibrate(self._model, args, kwargs, with_grad=with_grad, in_one=in_one)
         tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
         return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
 
@@ -145,4 +173,5 @@ class ModelSplitter:
         """`training`: the mode of the call; that of the model by default."""
         mode = self._model.training if training is None else training
         key = signature(args, kwargs, mode)
-        return signature(args, kwargs, mode, with_shapes=True) if key in self._by_shape else key
+        detail = self._details.get(key)
+        return key if detail is None else signature(args, kwargs, mode, detail)

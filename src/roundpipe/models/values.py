@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -126,7 +126,7 @@ def may_hold_containers(value: Any) -> bool:
     return kind not in _ATOMS and (kind is not tuple or any(map(may_hold_containers, value)))
 
 
-MUTABLE = (dict, list, OrderedDict, UserDict)
+MUTABLE = (dict, list, OrderedDict, UserDict, defaultdict)
 _MAPPINGS = (dict, UserDict)
 
 

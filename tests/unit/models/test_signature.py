@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.models.signature import signature
+from roundpipe.models.signature import Detail, signature
 
 IDS, LONG, FLOATS = torch.ones(2, 3, dtype=torch.long), torch.ones(5, 7, dtype=torch.long), torch.ones(2, 3)
 
 
-def of(*args: Any, with_shapes: bool = False, **kwargs: Any) -> Any:
-    return signature(args, kwargs, True, with_shapes=with_shapes)
+def of(*args: Any, detail: Detail = Detail.FORMS, **kwargs: Any) -> Any:
+    return signature(args, kwargs, True, detail)
 
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -23,8 +23,8 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another order": ({"x": IDS, "y": FLOATS}, {"y": FLOATS, "x": IDS}),
     "nested": ({"x": {"a": IDS, "b": [FLOATS]}}, {"x": {"a": LONG, "b": [FLOATS]}}),
     "number of items in the batch": (
-        {"x": IDS, "num_items_in_batch": 500},
-        {"x": IDS, "num_items_in_batch": 600},
+        {"x": IDS, "num_items_in_batch": 5},
+        {"x": IDS, "num_items_in_batch": 6},
     ),
     "a parameter": ({"x": nn.Parameter(FLOATS)}, {"x": FLOATS}),
 }
@@ -59,7 +59,7 @@ def test_one_plan_serves_both(kind: str) -> None:
 def test_another_form_is_another_signature(kind: str) -> None:
     left, right = OTHER[kind]
     assert of(**left) != of(**right)
-    assert of(**left, with_shapes=True) != of(**right, with_shapes=True)
+    assert of(**left, detail=Detail.SIZES) != of(**right, detail=Detail.SIZES)
 
 
 def test_positional_and_named_arguments_are_told_apart() -> None:
@@ -69,9 +69,18 @@ def test_positional_and_named_arguments_are_told_apart() -> None:
 
 
 def test_sizes_count_where_they_are_asked_for() -> None:
-    assert of(x=IDS, with_shapes=True) != of(x=LONG, with_shapes=True)
-    assert of(x=IDS, with_shapes=True) == of(x=IDS + 1, with_shapes=True)
-    assert of(x=[IDS], with_shapes=True) != of(x=[LONG], with_shapes=True)
+    assert of(x=IDS, detail=Detail.SIZES) != of(x=LONG, detail=Detail.SIZES)
+    assert of(x=IDS, detail=Detail.SIZES) == of(x=IDS + 1, detail=Detail.SIZES)
+    assert of(x=[IDS], detail=Detail.SIZES) != of(x=[LONG], detail=Detail.SIZES)
+
+
+def test_values_of_small_integer_tensors_count_where_they_are_asked_for() -> None:
+    assert of(x=IDS, detail=Detail.VALUES) == of(x=IDS.clone(), detail=Detail.VALUES)
+    assert of(x=IDS, detail=Detail.VALUES) != of(x=IDS + 1, detail=Detail.VALUES)
+    assert of(x=IDS, detail=Detail.VALUES) != of(x=LONG, detail=Detail.VALUES)
+    assert of(x=FLOATS, detail=Detail.VALUES) == of(x=FLOATS + 1, detail=Detail.VALUES)
+    large = torch.ones(9, 9, dtype=torch.long)
+    assert of(x=large, detail=Detail.VALUES) == of(x=large + 1, detail=Detail.VALUES)
 
 
 def test_grad_mode_and_training_mode_belong_to_the_form() -> None:
