@@ -143,7 +143,9 @@ class Dependence:
                 raise ModelSplitError(
                     f"the code of segment {point} changes tensors in place in a way that is not followed"
                 )
-        return frozenset(self._with_values_read(point, candidates, found))
+        # Integers have no other values that code would bear, so only one of the two tests is made: they are read.
+        read = found | {key for key, tensor in candidates.items() if not tensor.is_floating_point()}
+        return frozenset(self._with_values_read(point, candidates, read))
 
     def _followed(self, point: int, candidates: State) -> set[Key] | None:
         """Keys whose values reach the results; None if the code changed what it was given."""

@@ -12,7 +12,7 @@ from torch import nn
 from roundpipe.models.block_call import call_block
 from roundpipe.models.fused_loss import FusedHead, find_head
 from roundpipe.models.library_state import Captured, active_collector, own_caches, wanted_captures
-from roundpipe.models.routing import TopKSeen
+from roundpipe.models.routing import ChoicesSeen
 from roundpipe.models.split_plan import CallOutline
 from roundpipe.models.stub import directed_by, unstubbed
 from roundpipe.models.travel import State
@@ -98,7 +98,7 @@ class Recording:
         values, versions = [_frozen(leaf) for leaf in arguments], [_version(leaf) for leaf in arguments]
         structure = structure_of((args, kwargs))
         collector = active_collector()
-        with TopKSeen() as top_k:
+        with ChoicesSeen() as choices:
             value, captured = call_block(block, *own_caches(args, kwargs), wanted_captures(collector))
         for kind, found in captured.items():
             assert collector is not None
@@ -111,7 +111,7 @@ class Recording:
             tuple(_alike(leaf, arguments) for leaf in outputs),
             {kind: [outlined(leaf) for leaf in found] for kind, found in captured.items()},
             changed,
-            top_k.seen,
+            choices.seen,
         )
         self.calls.append(
             RecordedCall(

@@ -44,7 +44,7 @@ class CallOutline:
     like: tuple[int | None, ...]
     captured: Mapping[str, list[Any]]
     changes_arguments: bool  # in place
-    routes: bool  # chooses by top-k, as a router of experts does
+    routes: bool  # chooses what is largest, as a router of experts does
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe.models.routing import TopKSeen
+from roundpipe.models.routing import ChoicesSeen
 
 LONG_TOKENS = 32 * 1024  # more than that in a microbatch, and it is tiled
 TILE_TOKENS = 8 * 1024
@@ -69,7 +69,7 @@ def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return False  # whoever hooked it expects to see it once
     half = given.shape[1] // 2
     try:
-        with torch.no_grad(), TopKSeen() as top_k:
+        with torch.no_grad(), ChoicesSeen() as top_k:
             parts = [module(part.contiguous()) for part in (given[:, :half], given[:, half:])]
     except Exception:  # it needs to see more than a part
         return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roundpipe.context import LayerPhase, LayerRun, running_layer
-from roundpipe.models.routing import KeptRoutes, TopKSeen
+from roundpipe.models.routing import ChoicesSeen, KeptRoutes
 
 SCORES = torch.tensor([[0.1, 0.9, 0.5], [0.7, 0.2, 0.6], [0.3, 0.4, 0.8]])
 Choose = Callable[[Tensor], Any]
@@ -21,6 +21,13 @@ WAYS: dict[str, Choose] = {
     "first dimension": lambda x: x.topk(2, dim=0),
     "smallest": lambda x: torch.topk(x, 2, -1, False),
     "unsorted": lambda x: x.topk(k=2, sorted=False),
+    "largest": lambda x: torch.max(x, dim=-1, keepdim=True),
+    "largest of the first dimension": lambda x: x.max(0, True),
+}
+WITHOUT_VALUES: dict[str, Choose] = {
+    "argmax": lambda x: torch.argmax(x, dim=-1),
+    "argmax, kept": lambda x: x.argmax(-1, keepdim=True),
+    "argmax of all": lambda x: x.argmax(),
 }
 
 
@@ -46,17 +53,37 @@ def test_the_choice_of_the_forward_is_used_again_on_new_scores(way: str) -> None
     assert not torch.equal(choose(other).indices, expected.indices), "the scores would choose otherwise"
     again, _ = run(LayerPhase.RECOMPUTE, other, choose, saved)
     assert torch.equal(again.indices, expected.indices)
-    dim = 0 if way == "first dimension" else -1
+    dim = 0 if "first dimension" in way else -1
     assert torch.equal(again.values, other.gather(dim, expected.indices))
 
 
-def test_gradients_flow_through_the_values_as_through_top_k() -> None:
-    _, saved = run(LayerPhase.FORWARD, SCORES, WAYS["method"])
+@pytest.mark.parametrize("way", WITHOUT_VALUES)
+def test_the_largest_of_the_forward_is_the_largest_again(way: str) -> None:
+    choose = WITHOUT_VALUES[way]
+    first, saved = run(LayerPhase.FORWARD, SCORES, choose)
+    assert torch.equal(first, choose(SCORES))
+    assert not torch.equal(choose(-SCORES), first), "the scores would choose otherwise"
+    again, _ = run(LayerPhase.RECOMPUTE, -SCORES, choose, saved)
+    assert torch.equal(again, first)
+
+
+def test_a_dimension_that_is_not_kept() -> None:
+    first, saved = run(LayerPhase.FORWARD, SCORES, lambda x: x.max(1))
+    again, _ = run(LayerPhase.RECOMPUTE, -SCORES, lambda x: x.max(1), saved)
+    assert torch.equal(again.indices, SCORES.max(1).indices)
+    assert torch.equal(again.values, -first.values)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_flow_through_the_values_as_they_would(way: str) -> None:
+    choose = WAYS[way]
+    _, saved = run(LayerPhase.FORWARD, SCORES, choose)
     ours, plain = SCORES.clone().requires_grad_(), SCORES.clone().requires_grad_()
-    again, _ = run(LayerPhase.RECOMPUTE, ours, WAYS["method"], saved)
-    weights = torch.arange(6.0).view(3, 2)
+    again, _ = run(LayerPhase.RECOMPUTE, ours, choose, saved)
+    expected = choose(plain)
+    weights = torch.arange(float(expected.values.numel())).view_as(expected.values)
     (again.values * weights).sum().backward()
-    (plain.topk(2).values * weights).sum().backward()
+    (expected.values * weights).sum().backward()
     assert torch.equal(ours.grad, plain.grad)
 
 
@@ -93,7 +120,7 @@ def test_outside_of_layers_it_is_an_ordinary_top_k() -> None:
 
 def test_other_functions_are_left_alone() -> None:
     def others(scores: Tensor) -> tuple[Any, ...]:
-        return scores.sort().indices, scores.argmax(-1), scores.max(-1).indices, scores.softmax(-1)
+        return scores.sort().indices, scores.max(), torch.max(scores, -scores), scores.softmax(-1)
 
     found, saved = run(LayerPhase.FORWARD, SCORES, others)
     assert saved == ()
@@ -102,10 +129,10 @@ def test_other_functions_are_left_alone() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_choice_is_noticed(way: str) -> None:
-    with TopKSeen() as seen:
+    with ChoicesSeen() as seen:
         SCORES.softmax(-1).sort()
     assert not seen.seen
-    with TopKSeen() as seen:
+    with ChoicesSeen() as seen:
         found = WAYS[way](SCORES)
     assert seen.seen
     assert torch.equal(found.indices, WAYS[way](SCORES).indices)
