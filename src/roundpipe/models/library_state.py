@@ -26,14 +26,13 @@ Captured = dict[str, list[Any]]
 
 
 def _collector_variable() -> Any:
-    module = sys.modules.get("transformers.utils.output_capturing")
-    return getattr(module, "_active_collector", None)
+    return getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
 
 
 def active_collector() -> Captured | None:
     """What the running forward collects, by kind of output; None outside of any."""
     variable = _collector_variable()
-    collector = variable.get() if variable is not None else None
+    collector = None if variable is None else variable.get()
     if collector and "_hidden_states_layers" in collector:
         raise ModelSplitError("output_hidden_states with a list of layers; ask for all of them with True")
     return collector or None

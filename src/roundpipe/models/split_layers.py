@@ -125,17 +125,13 @@ class BlockLayer(nn.Module):
     def _run(
         self, k: int, record: CallRecord, args: Any, kwargs: Any, plan: SplitPlan
     ) -> tuple[dict[str, Any], Captured]:
+        if record.with_grad and not (record.is_long or plan.draws_globally or plan.outlines[k].routes):  # as most
+            return call_block(self.block, args, kwargs, record.captures, has_containers=record.has_containers)
         routes = KeptRoutes() if plan.outlines[k].routes and torch.is_grad_enabled() else None
         tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ())) if record.is_long else _NOTHING_TO_ENTER
         grad_mode = _NOTHING_TO_ENTER if record.with_grad else torch.no_grad()
         with drawing(plan), tiles, grad_mode, _NOTHING_TO_ENTER if routes is None else routes:
-            done = call_block(
-                self.block,
-                args,
-                kwargs,
-                record.captures,
-                has_containers=record.has_containers,
-            )
+            done = call_block(self.block, args, kwargs, record.captures, has_containers=record.has_containers)
         if routes is not None:
             routes.save()
         return done

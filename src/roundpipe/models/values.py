@@ -66,9 +66,16 @@ def filled_in(template: Any, tensors: Mapping[Key, torch.Tensor]) -> Any:
     if kind in _ATOMS:
         return template
     if kind is tuple:
-        return tuple([filled_in(item, tensors) for item in template])
+        return tuple([tensors[item.key] if type(item) is Held else filled_in(item, tensors) for item in template])
     if kind is dict:
-        return {name: filled_in(item, tensors) for name, item in template.items()}
+        return {
+            name: item
+            if type(item) in _ATOMS
+            else tensors[item.key]
+            if type(item) is Held
+            else filled_in(item, tensors)
+            for name, item in template.items()
+        }
     return map_leaves(lambda leaf: tensors[leaf.key] if type(leaf) is Held else leaf, template)
 
 
