@@ -335,3 +335,11 @@ def test_a_soft_prompt_before_the_tokens_trains() -> None:
                 grads.append((prompt.grad, grads_of(model.original_model)))
     assert_same(grads[1], grads[0])
     assert grads[0][0].shape == (3, 32)
+
+
+def test_what_a_tokenizer_returns_is_taken_for_a_dict() -> None:
+    """A BatchEncoding, which is a mapping and no dict."""
+    plain, batch = small("llama"), labelled("llama")
+    encoded = pytest.importorskip("transformers").BatchEncoding(batch)
+    with wrapped(copy.deepcopy(plain), example_inputs=encoded) as model:
+        assert_same(train_call(model, encoded), plain_loss(plain, batch), "loss")

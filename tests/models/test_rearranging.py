@@ -240,6 +240,15 @@ def test_many_changes_one_after_the_other(models: SplitModels) -> None:
     made.check()
 
 
+def test_layers_that_a_call_in_evaluation_adds_are_in_evaluation(models: SplitModels) -> None:
+    module = Growing().eval()
+    model = models.wrap(copy.deepcopy(module), inputs_of(BARE, 0), 2)
+    inputs = inputs_of(HINT, 1)
+    with torch.no_grad():
+        found = model(**inputs, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+        assert_same(found, module(**inputs))
+
+
 def test_an_optimizer_made_after_a_change(models: SplitModels) -> None:
     torch.manual_seed(3)
     module = Growing()

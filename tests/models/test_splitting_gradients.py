@@ -85,6 +85,17 @@ class Hooked(Toy):
         return self.head(h)
 
 
+class FaintlyHooked(Toy):
+    """The same where only small gradients of one block pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[1](self.blocks[0](self.embed(x)))
+        aside = self.blocks[2](h.detach())
+        if aside.requires_grad:
+            aside.register_hook(lambda gradient: gradient * 2)
+        return self.head(h) + 1e-4 * aside
+
+
 class SometimesDetached(Toy):
     """One of two readers of a hidden state is cut off from it."""
 
@@ -104,6 +115,7 @@ FOLLOWED: dict[str, Callable[[], nn.Module]] = {
 FOLLOWED_OR_REFUSED: dict[str, Callable[[], nn.Module]] = {
     "a block under no_grad": WithoutGrad,
     "a hook on a hidden state": Hooked,
+    "a hook where gradients are small": FaintlyHooked,
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -91,7 +91,7 @@ class RoundPipe(ModelFace):
     def forward_backward(
         self,
         input_args: tuple[Any, ...] = (),
-        input_kwargs: dict[str, Any] = {},
+        input_kwargs: Mapping[str, Any] = {},
         label: Any = None,
         loss_fn: Callable[[Any, Any], Sequence[torch.Tensor] | torch.Tensor] = lambda outputs, labels: outputs,
         return_outputs: bool = False,
@@ -106,7 +106,7 @@ class RoundPipe(ModelFace):
             raise ArgumentTypeError(
                 f"input_args must be a tuple, such as (x,) with its comma, got {type(input_args).__name__}."
             )
-        if not isinstance(input_kwargs, dict):
+        if not isinstance(input_kwargs, Mapping):
             raise ArgumentTypeError(f"input_kwargs must be a dict, got {type(input_kwargs).__name__}.")
         for key in input_kwargs:
             if not isinstance(key, str):
@@ -116,7 +116,7 @@ class RoundPipe(ModelFace):
         if not isinstance(return_outputs, bool):
             raise ArgumentTypeError(f"return_outputs must be True or False, got {return_outputs!r}.")
         config = self._resolve(run_config)
-        call = self._prepared(input_args, input_kwargs, config, is_for_loss_alone=not return_outputs)
+        call = self._prepared(input_args, dict(input_kwargs), config, is_for_loss_alone=not return_outputs)
         try:
             return self._engine.forward_backward(
                 call.args, call.kwargs, label, loss_fn, return_outputs, call.config, call.additions

@@ -9,10 +9,11 @@ collector, so a private one is set around it, and what it caught is handed to th
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +130,32 @@ def is_pretrained(module: Any) -> bool:
 def has_pretrained(module: nn.Module) -> bool:
     """Whether a module is such a model or wraps one, as an adapter does."""
     return any(map(is_pretrained, module.modules()))
+
+
+@contextlib.contextmanager
+def attention_of_the_host(model: nn.Module) -> Iterator[None]:
+    """Inside it models of transformers do with torch alone what they let kernels for GPUs do. Only while nothing runs.
+
+    Which way attention is computed changes masks, which come from inputs alone, and nothing else of the code between
+    blocks: what is found out about a split holds for all of them.
+    """
+    name = "_attn_implementation_internal"
+    before: list[tuple[dict[str, Any], Any]] = []
+    for module in model.modules():
+        own = vars(module.config) if is_pretrained(module) else {}
+        if own.get(name) == "flex_attention":
+            raise ModelSplitError(
+                "flex_attention compiles itself, which torch does not allow inside of a layer; load the model with "
+                "attn_implementation='sdpa' or 'flash_attention_2'"
+            )
+        if own.get(name) not in (None, "eager", "sdpa"):
+            before.append((own, own[name]))
+            own[name] = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
+    try:
+        yield
+    finally:
+        for own, value in before:
+            own[name] = value
 
 
 def fill_from_meta(model: nn.Module) -> None:

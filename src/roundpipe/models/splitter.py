@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from roundpipe.models.counting import CountTargets, counting_rule
 from roundpipe.models.discovery import block_paths
 from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.layout import Layout
+from roundpipe.models.library_state import attention_of_the_host
 from roundpipe.models.sample_inputs import cut_down, made_up
 from roundpipe.models.signature import Detail, signature
 from roundpipe.models.split_layers import GlueLayer, PlacedPlan
@@ -62,11 +63,11 @@ class ModelSplitter:
         with_grad = torch.is_grad_enabled()
         key = self._key(args, kwargs)
         start = time.perf_counter()
-        with contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside():
-            plan = self._plan(
-                args, kwargs, with_grad, may_cut_down=key == signature(args, kwargs, self._model.training)
-            )
+        may_cut_down = key == signature(args, kwargs, self._model.training)
+        with self._on_the_host():
+            plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
         changed = self._layout.add(plan)
+        self.refresh()
         self._places[key] = len(self._layout.placed) - 1
         logger.info(
             "%s: it took %.1f s to find out how calls with %s are split: %d blocks, code of its own at %s",
@@ -110,7 +111,8 @@ class ModelSplitter:
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             raise ConfigError("whole_batch_loss counts the call's `labels`; this call has none, or none to count.")
         if self._counts is None:
-            self._counts = counting_rule(self._model, cut_down(kwargs) or kwargs)
+            with self._on_the_host():
+                self._counts = counting_rule(self._model, cut_down(kwargs) or kwargs)
         return self._counts(labels)
 
     def take_out(self) -> None:
@@ -127,6 +129,13 @@ class ModelSplitter:
                 for tree in layer.trees.values():
                     assert isinstance(tree, StubTree)
                     tree.refresh()
+
+    @contextlib.contextmanager
+    def _on_the_host(self) -> Iterator[None]:
+        """Inside it the model runs without kernels that need a GPU."""
+        kernels = contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside()
+        with kernels, attention_of_the_host(self._model):
+            yield
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool) -> SplitPlan:
         small = cut_down(kwargs) if may_cut_down and not args else None

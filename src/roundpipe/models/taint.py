@@ -50,24 +50,26 @@ class Taint:
         if getattr(func, "__name__", "") in _READERS:
             self._read(args)
         value = func(*args, **kwargs)
-        if drops(func, args, kwargs):  # which draws nothing in calibration, but will
-            for tensor in tensors_of(value):
-                self.mark(tensor, self._drawing())
-        return value
+        # Dropout draws nothing in calibration, but will.
+        return self._marked(value, self._drawing()) if drops(func, args, kwargs) else value
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):  # an operator of higher order: nothing more is known of it
+            return self._marked(func(*args, **kwargs), self.labels_of((args, kwargs)))
         labels = _NONE if _looks_at_shapes_only(func) else self.labels_of((args, kwargs))
         if not _READING_TAGS.isdisjoint(func.tags):
             self._read(_choosing(func, args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
             labels |= self._drawing()
-        value = func(*args, **kwargs)
-        for tensor in tensors_of(value):
-            self.mark(tensor, labels)
+        value = self._marked(func(*args, **kwargs), labels)
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tensors_of(given):
-                    self.mark(tensor, labels)
+                self._marked(given, labels)
+        return value
+
+    def _marked(self, value: Any, labels: Labels) -> Any:
+        for tensor in tensors_of(value):
+            self.mark(tensor, labels)
         return value
 
     def _read(self, value: Any) -> None:
@@ -88,6 +90,8 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, taint: Taint) -> None:
         super().__init__()
         self._taint = taint

@@ -28,6 +28,9 @@ from roundpipe.models.without_dropout import WithoutDropout
 
 # By bits of mantissa: sums in another order, of a parameter used in several layers, say.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+# The same in units of the largest gradient: of one that is zero but for rounding nothing better is known.
+_NOISE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
+_NUM_CHUNKS, _NUM_SAMPLES = 64, 1024  # of a gradient, in its fingerprint
 
 
 def verify(
@@ -153,13 +156,13 @@ def _compare_fingerprints(
         raise ModelSplitError(f"{how}, {name} has {'no' if name in expected else 'a'} gradient")
     largest = max((float(found.norm()) for found in expected.values() if found.isfinite().all()), default=0.0)
     for name, found in expected.items():
-        tolerance = _TOLERANCE.get(dtypes[name], 1e-1) * largest
-        if found.isfinite().all() and float((found - got[name]).norm()) > tolerance:
+        tolerance = _TOLERANCE.get(dtypes[name], 1e-1) * float(found.norm()) + _NOISE.get(dtypes[name], 1e-2) * largest
+        if found.isfinite().all() and not float((found - got[name]).norm()) <= tolerance:
             raise ModelSplitError(f"{how}, the gradient of {name} is another")
 
 
 class _Fingerprints:
-    """A few projections of each parameter's gradient, summed as it comes in parts; the gradient itself is dropped."""
+    """Means of chunks and samples of each parameter's gradient, summed as it comes in parts; it itself is dropped."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found: dict[str, torch.Tensor] = {}
@@ -183,10 +186,12 @@ class _Fingerprints:
 
     def _note(self, name: str, param: torch.Tensor) -> None:
         assert param.grad is not None
-        gradient, param.grad = param.grad.detach().flatten().float(), None
-        angles = torch.arange(gradient.numel(), dtype=torch.float32)
-        projections = torch.stack([gradient @ angles.mul(rate).cos() for rate in (0.0, 0.7, 1.9)]).double()
-        self._found[name] = self._found.get(name, torch.zeros(3, dtype=torch.float64)) + projections
+        gradient, param.grad = param.grad.detach(), None
+        gradient = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
+        means = [chunk.mean(dtype=torch.float32) for chunk in gradient.chunk(_NUM_CHUNKS) if chunk.numel()]
+        samples = gradient[:: max(1, gradient.numel() // _NUM_SAMPLES)]
+        fingerprint = torch.cat([torch.stack(means), samples.float()]).double() if means else torch.zeros(0)
+        self._found[name] = self._found[name] + fingerprint if name in self._found else fingerprint
 
 
 def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Tensor:
