@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers_split import WIDTH, Block, SplitModels, Toy, check_split, rows
+from roundpipe.models import verification
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
@@ -128,6 +129,18 @@ def test_gradients_are_the_plain_models(models: SplitModels, kind: str) -> None:
 def test_a_model_is_never_trained_on_other_gradients(models: SplitModels, kind: str) -> None:
     with contextlib.suppress(NotImplementedError):  # to be refused is as good
         check_split(models, seeded(FOLLOWED_OR_REFUSED[kind]), {"x": rows()}, 2)
+
+
+@pytest.mark.parametrize("kind", [*FOLLOWED, *FOLLOWED_OR_REFUSED])
+def test_where_weights_are_large_their_own_gradients_are_not_asked_for(
+    models: SplitModels, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """When a model is looked at; what blocks are given shows all the same whether it is split rightly."""
+    monkeypatch.setattr(verification, "_LARGE", 0)
+    module = seeded({**FOLLOWED, **FOLLOWED_OR_REFUSED}[kind])
+    with contextlib.suppress(NotImplementedError) if kind in FOLLOWED_OR_REFUSED else contextlib.nullcontext():
+        check_split(models, module, {"x": rows()}, 2)
+    assert all(param.requires_grad for param in module.parameters())
 
 
 # Code that could only run where it is written.

@@ -1,15 +1,17 @@
-"""Checks a split before it is used: its results are the model's, and recomputing changes no gradient.
+"""Checks a split before it is used: results and gradients are the model's, and recomputing changes no gradient.
 
-Called by the splitter with the inputs of the calibration. The second check, with dropout on, is the only one that finds
+Called by the splitter with the inputs of the calibration. The last check, with dropout on, is the only one that finds
 a model whose forward draws or rounds otherwise when it is repeated. Runs on copies that share the weights; of gradients
-only fingerprints are kept, so that no second copy of the weights is ever needed.
+only fingerprints are kept, so that no second copy of the weights is ever needed. A block runs as it is, so what can go
+wrong is what it is given: gradients of its large weights, which take longest, are not computed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ from torch import nn
 
 from roundpipe.errors import ModelSplitError
 from roundpipe.models.calibration import fresh, private_copy
+from roundpipe.models.float_products import FloatProducts
 from roundpipe.models.global_random import own_generators
 from roundpipe.models.layout import Layout
-from roundpipe.models.split_layers import KEEPS_LOGITS, PlacedPlan
+from roundpipe.models.split_layers import PlacedPlan
 from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.tiling import TokenwiseSearch
 from roundpipe.models.travel import KeepLogits
@@ -30,6 +33,7 @@ from roundpipe.models.without_dropout import WithoutDropout
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 # The same in units of the largest gradient: of one that is zero but for rounding nothing better is known.
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
+_LARGE = 2**16  # numbers in a weight whose gradient is not worth computing
 _NUM_CHUNKS, _NUM_SAMPLES = 64, 1024  # of a gradient, in its fingerprint
 
 
@@ -43,26 +47,45 @@ def verify(
     """
     with torch.random.fork_rng(devices=()), own_generators(), torch.set_grad_enabled(with_grad):
         layers, copy = _layers(model, plan)
-        with WithoutDropout():
+        _freeze_large_weights(copy, plan.blocks)
+        gradients = _Gradients(copy)
+        with WithoutDropout() as mode:
             expected = copy(*fresh(args), **fresh(kwargs))
-            got = _chained(layers, fresh(args), fresh(kwargs))
+            got, before_last = _chained(layers, fresh(args), fresh(kwargs))
             _compare(expected, got)
-            fuses = plan.head is not None and _loses_no_loss(layers, args, kwargs, expected)
-        del expected, got
+            fuses = plan.head is not None and _loses_no_loss(layers[-1], before_last, expected)
+            in_plain, in_chain = gradients.of(expected), gradients.of(got)
+            _compare_gradients(in_plain, in_chain, gradients.dtypes, "split")
         if with_grad:
-            fingerprints = _Fingerprints(copy)
-            with WithoutDropout():
-                in_plain = fingerprints.of(lambda: copy(*fresh(args), **fresh(kwargs)))
-                in_chain = fingerprints.of(lambda: _chained(layers, fresh(args), fresh(kwargs)))
-            _compare_fingerprints(in_plain, in_chain, fingerprints.dtypes, "split")
-            _compare_recomputed(fingerprints, layers, args, kwargs)
+            if mode.was_needed:
+                got, _ = _chained(layers, fresh(args), fresh(kwargs))
+                in_chain = gradients.of(got)
+            _compare_recomputed(in_chain, _loss_of(got), gradients, layers, args, kwargs)
         return _find_tokenwise(copy, plan, layers, args, kwargs), fuses
 
 
-def _loses_no_loss(layers: Sequence[nn.Module], args: Any, kwargs: Any, expected: Any) -> bool:
+def _freeze_large_weights(copy: nn.Module, blocks: frozenset[str]) -> None:
+    """Of each block, but for the smallest of one that has no other; what is used outside of blocks stays."""
+    inside = [list(copy.get_submodule(path).parameters()) for path in sorted(blocks)]
+    ids = {id(param) for params in inside for param in params}
+    outside = {
+        id(param)
+        for path, module in copy.named_modules()
+        if not any(f"{path}.".startswith(f"{block}.") for block in blocks)
+        for param in module.parameters(recurse=False)
+    }
+    for params in inside:
+        trained = sorted((p for p in params if p.requires_grad and id(p) in ids - outside), key=torch.Tensor.numel)
+        for param in trained[1:]:
+            param.requires_grad_(param.numel() <= _LARGE)
+
+
+def _loses_no_loss(epilogue: nn.Module, travelling: Any, expected: Any) -> bool:
     """Whether the loss comes out the same when the head returns a placeholder for the logits."""
+    state, ledger = travelling
     try:
-        got = _chained(layers, fresh(args), {**fresh(kwargs), KEEPS_LOGITS: KeepLogits.NEVER}).loss
+        with torch.no_grad():
+            got = epilogue((state, dataclasses.replace(ledger, keeps_logits=KeepLogits.NEVER))).loss
     except Exception:  # something between head and loss needs to see them
         return False
     return isinstance(got, torch.Tensor) and bool((got - expected.loss).abs() <= 1e-4 * expected.loss.abs())
@@ -129,26 +152,32 @@ def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a.double() - b.double()).abs().max() <= _TOLERANCE.get(a.dtype, 0.0) * a.double().abs().max())
 
 
-def _chained(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
-    """All layers in one graph; each draws random numbers of its own."""
+def _chained(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """All layers in one graph; each draws random numbers of its own. What the last returns, and what it was given."""
     value: Any = None
+    given: Any = None
     for i, layer in enumerate(layers):
         torch.default_generator.manual_seed(i)  # this one alone: generators of GPUs are the user's
-        value = layer(value) if i else layer(*args, **kwargs)
-    return value
+        given, value = value, layer(value) if i else layer(*args, **kwargs)
+    return value, given
 
 
-def _compare_recomputed(fingerprints: _Fingerprints, layers: Sequence[nn.Module], args: Any, kwargs: Any) -> None:
-    losses: list[torch.Tensor] = []
-    in_one = fingerprints.of(lambda: _chained(layers, fresh(args), fresh(kwargs)), losses)
-    if losses[0].requires_grad:
+def _compare_recomputed(
+    in_one: Mapping[str, torch.Tensor],
+    loss: torch.Tensor,
+    gradients: _Gradients,
+    layers: Sequence[nn.Module],
+    args: Any,
+    kwargs: Any,
+) -> None:
+    if loss.requires_grad:
         again = _recomputed(layers, fresh(args), fresh(kwargs))
-        if not equal(losses[0], again) and not _is_near(losses[0], again):
+        if not equal(loss, again) and not _is_near(loss, again):
             raise ModelSplitError("recomputed layer by layer, its loss is another: its forward does not repeat itself")
-        _compare_fingerprints(in_one, fingerprints.take(), fingerprints.dtypes, "recomputed layer by layer")
+        _compare_gradients(in_one, gradients.take(), gradients.dtypes, "recomputed layer by layer")
 
 
-def _compare_fingerprints(
+def _compare_gradients(
     expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], how: str
 ) -> None:
     if expected.keys() != got.keys():
@@ -161,8 +190,8 @@ def _compare_fingerprints(
             raise ModelSplitError(f"{how}, the gradient of {name} is another")
 
 
-class _Fingerprints:
-    """Means of chunks and samples of each parameter's gradient, summed as it comes in parts; it itself is dropped."""
+class _Gradients:
+    """Fingerprints of the parameters' gradients, which are dropped themselves: means of chunks, and samples."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found: dict[str, torch.Tensor] = {}
@@ -171,16 +200,16 @@ class _Fingerprints:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(functools.partial(self._note, name))
 
-    def of(self, run: Callable[[], Any], losses: list[torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Of the gradients of what `run` returns; its loss is put into `losses`."""
-        loss = _loss_of(run())
-        if losses is not None:
-            losses.append(loss)
+    def of(self, outputs: Any) -> dict[str, torch.Tensor]:
+        """By name of a parameter, of what a run of the model returned."""
+        loss = _loss_of(outputs)
         if loss.requires_grad:
-            loss.backward()
+            with FloatProducts():
+                loss.backward()
         return self.take()
 
     def take(self) -> dict[str, torch.Tensor]:
+        """Of whatever went backward since the last time, summed up."""
         found, self._found = self._found, {}
         return found
 
@@ -214,7 +243,8 @@ def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Te
             roots = [found[j] for j in gradients if found[j].requires_grad]
             of_roots = [gradient for j, gradient in gradients.items() if found[j].requires_grad]
         if roots:
-            torch.autograd.backward(roots, of_roots)
+            with FloatProducts():
+                torch.autograd.backward(roots, of_roots)
         leaves = tensors_of(list(given[0].values())) if i else []
         first = {id(leaf): j for j, leaf in reversed(list(enumerate(leaves)))}  # one tensor may have several keys
         found_gradients = {j: leaves[j].grad for j in first.values()}

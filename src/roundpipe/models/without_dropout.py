@@ -14,15 +14,21 @@ _NOISE = "uniform_"  # of a router, say
 
 
 class WithoutDropout(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_needed = False  # whether anything would have been dropped
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        is_random = drops(func, args, kwargs)
+        self.was_needed = self.was_needed or is_random
         if name in _DROPOUTS:
             given = args[0] if args else kwargs["input"]
             # A tensor of its own wherever dropout would return one: which is which matters to the plan.
-            return given.clone() if drops(func, args, kwargs) and not _is_in_place(name, args, kwargs) else given
+            return given.clone() if is_random and not _is_in_place(name, args, kwargs) else given
         if name == _NOISE:
             low, high = (*args[1:3], *(kwargs[key] for key in ("from", "to") if key in kwargs), 0.0, 1.0)[:2]
             return args[0].fill_((low + high) / 2)
