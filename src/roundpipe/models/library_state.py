@@ -19,11 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.errors import ModelSplitError
+from roundpipe.errors import ConfigError, ModelSplitError
 
 logger = logging.getLogger("roundpipe")
 
 Captured = dict[str, list[Any]]
+# In the configs of transformers: how attention and experts are computed, and the ways that need nothing but torch.
+_ATTENTION, _EXPERTS = "_attn_implementation_internal", "_experts_implementation_internal"
+_TORCH_ALONE = (None, "eager", "sdpa", "batched_mm", "grouped_mm")
 
 
 def _collector_variable() -> Any:
@@ -133,35 +136,43 @@ def has_pretrained(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def attention_of_the_host(model: nn.Module) -> Iterator[None]:
-    """Inside it models of transformers do with torch alone what they let kernels for GPUs do. Only while nothing runs.
+def with_torch_alone(model: nn.Module) -> Iterator[None]:
+    """Inside it models of transformers do themselves what they let kernels for GPUs do. Only while nothing runs.
 
     Which way attention is computed changes masks, which come from inputs alone, and nothing else of the code between
     blocks: what is found out about a split holds for all of them.
     """
-    name = "_attn_implementation_internal"
-    before: list[tuple[dict[str, Any], Any]] = []
+    before: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
         own = vars(module.config) if is_pretrained(module) else {}
-        if own.get(name) == "flex_attention":
+        if own.get(_ATTENTION) == "flex_attention":
             raise ModelSplitError(
                 "flex_attention compiles itself, which torch does not allow inside of a layer; load the model with "
                 "attn_implementation='sdpa' or 'flash_attention_2'"
             )
-        if own.get(name) not in (None, "eager", "sdpa"):
-            before.append((own, own[name]))
-            own[name] = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
+        instead = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
+        for name, other in ((_ATTENTION, instead), (_EXPERTS, "eager")):
+            if own.get(name) not in _TORCH_ALONE:
+                before.append((own, name, own[name]))
+                own[name] = other
     try:
         yield
     finally:
-        for own, value in before:
+        for own, name, value in before:
             own[name] = value
 
 
 def fill_from_meta(model: nn.Module) -> None:
     """Give a model of transformers that was made on the meta device memory, and the weights of a new model."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if is_pretrained(model) and tensors and all(tensor.device.type == "meta" for tensor in tensors):
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+    if empty and (len(empty) < len(tensors) or not is_pretrained(model)):
+        raise ConfigError(
+            f"{empty[0]} of {type(model).__name__} is on the meta device and holds no values ({len(empty)} of "
+            f"{len(tensors)} tensors do not); load the whole model, buffers that are not in its checkpoint included, "
+            "before wrapping it."
+        )
+    if empty:
         logger.warning(
             "%s is on the meta device: its weights are made anew, at random; load yours with load_state_dict()",
             type(model).__name__,

@@ -21,7 +21,7 @@ from roundpipe.models.counting import CountTargets, counting_rule
 from roundpipe.models.discovery import block_paths
 from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.layout import Layout
-from roundpipe.models.library_state import attention_of_the_host
+from roundpipe.models.library_state import with_torch_alone
 from roundpipe.models.sample_inputs import cut_down, made_up
 from roundpipe.models.signature import Detail, signature
 from roundpipe.models.split_layers import GlueLayer, PlacedPlan
@@ -134,7 +134,7 @@ class ModelSplitter:
     def _on_the_host(self) -> Iterator[None]:
         """Inside it the model runs without kernels that need a GPU."""
         kernels = contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside()
-        with kernels, attention_of_the_host(self._model):
+        with kernels, with_torch_alone(self._model):
             yield
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool) -> SplitPlan:
