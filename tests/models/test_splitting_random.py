@@ -41,6 +41,13 @@ class TorchDropout(Block):
         return nn.functional.dropout(super().forward(h), 0.4, self.training)
 
 
+class TorchNoise(Block):
+    """Random numbers that nobody calls dropout."""
+
+    def forward(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().forward(h) * (torch.rand_like(h) + 0.5)
+
+
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(3)
     return build()
@@ -93,7 +100,11 @@ def our_call(model: RoundPipe, config: RoundPipeRunConfig) -> Tensor:
     return loss
 
 
-KINDS: dict[str, tuple[type[Block], bool]] = {"numpy": (NumpyDropout, True), "torch": (TorchDropout, False)}
+KINDS: dict[str, tuple[type[Block], bool]] = {
+    "numpy": (NumpyDropout, True),
+    "dropout": (TorchDropout, False),
+    "noise": (TorchNoise, False),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -140,6 +140,29 @@ class Restructuring(Toy):
         return super().forward(x)
 
 
+class Observing(nn.Module):
+    """A linear map that keeps the largest number it has met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        result: Tensor = self.linear(x)
+        return result
+
+
+class ObservingTied(Toy):
+    """The first and the last layer share a weight, and the module it is in writes to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Observing()  # type: ignore[assignment]
+        self.head.weight = self.embed.linear.weight
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a forward replaced on an inner module": (with_replaced_forward, "forward of its Toy was replaced on the instance"),
     "a forward replaced on a block": (with_replaced_block_forward, "replaced on the instance"),
@@ -150,6 +173,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no list": (NoList, "no repeated list of modules"),
     "a list that is never called": (NeverCalled, "no repeated list of modules that its forward calls"),
     "a forward that does not repeat itself": (Unrepeatable, "other (values|results)"),
+    "a buffer that several layers would write": (ObservingTied, "writes to embed.largest, a buffer that several"),
     "a forward that exchanges its modules": (Restructuring, "exchanges its own modules and their parameters"),
 }
 

@@ -368,3 +368,41 @@ def test_a_block_that_is_used_outside_its_list_too(models: SplitModels) -> None:
     shared = [f"first.{name}" for name in dict(Block().named_parameters())]
     shared += [name.replace("first", "blocks.0") for name in shared]
     check_split(models, seeded(Aliased), {"x": rows()}, 2, shared=shared)
+
+
+class Meter(nn.Module):
+    """Has a state and no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls = self.num_calls + 1
+        return x * 1.5
+
+
+class Metered(Toy):
+    """Runs such a module in its prologue, and has code between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.meter(self.embed(x))
+        for block in self.blocks:
+            h = block(h * 0.9)
+        return self.head(h)
+
+
+def test_a_module_with_state_and_without_weights_runs_in_one_layer_alone(models: SplitModels) -> None:
+    """Its buffer counts microbatches, as with the plain model."""
+    model = check_split(models, seeded(Metered), {"x": rows()}, 2)
+    holding = [layer for layer in model.model if any("num_calls" in name for name, _ in layer.named_buffers())]
+    assert len(holding) == 1
+    before = float(model.meter.num_calls)
+    with torch.no_grad():
+        model(x=rows(), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
+    model.synchronize()
+    assert float(model.meter.num_calls) == before + 2

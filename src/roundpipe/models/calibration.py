@@ -153,14 +153,13 @@ class _Calibration:
         needs: dict[int, frozenset[str]] = {}
         for point in plan.points:
             own = {names[i] for i in dependence.parameters_reached(point, forced_tree) if i in names}
-            for tap in plan.taps:
-                if point <= tap.segment < plan.end_of(point):
-                    own |= {self._names[id(param)] for param in by_path[tap.path].parameters()}
+            for path in plan.taps_of(point):
+                own |= {self._names[id(param)] for param in by_path[path].parameters()}
             needs[point] = frozenset(own)
-            if not dependence.agrees_on(point, self._element_tree(plan, own)):
+            if not dependence.agrees_on(point, self._element_tree(plan, point, own)):
                 # Its code reads a parameter where autograd does not see it: let it have all it can reach itself.
                 needs[point] |= self._outside(plan)
-                if not dependence.agrees_on(point, self._element_tree(plan, needs[point])):
+                if not dependence.agrees_on(point, self._element_tree(plan, point, needs[point])):
                     raise ModelSplitError(f"the code of segment {point} needs weights that it does not show to need")
         dependence.plan = dataclasses.replace(plan, needs=needs)
 
@@ -174,8 +173,8 @@ class _Calibration:
         }
         return frozenset(name for name, param in self._model.named_parameters() if id(param) not in inside)
 
-    def _element_tree(self, plan: SplitPlan, needs: Any) -> nn.Module:
-        tree = element_tree(private_copy(self._model)[0], plan, needs, self._ghosts)
+    def _element_tree(self, plan: SplitPlan, point: int, needs: Any) -> nn.Module:
+        tree = element_tree(private_copy(self._model)[0], plan, point, needs, self._ghosts)
         tree.fill_in(torch.device("cpu"))
         return tree.root
 
@@ -198,15 +197,20 @@ def _fresh_leaf(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copied_cache(leaf)
 
 
-def element_tree(model: nn.Module, plan: SplitPlan, needs: Any, ghosts: Ghosts) -> StubTree:
-    """The tree of one element: taps of which it needs a parameter are there as a whole."""
+def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghosts: Ghosts) -> StubTree:
+    """The tree of one element: taps that it runs, or of which it needs a parameter, are there as a whole."""
     owned = {id(param) for name, param in model.named_parameters() if name in needs}
-    blocks = frozenset(plan.calls)
-    block_ids = {id(module) for path, module in model.named_modules() if path in blocks}
+    own_taps = plan.taps_of(point)
+    paths = {id(module): path for path, module in model.named_modules()}
 
     def is_real(module: nn.Module) -> bool:
-        params = list(module.parameters())
-        return id(module) not in block_ids and (not params or any(id(param) in owned for param in params))
+        path, params = paths[id(module)], list(module.parameters())
+        if path in plan.blocks:
+            return False
+        if any(id(param) in owned for param in params):
+            return True
+        # A tap with state but no weights is there only where it runs: its state belongs to one layer.
+        return path in own_taps if path in plan.stub_paths else not params
 
     return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
 

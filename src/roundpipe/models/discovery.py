@@ -6,6 +6,7 @@ Called by calibration on a copy of the model that nobody else sees.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from roundpipe.errors import ModelSplitError
+from roundpipe.models.other_forwards import Forward, other_forwards
 from roundpipe.models.split_plan import TapCall
 
 _SMALLEST_SHARE = 0.05  # a list with fewer parameters, beside the largest, is not worth cutting at
@@ -35,10 +37,8 @@ class Discovery:
 def observe(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Event], Any]:
     """Every entry into and exit from a forward, calls of `forward` itself included, and what `run` returns."""
     events: list[Event] = []
-    modules = list(model.named_modules())
-    before = [module.__dict__.get("forward") for _, module in modules]
 
-    def watched(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(path: str, forward: Forward) -> Forward:
         def watch(*args: Any, **kwargs: Any) -> Any:
             events.append(Event(path, True))
             value = forward(*args, **kwargs)
@@ -47,16 +47,9 @@ def observe(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Event], Any]
 
         return watch
 
-    for path, module in modules:
-        module.__dict__["forward"] = watched(path, module.forward)
-    try:
+    modules = list(model.named_modules())
+    with other_forwards((module, functools.partial(watched, path)) for path, module in modules):
         value = run()
-    finally:
-        for (_, module), forward in zip(modules, before, strict=True):
-            if forward is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = forward
     return events, value
 
 

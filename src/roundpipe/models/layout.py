@@ -110,9 +110,10 @@ class Layout:
         assert isinstance(layer, GlueLayer)
         for name, tree in layer.trees.items():
             assert isinstance(tree, StubTree)
-            if tree.stubs == plan.stub_paths and tree.needs >= plan.needs[point]:
+            serves = tree.needs >= plan.needs[point] and tree.at_hand >= plan.taps_of(point)
+            if tree.stubs == plan.stub_paths and serves:
                 return name
-        tree = element_tree(self._model, plan, plan.needs[point], self._ghosts)
+        tree = element_tree(self._model, plan, point, plan.needs[point], self._ghosts)
         name = str(len(layer.trees))
         layer.trees[name] = tree
         return name

@@ -74,6 +74,10 @@ class SplitPlan:
         after = bisect.bisect_right(self.points, point)
         return self.points[after] if after < len(self.points) else self.num_calls + 1
 
+    def taps_of(self, point: int) -> frozenset[str]:
+        """The modules that a replay of `point` runs."""
+        return frozenset(tap.path for tap in self.taps if point <= tap.segment < self.end_of(point))
+
     def read_after(self, done: float) -> frozenset[Key]:
         """What points after call `done` (or segment `done` + 0.5) read."""
         later = bisect.bisect_right(self.points, done)

@@ -61,11 +61,15 @@ class StubTree(nn.Module):
         self.needs = frozenset(name for name, param in model.named_parameters() if id(param) in owned)
         place = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         containing = above(model, stubs)
+        self.at_hand: set[str] = set()  # of the stubs, those whose modules are there
 
         def stand_in(module: nn.Module) -> nn.Module | None:
             path = place[id(module)]
             if path in stubs:
-                return make_stub(module, path, module if is_real(module) else None, ghosts.of(module))
+                real = module if is_real(module) else None
+                if real is not None:
+                    self.at_hand.add(path)
+                return make_stub(module, path, real, ghosts.of(module))
             if path in containing or isinstance(module, _CONTAINERS):
                 refuse_own_forward(module)
                 return None

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from roundpipe.models.other_forwards import other_forwards
 from roundpipe.models.routing import ChoicesSeen
 
 LONG_TOKENS = 32 * 1024  # more than that in a microbatch, and it is tiled
@@ -95,18 +96,8 @@ def is_long(values: Iterable[Any]) -> bool:
 @contextlib.contextmanager
 def tiled(module: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     """Inside it the modules at `paths` run tile by tile. The module must be the caller's alone."""
-    inner = [module.get_submodule(path) for path in paths]
-    before = [part.__dict__.get("forward") for part in inner]
-    for part in inner:
-        part.__dict__["forward"] = _TiledForward(part.forward)
-    try:
+    with other_forwards((module.get_submodule(path), _TiledForward) for path in paths):
         yield
-    finally:
-        for part, forward in zip(inner, before, strict=True):
-            if forward is None:
-                del part.__dict__["forward"]
-            else:
-                part.__dict__["forward"] = forward
 
 
 class _TiledForward:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from roundpipe.models.calibration import fresh, private_copy
 from roundpipe.models.float_products import FloatProducts
 from roundpipe.models.global_random import own_generators
 from roundpipe.models.layout import Layout
+from roundpipe.models.other_forwards import Forward, other_forwards
 from roundpipe.models.split_layers import PlacedPlan
 from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.tiling import TokenwiseSearch
@@ -46,12 +48,14 @@ def verify(
     can do without logits.
     """
     with torch.random.fork_rng(devices=()), own_generators(), torch.set_grad_enabled(with_grad):
-        layers, copy = _layers(model, plan)
+        layers, copy, placed = _layers(model, plan)
         _freeze_large_weights(copy, plan.blocks)
         gradients = _Gradients(copy)
         with WithoutDropout() as mode:
-            expected = copy(*fresh(args), **fresh(kwargs))
-            got, before_last = _chained(layers, fresh(args), fresh(kwargs))
+            with _drawing_as_layers_do(copy, placed):
+                expected = copy(*fresh(args), **fresh(kwargs))
+            with _shared_buffers_stay(layers, copy):
+                got, before_last = _chained(layers, fresh(args), fresh(kwargs))
             _compare(expected, got)
             fuses = plan.head is not None and _loses_no_loss(layers[-1], before_last, expected)
             in_plain, in_chain = gradients.of(expected), gradients.of(got)
@@ -120,13 +124,49 @@ def _build_of(module: nn.Module) -> tuple[Any, ...]:
     return tuple((path, type(inner)) for path, inner in module.named_modules())
 
 
-def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.Module]:
+@contextlib.contextmanager
+def _drawing_as_layers_do(copy: nn.Module, placed: PlacedPlan) -> Iterator[None]:
+    """Inside it blocks of the model draw the random numbers that they draw as layers."""
+    layer_ids = iter(sorted(placed.calls))
+
+    def seeded(forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            layer_id = next(layer_ids)
+            _seed(layer_id)
+            value = forward(*args, **kwargs)
+            _seed(layer_id + 1)
+            return value
+
+        return run
+
+    with other_forwards((copy.get_submodule(path), seeded) for path in placed.plan.blocks):
+        _seed(0)
+        yield
+
+
+@contextlib.contextmanager
+def _shared_buffers_stay(layers: Sequence[nn.Module], copy: nn.Module) -> Iterator[None]:
+    """Refuse a model that writes to a buffer of several layers: they could not keep such writes in order."""
+    num_layers_of = Counter(id(buffer) for layer in layers for buffer in set(layer.buffers()))
+    shared = [(name, buffer) for name, buffer in copy.named_buffers() if num_layers_of[id(buffer)] > 1]
+    versions = [buffer._version for _, buffer in shared]
+    yield
+    for (name, buffer), version in zip(shared, versions, strict=True):
+        if buffer._version != version or copy.get_buffer(name) is not buffer:
+            raise ModelSplitError(f"it writes to {name}, a buffer that several of its layers would need")
+
+
+def _seed(layer_id: int) -> None:
+    torch.default_generator.manual_seed(layer_id)  # this one alone: generators of GPUs are the user's
+
+
+def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.Module, PlacedPlan]:
     copy, _ = private_copy(model)
     book = _OnePlan()
     layout = Layout(copy, book)
     layout.add(plan)
     book.placed = layout.placed[0]
-    return layout.layers, copy
+    return layout.layers, copy, book.placed
 
 
 class _OnePlan:
@@ -157,7 +197,7 @@ def _chained(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[Any, 
     value: Any = None
     given: Any = None
     for i, layer in enumerate(layers):
-        torch.default_generator.manual_seed(i)  # this one alone: generators of GPUs are the user's
+        _seed(i)
         given, value = value, layer(value) if i else layer(*args, **kwargs)
     return value, given
 
@@ -227,12 +267,12 @@ def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Te
     """Forward with nothing kept but each layer's input, then backward with each layer run again."""
     inputs: list[Any] = [(args, kwargs)]
     for i, layer in enumerate(layers[:-1]):
-        torch.default_generator.manual_seed(i)
+        _seed(i)
         inputs.append(_cut_off(layer(inputs[-1]) if i else layer(*args, **kwargs)))
     gradients: dict[int, torch.Tensor] | None = None
     loss = torch.zeros(())
     for i in reversed(range(len(layers))):
-        torch.default_generator.manual_seed(i)
+        _seed(i)
         given = inputs.pop()
         value = layers[i](given) if i else layers[i](*args, **kwargs)
         if gradients is None:
