@@ -7,6 +7,7 @@ Knows no tensor, device or schedule.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import logging
 import math
@@ -44,24 +45,21 @@ def watchdog_limit_s() -> float:
     return limit
 
 
-class Monitor:
-    """A re-entrant lock with one condition; every change of the guarded state ends in `changed()`."""
+class Monitor(_thread.RLock):  # type: ignore[misc]
+    """A re-entrant lock with one condition; every change of the guarded state ends in `changed()`.
+
+    It is a lock, and does not have one, because entering and leaving must be the interpreter's own: a Ctrl-C that
+    struck inside of a method of ours, when the lock is taken and the block not yet entered, would leave it taken.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._condition = threading.Condition(self._lock)
+        super().__init__()
+        self._condition = threading.Condition(self)
         self._waits: dict[int, str] = {}
-
-    def __enter__(self) -> Monitor:
-        self._condition.acquire()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._condition.release()
 
     def is_held(self) -> bool:
         """Whether the calling thread is inside."""
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return self._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def changed(self) -> None:
         """Wake everybody who waits; the caller holds the lock."""

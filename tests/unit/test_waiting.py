@@ -172,3 +172,10 @@ def test_threads_are_waited_for_together_and_not_forever() -> None:
     over.set()
     end_threads([*threads, threading.current_thread()], WAIT_S)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_monitor_is_entered_and_left_by_the_interpreter_alone() -> None:
+    """A Ctrl-C is raised between instructions of Python code: in a method of ours it would leave the lock taken."""
+    lock = type(threading.RLock())
+    assert Monitor.__enter__ is lock.__enter__
+    assert Monitor.__exit__ is lock.__exit__
