@@ -23,8 +23,6 @@ _default_generator_lock = threading.Lock()
 class HostRandomStream(TorchDispatchMode):
     """While entered, random CPU operations of this thread draw from a generator seeded with `seed`."""
 
-    supports_higher_order_operators = True  # flex attention, say; they have no tags, and draw nothing by themselves
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
@@ -38,8 +36,7 @@ class HostRandomStream(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tags = getattr(func, "tags", ())
-        if torch.Tag.nondeterministic_seeded not in tags or not _on_cpu(args, kwargs) or _never_draws(func, args):
+        if torch.Tag.nondeterministic_seeded not in func.tags or not _on_cpu(args, kwargs) or _never_draws(func, args):
             return func(*args, **kwargs)
         _refuse_inside_checkpoint()
         return self._draw(func, args, kwargs)

@@ -16,8 +16,6 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class FloatProducts(TorchDispatchMode):
-    supports_higher_order_operators = True
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -27,13 +27,13 @@ def signature(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, detail: Detail = Detail.FORMS
 ) -> Hashable:
     """Equal for calls that one plan serves, as far as mode and inputs tell."""
-    named = tuple((name, _form(_uncounted(name, kwargs[name]), detail)) for name in sorted(kwargs))
+    named = tuple((name, _named_form(name, kwargs[name], detail)) for name in sorted(kwargs))
     mode = (training, torch.is_grad_enabled())
     return (mode, tuple(_form(value, detail) for value in args), named)
 
 
-def _uncounted(name: str, value: Any) -> Any:
-    return float(value) if name in _COUNTS and isinstance(value, int) else value
+def _named_form(name: str, value: Any, detail: Detail) -> Hashable:
+    return "count" if name in _COUNTS and isinstance(value, int) else _form(value, detail)
 
 
 def _form(value: Any, detail: Detail) -> Hashable:

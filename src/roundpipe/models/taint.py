@@ -54,8 +54,6 @@ class Taint:
         return self._marked(value, self._drawing()) if drops(func, args, kwargs) else value
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(func, torch._ops.OpOverload):  # an operator of higher order: nothing more is known of it
-            return self._marked(func(*args, **kwargs), self.labels_of((args, kwargs)))
         labels = _NONE if _looks_at_shapes_only(func) else self.labels_of((args, kwargs))
         if not _READING_TAGS.isdisjoint(func.tags):
             self._read(_choosing(func, args, kwargs))
@@ -90,8 +88,6 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    supports_higher_order_operators = True
-
     def __init__(self, taint: Taint) -> None:
         super().__init__()
         self._taint = taint

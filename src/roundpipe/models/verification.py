@@ -70,17 +70,16 @@ def verify(
 
 def _freeze_large_weights(copy: nn.Module, blocks: frozenset[str]) -> None:
     """Of each block, but for the smallest of one that has no other; what is used outside of blocks stays."""
-    inside = [list(copy.get_submodule(path).parameters()) for path in sorted(blocks)]
-    ids = {id(param) for params in inside for param in params}
     outside = {
         id(param)
         for path, module in copy.named_modules()
         if not any(f"{path}.".startswith(f"{block}.") for block in blocks)
         for param in module.parameters(recurse=False)
     }
-    for params in inside:
-        trained = sorted((p for p in params if p.requires_grad and id(p) in ids - outside), key=torch.Tensor.numel)
-        for param in trained[1:]:
+    for path in sorted(blocks):
+        params = copy.get_submodule(path).parameters()
+        trained = [param for param in params if param.requires_grad and id(param) not in outside]
+        for param in sorted(trained, key=torch.Tensor.numel)[1:]:
             param.requires_grad_(param.numel() <= _LARGE)
 
 
