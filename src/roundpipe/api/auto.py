@@ -6,8 +6,7 @@ keeps the outside parameters, which never travel, and the engines of the RoundPi
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -83,16 +82,6 @@ class AutoRoundPipe(ModelFace):
             "on the loss; or give wrap_model_to_roundpipe an nn.Sequential or a model with a preset."
         )
 
-    def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Run `step_fn(*args, **kwargs)` once, on the optimizer thread, over the gradients of all parts."""
-        with self._ending_graphs():
-            super().step(step_fn, is_async, *args, **kwargs)
-
-    def synchronize(self) -> None:
-        """Wait for everything. Then parameters are the optimizer's, and `.grad` holds what is not yet consumed."""
-        with self._ending_graphs():
-            super().synchronize()
-
     def close(self) -> None:
         """Finish pending work, let go of threads and pinned memory, and make the model the plain one it was."""
         super().close()
@@ -102,19 +91,6 @@ class AutoRoundPipe(ModelFace):
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}, parts={len(self._parts)}, devices={self._engine.num_devices}"
-
-    @contextlib.contextmanager
-    def _ending_graphs(self) -> Iterator[None]:
-        """When calls read other weights afterwards, let autograd know that outside parameters are not what they were.
-
-        So a backward that comes too late is refused, as it is after a step of an optimizer in place.
-        """
-        version = self._engine.stepper.visible_version
-        yield
-        if self._engine.stepper.visible_version != version:
-            for record in self._engine.store.parameters:
-                torch.autograd.graph.increment_version(record.param)
-                record.seen_version = record.param._version
 
 
 def outside_of(model: nn.Module, parts: Container[nn.Module]) -> nn.Module:

@@ -31,7 +31,7 @@ from roundpipe.api.planning import CallKind
 from roundpipe.api.scheduling import Scheduler
 from roundpipe.api.split_model import SplitModel
 from roundpipe.config import ResolvedRunConfig
-from roundpipe.context import LayerPhase, announce_step
+from roundpipe.context import LayerPhase, announce_step, current_iteration
 from roundpipe.devices import HostPinner
 from roundpipe.errors import StaleGraphError
 from roundpipe.microbatch import MicrobatchInputs
@@ -119,22 +119,24 @@ class ModelEngine(Member):
             # An asynchronous step has the next iteration's time: it need not begin before its gradients are whole.
             may_overlap = not is_async and self._recovery.all_are_proven()
             job = self.stepper.issue(step_fn, is_async, may_overlap)
-            if is_async:
-                return
             try:
-                self.stepper.wait_for(job)
-            except BaseException:
-                self.stepper.forsake(job)
-                raise
-            if job.error is not None:
-                raise job.error
-            self._raise_failures("the step was not carried out")
+                if is_async:
+                    return
+                try:
+                    self.stepper.wait_for(job)
+                except BaseException:
+                    self.stepper.forsake(job)
+                    raise
+                if job.error is not None:
+                    raise job.error
+                self.raise_failures("the step was not carried out")
+            finally:
+                self.end_host_graphs()
 
     def synchronize(self) -> None:
         with self._entered(*self._members):
-            self._settle()
-            for member in self._members:
-                member.store.gradients.expose()
+            self.show_newest()
+            self.end_host_graphs()
 
     def wait_for_visible_weights(self) -> None:
         """Until the weights in host memory are of one version: the one calls read now."""
@@ -159,9 +161,23 @@ class ModelEngine(Member):
         with self._entered(*self._members):
             for member in self._members:
                 member.store.wait_until_landed(self.stepper.generation)
-            self._raise_failures("gradients were dropped")
+            self.stepper.wait_until_idle()  # a step that runs has gradients in hand
+            self.raise_failures("gradients were dropped")
             for member in self._members:
                 member.store.gradients.drop()
+                for copy in member.store.masters.existing():
+                    copy.drop_gradient()
+
+    def show_gradients_without_copies(self) -> None:
+        """Fill `.grad` of the parameters where no optimizer copies exist: code that clips gradients looks there."""
+        is_busy = self.is_closed or self.is_entered() or current_iteration() is not None
+        if is_busy or any(member.store.masters.exist for member in self._members):
+            return
+        if self._has_gradients():
+            with self._entered(*self._members):
+                for member in self._members:
+                    member.store.wait_until_landed(self.stepper.generation)
+                    member.store.gradients.expose()
 
     def named_masters(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's copies of those parameters that require grad, made where they do not exist yet."""
@@ -312,7 +328,7 @@ class ModelEngine(Member):
                 kind,
                 tasks[len(forward_tasks) :],
                 recall,
-                run.version,
+                (run.version, self._num_writes),
                 inputs,
                 [p.requires_grad for p in outputs],
             )
@@ -327,16 +343,16 @@ class ModelEngine(Member):
         kind: CallKind,
         tasks: Sequence[StageTask],
         recall: Recall,
-        version: int,
+        weights_read: tuple[int, int],
         inputs: CallInputs,
         output_flags: Sequence[tuple[bool, ...]],
         gradients: tuple[torch.Tensor | None, ...],
     ) -> list[torch.Tensor | None]:
         """Called by autograd with the gradients of all microbatches' outputs; returns those of the inputs."""
         with self._entered():
-            if version != self.stepper.visible_version:
+            if weights_read != (self.stepper.visible_version, self._num_writes):
                 raise StaleGraphError(
-                    f"{self.name}: the weights were updated between this forward (version {version}) and "
+                    f"{self.name}: the weights were updated between this forward (version {weights_read[0]}) and "
                     f"its backward (version {self.stepper.visible_version}); call backward() before step()."
                 )
             run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD)
@@ -347,7 +363,9 @@ class ModelEngine(Member):
                 with self._carried_out(run, parcels):
                     run.wait_until_finished()
                     run.check()
-                    return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
+                    gradients_of_inputs = [run.input_gradients[j] for j in range(run.num_microbatch)]
+                self.store.gradients.expose()  # as autograd fills `.grad`
+                return inputs.select_gradients(gradients_of_inputs)
 
             try:
                 return carry_out()

@@ -91,7 +91,10 @@ class ModelFace(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters; inside `OptimizerCtx` and step_fn the optimizer's copies."""
         own = self._own_named_parameters(prefix, recurse, remove_duplicate)
-        return self._engine.named_masters(list(own)) if on_optimizer_side() else own
+        if on_optimizer_side():
+            return self._engine.named_masters(list(own))
+        self._engine.show_gradients_without_copies()
+        return own
 
     def _own_named_parameters(
         self, prefix: str, recurse: bool, remove_duplicate: bool

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from roundpipe.api.entering import entering
+from roundpipe.api.plain_loop import PlainLoop
 from roundpipe.api.recovery import Recovery
 from roundpipe.api.scheduling import Scheduler
 from roundpipe.context import current_iteration
@@ -20,7 +21,7 @@ from roundpipe.errors import ClosedError, UsageError
 from roundpipe.optim.stepper import Stepper
 from roundpipe.runtime.pool import DevicePool
 from roundpipe.runtime.run import Run
-from roundpipe.store import LayerStore
+from roundpipe.store import LayerStore, ParameterRecord
 from roundpipe.waiting import watchdog_limit_s
 
 logger = logging.getLogger("roundpipe")
@@ -35,8 +36,11 @@ class Member:
         self._scheduler = Scheduler(store, pool, name)
         self.stepper = Stepper(store)
         self._recovery = Recovery(self.stepper, pool.monitor)
+        self._plain_loop = PlainLoop(self)
+        store.gradient_owner = self._plain_loop
         self._lock = threading.RLock()
         self._last_run: Run | None = None
+        self._num_writes = 0  # how often parameters were written by others than our own steps
         self._steps_are_exact = False  # the last one was; the next one most likely is what that was
         self._joined: list[Member] = []  # all that share steps, failures and lock; empty where this one is alone
         self._closed = False
@@ -50,6 +54,7 @@ class Member:
         lead._joined[:] = [*lead._members, self]
         self.stepper, self._recovery = lead.stepper, lead._recovery
         self._lock, self._joined = lead._lock, lead._joined
+        self._plain_loop = self.store.gradient_owner = lead._plain_loop
 
     @property
     def _members(self) -> list[Member]:
@@ -65,6 +70,7 @@ class Member:
         with self._lock:
             if self._closed:
                 return
+            self._plain_loop.close()
             try:
                 for _ in range(_FAILURES_HEARD_OUT):
                     if self._settles():
@@ -87,11 +93,8 @@ class Member:
     def _entered(self, *members: Member) -> Iterator[None]:
         """`members`: whose parameters and gradients the call is about; this engine's alone by default."""
         with self._serialised():
-            for member in members or (self,):
-                member._learn()
-                member.store.check_unchanged()
-                member._follow_writes()
-                member._follow_gradients()
+            self._plain_loop.leave()
+            self._follow(members or (self,))
             yield
 
     @entering
@@ -101,8 +104,62 @@ class Member:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self.name} was closed; wrap the model again to go on using it.")
-            self._raise_failures("it happened in the background after the call that caused it had returned")
+            self.raise_failures("it happened in the background after the call that caused it had returned")
             yield
+
+    def _follow(self, members: Sequence[Member]) -> None:
+        for member in members:
+            member._learn()
+            member.store.check_unchanged()
+            member._follow_writes()
+            member._follow_gradients()
+
+    # What the plain loop needs of its models.
+
+    @entering
+    def entered_by_loop(self) -> Iterator[None]:
+        """As `_entered` for all members, but views of gradients and an open step stay as they are."""
+        with self._serialised():
+            self._follow(self._members)
+            yield
+
+    def is_entered(self) -> bool:
+        """Whether the calling thread is inside a call."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def num_runs(self) -> int:
+        return self._recovery.num_runs
+
+    def expect_exact_step(self) -> None:
+        for member in self._members:
+            member.store.gradients.conceal()
+            member._steps_are_exact = True
+
+    def show_newest(self) -> None:
+        """Let parameters be the newest weights and `.grad` what is gathered, for an optimizer that writes into them."""
+        self._settle()
+        for member in self._members:
+            member.store.gradients.expose()
+
+    def end_host_graphs(self) -> None:
+        """Where code on the host reads parameters, let autograd know when calls read other weights than before.
+
+        So a backward that comes too late is refused, as it is after a step of an optimizer in place.
+        """
+        version = self.stepper.visible_version
+        for store in self.stepper.stores:
+            if store.is_read_on_host and store.graphs_version != version:
+                store.graphs_version = version
+                for record in store.parameters:
+                    torch.autograd.graph.increment_version(record.param)
+                    record.seen_version = record.param._version
+
+    def adopt_own(self, records: Sequence[ParameterRecord]) -> None:
+        """An optimizer has written into these parameters; not every kernel leaves a trace in version counters."""
+        for member in self._members:
+            member.store.adopt_written([record for record in records if member.store.owns(record.param)])
+        self._num_writes += 1
 
     def _refuse_inside_user_code(self, what: str) -> None:
         """Whoever calls from there would wait for itself."""
@@ -113,6 +170,7 @@ class Member:
         """What the user did to parameters between calls is as good as what we did."""
         written = self.store.written_by_user()
         if written:
+            self._num_writes += 1
             self.stepper.wait_until_idle()
             self.store.adopt_written(written)
 
@@ -129,9 +187,9 @@ class Member:
 
     def _wait_for_everything(self) -> None:
         self._recovery.wait_for_runs()
-        self._raise_failures("it happened in the background after the call that caused it had returned")
+        self.raise_failures("it happened in the background after the call that caused it had returned")
         self.stepper.wait_until_idle()
-        self._raise_failures("it happened in the background after the call that caused it had returned")
+        self.raise_failures("it happened in the background after the call that caused it had returned")
 
     def _settle(self) -> None:
         """Wait for everything and make the newest weights the visible ones."""
@@ -154,7 +212,7 @@ class Member:
     def _wait_for_visible_weights(self) -> None:
         self.stepper.show_visible()
 
-    def _raise_failures(self, remark: str | None) -> None:
+    def raise_failures(self, remark: str | None) -> None:
         try:
             self._recovery.raise_failures(remark)
         except torch.OutOfMemoryError:

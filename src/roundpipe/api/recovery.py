@@ -33,6 +33,7 @@ class Recovery:
         self._stepper = stepper
         self._monitor = monitor
         self._runs: list[Run] = []
+        self.num_runs = 0  # watched so far
         self._written: dict[int, list[tuple[BufferRecord, torch.Tensor | None]]] = {}
         self._drop_generation: int | None = None
         self._failed_by_themselves: set[int] = set()  # numbers of runs; others were only dragged along
@@ -41,6 +42,7 @@ class Recovery:
 
     def watch(self, run: Run) -> None:
         with self._monitor:
+            self.num_runs += 1
             self._runs.append(run)
             for other in self._runs:
                 if other.failed and other.trains:  # since the caller looked last: nothing has been put right yet

@@ -31,8 +31,11 @@ def step_in_one_pass(optimizer: torch.optim.Optimizer, reserve: Reserve | None) 
     kernel = one_pass_kernel() if items else None
     if kernel is None:
         return
+    reserve = reserve or Reserve()
     for update in _as_they_land(items):
-        yield from _update_layer(optimizer, update, items[update], kernel, reserve or Reserve())
+        yield from update.carry_out(
+            lambda update=update: list(_update_layer(optimizer, update, items[update], kernel, reserve))  # type: ignore[misc]
+        )
 
 
 def _as_they_land(updates: Iterable[LayerUpdate]) -> Iterator[LayerUpdate]:

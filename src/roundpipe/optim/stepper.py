@@ -20,14 +20,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from roundpipe.context import Iteration, OptimizerCtx, within_iteration
-from roundpipe.errors import UsageError, add_note
+from roundpipe.errors import add_note
+from roundpipe.optim.handed_step import HandedStep, StepFailed
 from roundpipe.store import LayerStore, LayerUpdate, StepAbandoned
 from roundpipe.waiting import THREAD_PREFIX, end_threads
 
@@ -37,13 +35,20 @@ _JOIN_S = 5.0
 
 class StepJob:
     def __init__(
-        self, number: int, step_fn: Callable[[], object], is_async: bool, may_overlap: bool, iteration: Iteration
+        self,
+        number: int,
+        step_fn: Callable[[], object],
+        is_async: bool,
+        may_overlap: bool,
+        iteration: Iteration,
+        handed: HandedStep | None,
     ) -> None:
         self.number = number
         self.step_fn = step_fn
         self.is_async = is_async
         self.may_overlap = may_overlap  # with calls whose gradients it takes
         self.iteration = iteration
+        self.handed = handed
         self.num_threads = torch.get_num_threads()  # sums on the CPU depend on it
         self.publishes = not is_async
         self.abandoned = False  # a call it depends on failed; step_fn will not run
@@ -80,17 +85,25 @@ class Stepper:
         """The generation calls issued now belong to."""
         return self.steps_issued
 
-    def issue(self, step_fn: Callable[[], object], is_async: bool, may_overlap: bool) -> StepJob:
+    def issue(
+        self, step_fn: Callable[[], object], is_async: bool, may_overlap: bool, handed: HandedStep | None = None
+    ) -> StepJob:
         with self._monitor:
             self.steps_issued += 1
-            job = StepJob(self.steps_issued, step_fn, is_async, may_overlap, self.iteration)
+            job = StepJob(self.steps_issued, step_fn, is_async, may_overlap, self.iteration, handed)
             job.abandoned = self._lost_since is not None and job.number - 1 >= self._lost_since
             self.visible_version = job.number - 1 if is_async else job.number
             self.iteration = Iteration()
+            if handed is not None:
+                handed.is_issued = True
             self._jobs.append(job)
             self._start()
             self._monitor.changed()
         return job
+
+    def hand_over(self, handed: HandedStep) -> None:
+        """Issue a step that the caller carries out; it opens when all gradients have landed."""
+        self.issue(handed.wait_for_caller, False, False, handed)
 
     def wait_for(self, job: StepJob) -> None:
         with self._monitor:
@@ -152,6 +165,8 @@ class Stepper:
             self._closing = True
             for job in self._jobs:
                 job.abandoned = job.abandoned or not job.begun
+                if job.handed is not None:
+                    job.handed.abandon()
             self._monitor.changed()
         # A finalizer may come at any point of any thread; one that holds the monitor would keep ours from ending.
         if self._thread is not None and not self._monitor.is_held():
@@ -186,6 +201,8 @@ class Stepper:
             if job.error is not None and job.is_async:
                 self.errors.append(job.error)
             job.done = True
+            if job.handed is not None:
+                job.handed.finished(job.error)
             job.iteration.step_finished.set()
             self._jobs.popleft()
             self._monitor.changed()
@@ -204,6 +221,9 @@ class Stepper:
             self._run_step_fn(job)
             self._for_all(updates, LayerUpdate.end_step)
             self._for_all(updates, LayerUpdate.publish)
+        except StepFailed:
+            self._void_versions.add(job.number)
+            self._for_all(updates, LayerUpdate.revoke_but_keep_gradients)
         except BaseException as error:
             self._void_versions.add(job.number)
             replaced = sum(update.has_replaced_weights for update in updates)
@@ -236,7 +256,13 @@ class Stepper:
         layers = enumerate(reversed(self._all_layers()))
         return [
             LayerUpdate(
-                store, layer_id, order, step=job.number, is_async=not job.publishes, abandoned=lambda: job.abandoned
+                store,
+                layer_id,
+                order,
+                step=job.number,
+                is_async=not job.publishes,
+                abandoned=lambda: job.abandoned,
+                caller=job.handed,
             )
             for order, (store, layer_id) in layers
         ]
@@ -249,7 +275,7 @@ class Stepper:
     def _run_step_fn(self, job: StepJob) -> None:
         if torch.get_num_threads() != job.num_threads:
             torch.set_num_threads(job.num_threads)
-        with OptimizerCtx(), within_iteration(job.iteration), _OptimizerGuard(self.stores):
+        with OptimizerCtx(), within_iteration(job.iteration):
             job.step_fn()
 
     def _for_all(self, updates: Sequence[LayerUpdate], do: Callable[[LayerUpdate], None]) -> None:
@@ -269,31 +295,6 @@ class Stepper:
 
     def _all_layers(self) -> list[tuple[LayerStore, int]]:
         return [(store, layer.layer_id) for store in self.stores for layer in store.layers]
-
-
-class _OptimizerGuard:
-    """Refuses, inside step_fn, an optimizer that was built on the model's own parameters: it would train nothing."""
-
-    def __init__(self, stores: Sequence[LayerStore]) -> None:
-        self._own = {id(record.param): record.name for store in stores for record in store.parameters}
-        self._thread = threading.get_ident()
-
-    def __enter__(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self._check)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._handle.remove()
-
-    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) in self._own:
-                    raise UsageError(
-                        f"the optimizer was built on the model's own parameters ({self._own[id(param)]!r} is one); "
-                        "build it on model.optim_parameters() or model.optim_named_parameters()."
-                    )
 
 
 def _published(num_replaced: int) -> str:

@@ -115,20 +115,21 @@ def claim(records: Sequence[ParameterRecord], owner: object) -> None:
 
 def release(records: Sequence[ParameterRecord], owner: object) -> None:
     for record in records:
-        if _owner_of(record.param) is owner:
+        if owner_of(record.param) is owner:
             delattr(record.param, _OWNER_ATTRIBUTE)
 
 
 def refuse_owned(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if _owner_of(param) is not None:
+        if owner_of(param) is not None:
             raise OwnershipError(
                 f"parameter {name!r} (shape {tuple(param.shape)}) already belongs to another RoundPipe; close that one "
                 "first, or wrap the models that share it as one model."
             )
 
 
-def _owner_of(param: nn.Parameter) -> object | None:
+def owner_of(param: torch.Tensor) -> object | None:
+    """The LayerStore that a parameter belongs to, if any."""
     reference = getattr(param, _OWNER_ATTRIBUTE, None)
     return reference() if reference is not None else None
 

@@ -29,6 +29,7 @@ class HostGradients:
     def __init__(self, parameters: Sequence[ParameterRecord]) -> None:
         self._parameters = parameters
         self._lock = threading.Lock()
+        self.num_additions = 0  # only ever grows: tells whether anything came since one looked
 
     def add(self, parts: Sequence[GradientPart], cancelled: Callable[[], bool]) -> None:
         """Put each part onto the sum so far; the first part is the sum, as with autograd, and stays where it is."""
@@ -57,6 +58,12 @@ class HostGradients:
                 if record.gathered is not None:
                     taken[record], record.gathered = record.gathered, None
             return taken
+
+    def drop_one(self, record: ParameterRecord) -> None:
+        """Forget what is gathered for one parameter, here and in `param.grad`."""
+        with self._lock:
+            self._conceal(record)
+            self._forget(record)
 
     def expose(self) -> None:
         """Let `param.grad` of every parameter show what is gathered."""
@@ -89,6 +96,7 @@ class HostGradients:
 
     def _add_one(self, part: GradientPart) -> None:
         record = part.record
+        self.num_additions += 1
         if record.gathered is not None:
             record.gathered.tensor.add_(part.tensor)
             return
@@ -106,6 +114,23 @@ class HostGradients:
     def _conceal(record: ParameterRecord) -> None:
         if record.exposed:
             record.param.grad, record.exposed = None, False
+
+
+class GatheredGradient:
+    """What is gathered for one parameter, seen from its optimizer's copy outside a step; a GradientSource."""
+
+    def __init__(self, gradients: HostGradients, record: ParameterRecord) -> None:
+        self._gradients, self._record = gradients, record
+
+    def is_usable(self) -> bool:
+        return True
+
+    def get(self) -> torch.Tensor | None:
+        return None if self._record.gathered is None else self._record.gathered.tensor
+
+    def release(self) -> None:
+        """The copy has another gradient now, or none: what was gathered for it is not to be stepped with."""
+        self._gradients.drop_one(self._record)
 
 
 def _shown(record: ParameterRecord) -> torch.Tensor | None:

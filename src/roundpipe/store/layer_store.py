@@ -6,6 +6,7 @@ All waiting goes through the monitor; the rules themselves are LayerSlot's. Know
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
@@ -22,6 +23,7 @@ from roundpipe.store.landing_buffers import LandingBuffers
 from roundpipe.store.layer_slot import LayerSlot
 from roundpipe.store.layer_weights import LayerWeights
 from roundpipe.store.masters import Masters
+from roundpipe.store.optimizer_copy import GradientOwner
 from roundpipe.store.records import LayerRecord, ParameterRecord
 from roundpipe.store.registered_pages import RegisteredPages
 from roundpipe.waiting import Monitor
@@ -47,6 +49,7 @@ class LayerStore:
         self.parameters: list[ParameterRecord] = list(
             {id(record.param): record for layer in self.layers for record in layer.parameters}.values()
         )
+        self._by_param = {id(record.param): record for record in self.parameters}
         adoption.claim(self.parameters, self)
         self._registered = None
         if pin_mode is PinMode.REGISTER:
@@ -55,12 +58,14 @@ class LayerStore:
                 record.cuts = self._registered.cuts(record.weights)
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
-        self.masters = Masters(self.layers, optim_dtype)
+        self.masters = Masters(self.layers, optim_dtype, weakref.ref(self))
+        self.gradient_owner: GradientOwner | None = None  # for copies whose gradients are asked for outside steps
         is_pinned = pin_mode is not PinMode.OFF
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
         self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
         self._takers: dict[tuple[int, int], Callable[[], None]] = {}
         self.is_read_on_host = False  # whether calls use the parameters where they lie
+        self.graphs_version = 0  # of the weights that graphs made on the host since then have read
         self._compositions = [Composition(layer) for layer in self.layers]
 
     def close(self) -> None:
@@ -70,6 +75,7 @@ class LayerStore:
         if self._registered is not None:
             self._registered.close()
         adoption.release(self.parameters, self)
+        self.gradient_owner = None
 
     def rearrange(self, layers: Sequence[nn.Module], *, visible: int, newest: int) -> None:
         """Let other layers have the same parameters.
@@ -88,6 +94,13 @@ class LayerStore:
         if any(record.back is not None for record in layer.at_home) and visible != newest:
             return LayerSlot(range(visible, visible + 1), range(newest, newest + 1), generation=newest)
         return LayerSlot(range(visible, newest + 1), generation=newest)
+
+    def record_of(self, param: torch.Tensor) -> ParameterRecord:
+        """The record of a parameter that belongs to this store."""
+        return self._by_param[id(param)]
+
+    def owns(self, param: torch.Tensor) -> bool:
+        return id(param) in self._by_param
 
     # What a call will do. Registered before it starts, so that nobody overtakes it.
 

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
 from roundpipe.store.layer_slot import WeightBuffer
+from roundpipe.store.optimizer_copy import OptimizerCopy
 from roundpipe.store.records import Gathered, ParameterRecord
 
 if TYPE_CHECKING:
     from roundpipe.store.layer_store import LayerStore
+
+T = TypeVar("T")
+
+
+class Caller(Protocol):
+    """The thread that an open step was handed to; see optim.handed_step."""
+
+    thread: int
+
+    def carry_out(self, work: Callable[[], T]) -> T:
+        """Run `work` on the optimizer thread and return its result."""
 
 
 class StepAbandoned(BaseException):
@@ -33,14 +45,19 @@ class LayerUpdate:
         step: int,
         is_async: bool,
         abandoned: Callable[[], bool],
+        caller: Caller | None = None,
     ) -> None:
-        """`order`: the place of its gradients among those of all layers, by the time they land."""
+        """`order`: the place of its gradients among those of all layers, by the time they land.
+
+        `caller`: given where the step's body runs on another thread than the step itself.
+        """
         self.order = order
         self._store, self._layer_id = store, layer_id
         self._generation, self._version = step - 1, step
         self._is_async = is_async
         self._abandoned = abandoned
         self._thread = threading.get_ident()
+        self._caller = caller
         self._records = [record for record in store.layers[layer_id].at_home if store.masters.wanted(record)]
         self._gradients: dict[ParameterRecord, Gathered] | None = None  # once they have landed
         self._unwanted: list[ParameterRecord] = []  # whose gradients were cleared before they came
@@ -98,7 +115,18 @@ class LayerUpdate:
                 self._gradients.pop(record).let_go()
 
     def is_current_thread(self) -> bool:
-        return threading.get_ident() == self._thread
+        ident = threading.get_ident()
+        is_callers = self._caller is not None and (self._settled or ident == self._caller.thread)
+        return ident == self._thread or is_callers
+
+    @property
+    def can_be_put_back(self) -> bool:
+        return self._caller is not None and not self._settled
+
+    def carry_out(self, work: Callable[[], T]) -> T:
+        """Run `work`, which writes weights, on the optimizer thread: an interrupt must not leave it half done."""
+        is_there = self._caller is None or threading.get_ident() == self._thread
+        return work() if is_there or self._caller is None else self._caller.carry_out(work)
 
     # Weights.
 
@@ -120,10 +148,13 @@ class LayerUpdate:
         self._updated.add(record)
 
     def end_step(self) -> None:
-        """The step function has come to its end: gradients that it has not cleared stay with the copies."""
+        """The step function has come to its end: gradients that it has not cleared stay with the copies.
+
+        A caller's own loop clears them after the step, so there they stay as they came until then.
+        """
         self.wait_for_gradients()
         for record in self._records:
-            self._store.masters.of(record).end_step()
+            self._store.masters.of(record).end_step(keeps_source=self._caller is not None)
 
     def publish(self) -> None:
         """All has gone well, in all layers: the weights are made complete and count from now on."""
@@ -140,13 +171,25 @@ class LayerUpdate:
             return
         with self._store.monitor:
             self._settled = True
-        for master in [record.master for record in self._records if record.master is not None]:
+        for master in self._existing_masters():
             master.grad = None
             master.end_step()
             master.mark_touched()  # what the step has changed stays, and is published by the next one
         self._drop_gradients()
         if not self.publishes_late:
             self._revoke_weights()
+
+    def revoke_but_keep_gradients(self) -> None:
+        """The caller's optimizer raised: as `revoke`, but its copies keep their gradients, as torch's parameters do."""
+        self._settled = True
+        for master in self._existing_masters():
+            master.end_step(keeps_source=True)
+            master.mark_touched()
+        if not self.publishes_late:
+            self._revoke_weights()
+
+    def _existing_masters(self) -> list[OptimizerCopy]:
+        return [record.master for record in self._records if record.master is not None]
 
     def _revoke_weights(self) -> None:
         if self._target is None:

@@ -5,18 +5,21 @@ Made on demand; read and written by the optimizer thread (and by callers while i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from roundpipe.store.optimizer_copy import OptimizerCopy
+from roundpipe.store.optimizer_copy import CopyHome, OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord
 
 
 class Masters:
-    def __init__(self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None, home: Callable[[], CopyHome | None]
+    ) -> None:
         self._layers = layers
-        self._optim_dtype = optim_dtype
+        self.optim_dtype = optim_dtype
+        self._home = home
 
     def rearrange(self, layers: Sequence[LayerRecord]) -> None:
         self._layers = layers
@@ -25,8 +28,13 @@ class Masters:
         """The optimizer's copy of a parameter, made when it is first asked for."""
         if record.master is None:
             newest = record.weights
-            record.master = OptimizerCopy.of_weight(newest, self._optim_dtype or newest.dtype)
+            record.master = OptimizerCopy.of_weight(newest, self.optim_dtype or newest.dtype)
+            record.master.home = self._home
         return record.master
+
+    def has_own_precision(self, record: ParameterRecord) -> bool:
+        """Whether the optimizer's copy has another dtype than the parameter."""
+        return self.optim_dtype is not None and self.optim_dtype is not record.weights.dtype
 
     def wanted(self, record: ParameterRecord) -> bool:
         """Whether a gradient of this parameter would be the optimizer's."""
@@ -38,6 +46,11 @@ class Masters:
             told, master.when_training = master.when_training, None
             if told is not None:
                 told()
+
+    @property
+    def exist(self) -> bool:
+        """Whether any copy was asked for so far."""
+        return next(self.existing(), None) is not None
 
     def existing(self) -> Iterator[OptimizerCopy]:
         for layer in self._layers:

@@ -70,11 +70,27 @@ class GradientSource(Protocol):
         """It is not needed any more."""
 
 
+class GradientOwner(Protocol):
+    """The model whose gradients an optimizer's copies get outside of steps."""
+
+    def gradients_wanted(self) -> None:
+        """Give all copies a source for what was gathered since the last step, unless a step has done so."""
+
+
+class CopyHome(Protocol):
+    """The store that made a copy."""
+
+    gradient_owner: GradientOwner | None
+
+
 class OptimizerCopy(nn.Parameter):
     """A parameter like any other, until it has a gradient source."""
 
-    source: GradientSource | None = None  # of the step that is being carried out
+    home: Callable[[], CopyHome | None] | None = None  # weak, so that an optimizer does not keep a model alive
+    source: GradientSource | None = None  # of the latest step, while its gradient may be needed
     is_pending = False  # whether its gradient is still the source's
+    _is_viewed = False  # whether the source is what was gathered so far, looked at outside a step
+    _is_shown = False  # while viewed: whether `.grad` is a tensor made from the source's gradient
     _factors: tuple[float, ...] = ()
     _seen_version = 0
     _data_was_handed_out = False
@@ -146,19 +162,74 @@ class OptimizerCopy(nn.Parameter):
     # What the step does.
 
     def begin_step(self, source: GradientSource) -> None:
-        self.source, self.is_pending, self._factors = source, True, ()
+        """From now on the gradient is that of `source`; one that was not cleared since an earlier step is added to.
 
-    def end_step(self) -> None:
-        """A gradient that nobody has cleared stays, as torch has it: the next step's is added to it."""
+        What the user did to the gradient before the step, while it was viewed, counts in the step.
+        """
+        if self._is_shown:
+            source.release()  # the tensor in `.grad` stands for it
+        elif self.is_pending and not self._is_viewed:
+            self._materialise()
+        is_pending, factors = not self._is_shown, self._factors if self._is_viewed else ()
+        self._is_viewed = self._is_shown = False
+        self.source, self.is_pending, self._factors = source, is_pending, factors
+
+    def end_step(self, *, keeps_source: bool = False) -> None:
+        """A gradient that was not cleared stays, as torch has it: the next step's is added to it.
+
+        `keeps_source`: it stays as it came and is made a tensor only if that is asked for.
+        """
+        if keeps_source:
+            return
         if self.is_pending:
             self._materialise()
         self.source = None
+
+    # What the user does outside steps.
+
+    def begin_view(self, gathered: GradientSource) -> None:
+        """Let `.grad` show what was gathered since the last step, until the next call into the model."""
+        if self.is_pending:  # of an earlier step, and not cleared since: it is added to
+            self._materialise()
+        self.source, self.is_pending, self._is_viewed = gathered, True, True
+
+    def end_view(self) -> None:
+        """What is gathered stays so unless the user has changed it; then it is this copy's own gradient."""
+        if not self._is_viewed:
+            return
+        if self._is_shown and self._shows_source_gradient():
+            _GRAD.__set__(self, None)
+            self._is_shown = False
+        if self.is_pending and self._factors:
+            self._materialise()
+        if self.is_pending:
+            self.is_pending = False
+        else:
+            self._let_go()
+        self.source, self._is_viewed = None, False
+
+    def _shows_source_gradient(self) -> bool:
+        """Whether `.grad` still has the value it was made with: writes leave no certain trace in version counters."""
+        assert self.source is not None
+        shown, tensor = _GRAD.__get__(self), self.source.get()
+        if shown is None or tensor is None:
+            return False
+        return torch.equal(shown, LowGradient(tensor).materialised(self.dtype))
+
+    def drop_gradient(self) -> None:
+        """As `grad = None`, for the model itself, which has seen to what was gathered."""
+        self._let_go()
+        _GRAD.__set__(self, None)
 
     # What an optimizer does that works in one pass.
 
     @property
     def has_only_low_gradient(self) -> bool:
         """Whether its gradient lies in host memory as it came, and nothing from an earlier step is to be added to."""
+        self._see_gradients()
+        return self._is_low()
+
+    def _is_low(self) -> bool:
         return self.is_pending and _GRAD.__get__(self) is None
 
     def memory_of_step(self) -> list[torch.Tensor]:
@@ -175,7 +246,7 @@ class OptimizerCopy(nn.Parameter):
 
     def low_gradient(self) -> LowGradient | None:
         """The gradient as it lies in host memory; None if there is none, or if `.grad` is a tensor by now."""
-        if not self.has_only_low_gradient:
+        if not self._is_low():
             return None
         assert self.source is not None
         tensor = self.source.get()
@@ -211,6 +282,7 @@ class OptimizerCopy(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
+        self._see_gradients()
         if self.is_pending and self.source is not None and self.source.is_usable():
             self._materialise()
         grad: torch.Tensor | None = _GRAD.__get__(self)
@@ -218,8 +290,14 @@ class OptimizerCopy(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        self._see_gradients()  # what was gathered before is replaced, too
         self._let_go()
         _GRAD.__set__(self, value)
+
+    def _see_gradients(self) -> None:
+        home = None if self.home is None else self.home()
+        if home is not None and home.gradient_owner is not None:
+            home.gradient_owner.gradients_wanted()
 
     def _materialise(self) -> None:
         assert self.source is not None
@@ -228,9 +306,13 @@ class OptimizerCopy(nn.Parameter):
             with torch.no_grad():
                 value = LowGradient(tensor, self._factors).materialised(self.dtype)
                 _GRAD.__set__(self, value if own is None else own.add_(value))
-        self._let_go()
+        if self._is_viewed and tensor is not None and own is None and not self._factors:
+            self.is_pending, self._is_shown = False, True
+        else:
+            self._let_go()
 
     def _let_go(self) -> None:
-        was_pending, self.is_pending, self._factors = self.is_pending, False, ()
-        if was_pending and self.source is not None:
+        was_held = self.is_pending or self._is_shown
+        self.is_pending, self._is_shown, self._factors = False, False, ()
+        if was_held and self.source is not None:
             self.source.release()
