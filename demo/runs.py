@@ -20,8 +20,9 @@ from demo.corpus import Batch
 from demo.meter import Meter
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
-PEAK_LEARNING_RATE = 3e-3
-WARM_UP_STEPS = 10
+PEAK_LEARNING_RATE = 1e-3
+BETAS = (0.9, 0.95)  # what language models are usually trained with
+WARM_UP_SHARE = 0.1  # of all steps
 MAX_GRAD_NORM = 1.0
 
 
@@ -46,7 +47,7 @@ class Task:
 
     def step_fn(self, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
         """Clip, update, move the learning rate on, clear."""
-        optimizer = torch.optim.AdamW(parameters, lr=PEAK_LEARNING_RATE, weight_decay=0.01)
+        optimizer = torch.optim.AdamW(parameters, lr=PEAK_LEARNING_RATE, betas=BETAS, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_factor)
 
         def step() -> None:
@@ -59,7 +60,7 @@ class Task:
 
     def learning_rate_factor(self, step: int) -> float:
         """Up in a line, then down along half a cosine to a tenth."""
-        warm_up = min(1.0, (step + 1) / WARM_UP_STEPS)
+        warm_up = min(1.0, (step + 1) / max(1.0, WARM_UP_SHARE * len(self.batches)))
         return warm_up * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / len(self.batches))))
 
 

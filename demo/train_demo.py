@@ -29,7 +29,7 @@ STALE_STEPS = 30  # losses of the async run that are compared with a plain loop 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="train_demo", description=__doc__)
-    parser.add_argument("--steps", type=int, default=160, help="optimizer steps of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=240, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--devices", help='the pool, e.g. "cpu*4" or "cuda:0,cuda:1" (default: all GPUs, else "cpu*4")')
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK_STEPS} steps and a short sample")
