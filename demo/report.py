@@ -65,8 +65,8 @@ def async_verdict(exact: Meter, stale: Meter, stale_difference: float, num_compa
     return [
         "RoundPipe async against a plain loop whose weights are one update old: largest difference of the first "
         f"{num_compared} losses {stale_difference:.3g}.",
-        f"Its final loss is {abs(gap):.3f} {'above' if gap > 0 else 'below'} that of exact: weights that are one update "
-        "old cost progress, most of it early in a run and at high learning rates.",
+        f"Its final loss is {abs(gap):.3f} {'above' if gap > 0 else 'below'} that of exact: weights that are one "
+        "update old cost progress, most of it early in a run and at high learning rates.",
     ]
 
 
