@@ -71,6 +71,9 @@ class Replica:
 
     # What runs so far have shown of the layer, apart for training and evaluation; until then the worst is assumed.
 
+    def has_run(self) -> bool:
+        return self.module.training in self._changes_input
+
     def may_change_input(self) -> bool:
         return self._changes_input.get(self.module.training, True)
 
