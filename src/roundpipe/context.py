@@ -56,6 +56,7 @@ class StepObserver(Protocol):
 
 _layer_run: ContextVar[LayerRun | None] = ContextVar("roundpipe_layer_run", default=None)
 _iteration: ContextVar[Iteration | None] = ContextVar("roundpipe_iteration", default=None)
+_gradient_hook: ContextVar[bool] = ContextVar("roundpipe_gradient_hook", default=False)
 _optimizer_side: ContextVar[bool] = ContextVar("roundpipe_optimizer_side", default=False)
 _step_observers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -80,6 +81,20 @@ def within_iteration(iteration: Iteration) -> Iterator[None]:
         yield
     finally:
         _iteration.reset(token)
+
+
+@contextlib.contextmanager
+def running_gradient_hook() -> Iterator[None]:
+    token = _gradient_hook.set(True)
+    try:
+        yield
+    finally:
+        _gradient_hook.reset(token)
+
+
+def in_gradient_hook() -> bool:
+    """Whether a post-accumulate-grad hook of a parameter runs on this thread, on a device's copy of the parameter."""
+    return _gradient_hook.get()
 
 
 def current_iteration() -> Iteration | None:

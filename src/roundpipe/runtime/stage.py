@@ -309,7 +309,7 @@ class _Task:
             self._place.at(layer_id, "weight upload")
             replica = self._images.replica(self._run.store, layer_id)
             image = self._images.ready(self._run, self._task, layer_id, self._place)
-            replica.bind(image, self._recall.settings[layer_id])
+            replica.bind(image, self._recall.settings[layer_id], self._run.parameter_hooks.get(layer_id, ()))
             self._replicas[layer_id] = replica
             self._gradients[layer_id] = LayerGradients(replica, self._runner.gradient_buffers)
             self._buffers.upload(replica)
