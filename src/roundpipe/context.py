@@ -11,7 +11,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Protocol
 
 import torch
@@ -83,17 +83,15 @@ def within_iteration(iteration: Iteration) -> Iterator[None]:
         _iteration.reset(token)
 
 
-@contextlib.contextmanager
-def running_gradient_hook() -> Iterator[None]:
-    token = _gradient_hook.set(True)
-    try:
-        yield
-    finally:
-        _gradient_hook.reset(token)
+def gradient_hook_context() -> Context:
+    """A context like the present one for hooks of parameters, which autograd may run on a thread of its own."""
+    context = copy_context()
+    context.run(_gradient_hook.set, True)
+    return context
 
 
 def in_gradient_hook() -> bool:
-    """Whether a post-accumulate-grad hook of a parameter runs on this thread, on a device's copy of the parameter."""
+    """Whether a gradient hook of a parameter runs on this thread, during a device's backward."""
     return _gradient_hook.get()
 
 

@@ -14,6 +14,8 @@ from roundpipe import UsageError
 
 pytest.importorskip("transformers")
 
+Noted = dict[str, list[Tensor]]  # by parameter: hooks of several parameters run on several devices at the same time
+
 
 def mask_old_rows(grad: Tensor) -> Tensor:
     """Train the rows of new tokens only."""
@@ -22,14 +24,14 @@ def mask_old_rows(grad: Tensor) -> Tensor:
     return grad * mask
 
 
-def set_hooks(model: nn.Module, noted: list[Tensor]) -> None:
+def set_hooks(model: nn.Module, noted: Noted) -> None:
     def hook(grad: Tensor) -> Tensor:
-        noted.append(grad.clone())
+        noted["embedding"].append(grad.clone())
         return mask_old_rows(grad)
 
     model.get_parameter("model.embed_tokens.weight").register_hook(hook)
     model.get_parameter("model.layers.1.mlp.up_proj.weight").register_post_accumulate_grad_hook(
-        lambda param: noted.append(param.grad.clone())  # type: ignore[union-attr]
+        lambda param: noted["up"].append(param.grad.clone())  # type: ignore[union-attr]
     )
 
 
@@ -37,8 +39,8 @@ def set_hooks(model: nn.Module, noted: list[Tensor]) -> None:
 def test_rows_of_an_embedding_are_masked(num_devices: int) -> None:
     reference = small("llama", tie_word_embeddings=False)
     module = copy.deepcopy(reference)
-    expected: list[Tensor] = []
-    noted: list[Tensor] = []
+    expected: Noted = {"embedding": [], "up": []}
+    noted: Noted = {"embedding": [], "up": []}
     set_hooks(reference, expected)
     set_hooks(module, noted)
     model = wrapped(module, num_devices)
@@ -60,12 +62,12 @@ def test_rows_of_an_embedding_are_masked(num_devices: int) -> None:
 
 def test_a_hook_on_a_tied_embedding_is_refused() -> None:
     module = small("llama", tie_word_embeddings=True)
-    noted: list[Tensor] = []
+    noted: Noted = {"embedding": [], "up": []}
     set_hooks(module, noted)
     model = wrapped(module, 2)
     try:
         with pytest.raises(UsageError, match=r"embed_tokens.*is used by layers 0, \d+.*step_fn"):
             model.forward_backward(input_kwargs=labelled("llama"), loss_fn=own_loss, run_config=microbatches(2))
-        assert noted == []
+        assert noted == {"embedding": [], "up": []}
     finally:
         model.close()

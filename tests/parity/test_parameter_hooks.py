@@ -25,6 +25,7 @@ from helpers_parity import (
     total,
 )
 from roundpipe import AutoRoundPipe, ModelExecutePlan, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe.context import in_gradient_hook
 
 NUM_MICROBATCH = 3
 ROWS, WIDTH, NUM_LAYERS = 10, 4, 4
@@ -293,6 +294,18 @@ def test_hooks_run_in_the_backward_of_a_forward(models: Models, num_devices: int
     model.synchronize()
     assert_same_grads(model.model, reference)
     assert_same(calls[1], {name: calls[0][name] for name in calls[1]}, "what hooks were given")
+
+
+def test_a_hook_knows_that_it_is_one(models: Models) -> None:
+    """Code that would wait for a call to end must not do so inside it."""
+    found: list[bool] = []
+    model = models.wrap(seeded(embedding_model), 2)
+    model.model[0].weight.register_hook(lambda grad: found.append(in_gradient_hook()))
+    model.model[0].weight.register_post_accumulate_grad_hook(lambda param: found.append(in_gradient_hook()))
+    model.forward_backward((token_ids(),), loss_fn=total, run_config=microbatches(1))
+    model.synchronize()
+    assert found == [True, True]
+    assert not in_gradient_hook()
 
 
 def test_hooks_of_parameters_that_do_not_train_do_not_run(models: Models) -> None:

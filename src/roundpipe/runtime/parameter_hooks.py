@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from roundpipe.context import running_gradient_hook
+from roundpipe.context import gradient_hook_context
 from roundpipe.errors import UsageError
 from roundpipe.store import LayerRecord, ParameterRecord
 
@@ -34,17 +35,17 @@ class ParameterHooks:
     def attach(self, stand_in: nn.Parameter) -> list[RemovableHandle]:
         """Let autograd run the hooks on a device's stand-in, which gets the attributes of the user's parameter."""
         stand_in.__dict__.update(self.record.param.__dict__)
-        handles = [stand_in.register_hook(hook) for hook in self.on_gradient]
-        return handles + [
-            stand_in.register_post_accumulate_grad_hook(functools.partial(self._run_after_accumulation, hook))
-            for hook in self.after_accumulation
-        ]
+        context = gradient_hook_context()
+        handles = [stand_in.register_hook(functools.partial(_run_in, context, hook)) for hook in self.on_gradient]
+        for hook in self.after_accumulation:
+            run = functools.partial(self._run_after_accumulation, context, hook)
+            handles.append(stand_in.register_post_accumulate_grad_hook(run))
+        return handles
 
-    def _run_after_accumulation(self, hook: Hook, stand_in: torch.Tensor) -> Any:
+    def _run_after_accumulation(self, context: Context, hook: Hook, stand_in: torch.Tensor) -> Any:
         version = stand_in._version
         try:
-            with running_gradient_hook():
-                result = hook(stand_in)
+            result = _run_in(context, hook, stand_in)
         except KeyError as error:
             if error.args and error.args[0] is stand_in:
                 raise self._refusal("looked up the parameter it was given, which is the device's copy") from error
@@ -61,6 +62,10 @@ class ParameterHooks:
             "they may read and change gradients; the optimizer's parameters are on the host. Update weights and clear "
             "gradients in step_fn."
         )
+
+
+def _run_in(context: Context, hook: Hook, tensor: torch.Tensor) -> Any:
+    return context.run(hook, tensor)
 
 
 def hooks_of(layer: LayerRecord, requires_grad: Sequence[bool]) -> tuple[ParameterHooks, ...]:
