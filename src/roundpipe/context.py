@@ -11,7 +11,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +56,7 @@ class StepObserver(Protocol):
 
 _layer_run: ContextVar[LayerRun | None] = ContextVar("roundpipe_layer_run", default=None)
 _iteration: ContextVar[Iteration | None] = ContextVar("roundpipe_iteration", default=None)
+_gradient_hook: ContextVar[bool] = ContextVar("roundpipe_gradient_hook", default=False)
 _optimizer_side: ContextVar[bool] = ContextVar("roundpipe_optimizer_side", default=False)
 _step_observers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -80,6 +81,18 @@ def within_iteration(iteration: Iteration) -> Iterator[None]:
         yield
     finally:
         _iteration.reset(token)
+
+
+def gradient_hook_context() -> Context:
+    """A context like the present one for hooks of parameters, which autograd may run on a thread of its own."""
+    context = copy_context()
+    context.run(_gradient_hook.set, True)
+    return context
+
+
+def in_gradient_hook() -> bool:
+    """Whether a gradient hook of a parameter runs on this thread, during a device's backward."""
+    return _gradient_hook.get()
 
 
 def current_iteration() -> Iteration | None:

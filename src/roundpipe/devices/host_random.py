@@ -38,7 +38,7 @@ class HostRandomStream(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or not _on_cpu(args, kwargs) or _never_draws(func, args):
             return func(*args, **kwargs)
-        _refuse_inside_checkpoint()
+        refuse_inside_checkpoint("on a CPU device")
         return self._draw(func, args, kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,13 +72,13 @@ def _never_draws(func: Any, args: tuple[Any, ...]) -> bool:
     return bool(func is getattr(_aten._scaled_dot_product_flash_attention_for_cpu, "default", None))
 
 
-def _refuse_inside_checkpoint() -> None:
+def refuse_inside_checkpoint(how: str) -> None:
     """torch.utils.checkpoint would replay the process-wide generator, not this stream: wrong masks, silently."""
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = top_hooks(False) if top_hooks is not None else None
     if hooks and "checkpoint" in str(getattr(hooks[0], "__module__", "")):
         raise UsageError(
-            "a layer draws random numbers inside torch.utils.checkpoint on a CPU device, which cannot replay them; "
+            f"a layer draws random numbers inside torch.utils.checkpoint {how}, which cannot replay them; "
             "RoundPipe already recomputes layers, so switch the layer's own checkpointing off."
         )
 

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from roundpipe.errors import UsageError
 from roundpipe.models.module_copy import translated
 from roundpipe.runtime.bundle import Bundle
+from roundpipe.runtime.parameter_hooks import ParameterHooks
 from roundpipe.runtime.transfer import duplicate
 from roundpipe.store import BufferRecord, LayerRecord
 
@@ -68,8 +70,12 @@ class Replica:
         self._draws_on_host: dict[bool, bool] = {}
         self._writes_buffers: dict[tuple[bool, ...], bool] = {}
         self._image_address = 0
+        self._hook_handles: list[RemovableHandle] = []
 
     # What runs so far have shown of the layer, apart for training and evaluation; until then the worst is assumed.
+
+    def has_run(self) -> bool:
+        return self.module.training in self._changes_input
 
     def may_change_input(self) -> bool:
         return self._changes_input.get(self.module.training, True)
@@ -95,7 +101,7 @@ class Replica:
         if drew_on_host is not None:
             self._draws_on_host[mode] = drew_on_host or self._draws_on_host.get(mode, False)
 
-    def bind(self, image: torch.Tensor, settings: LayerSettings) -> None:
+    def bind(self, image: torch.Tensor, settings: LayerSettings, hooks: Sequence[ParameterHooks] = ()) -> None:
         """Point the parameters into `image`, with the settings the call began with and the user's attributes of now."""
         views = self.record.image.views(image)
         self._image_address = image.untyped_storage().data_ptr()
@@ -103,6 +109,8 @@ class Replica:
             stand_in.data = view
             stand_in.grad = None
             stand_in.requires_grad_(trains)
+        for of_parameter in hooks:
+            self._hook_handles += of_parameter.attach(self.parameters[of_parameter.position])
         for pair in self._pairs:
             pair.sync(self._swaps)
         for module, training in zip(self.record.module.modules(), settings.training, strict=True):
@@ -112,6 +120,8 @@ class Replica:
         for stand_in, nothing in zip(self.parameters, self._nothing, strict=True):
             stand_in.data = nothing
             stand_in.grad = None
+        while self._hook_handles:
+            self._hook_handles.pop().remove()
         for pair in self._pairs:
             pair.drop_changes()
         self.set_buffers([None] * len(self.record.buffers))

@@ -24,6 +24,7 @@ from roundpipe.devices import Event, Mark
 from roundpipe.plan import Phase, StageTask, TaskKind
 from roundpipe.runtime.ambient import Ambient
 from roundpipe.runtime.bundle import Bundle
+from roundpipe.runtime.parameter_hooks import hooks_of, refuse_hooks_on_shared
 from roundpipe.runtime.replica import LayerSettings
 from roundpipe.store import LayerStore, ParameterRecord
 
@@ -155,6 +156,9 @@ class Run:
         # A parameter of several layers: its parts, by layer, until all are there.
         self.contributors = self._layers_of_shared_parameters()
         self.shared_parts: dict[ParameterRecord, dict[int, torch.Tensor | None]] = {}
+        hooks = {i: hooks_of(store.layers[i], recall.settings[i].requires_grad) for i in self.landing_layers}
+        self.parameter_hooks = {layer_id: of_layer for layer_id, of_layer in hooks.items() if of_layer}
+        refuse_hooks_on_shared(self.parameter_hooks, self.contributors)
 
     def __repr__(self) -> str:
         return f"run {self.number}"
@@ -227,8 +231,8 @@ class Run:
         with self.monitor:
             self._tasks_left -= 1
             if self._tasks_left == 0:
-                # A finished run may be kept for its times; what the user's function holds is not ours to keep.
-                self.loss_fn, self.labels = None, []
+                # A finished run may be kept for its times; what the user's functions hold is not ours to keep.
+                self.loss_fn, self.labels, self.parameter_hooks = None, [], {}
             self.monitor.changed()
 
     def landing_done(self) -> None:

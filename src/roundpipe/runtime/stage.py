@@ -25,6 +25,7 @@ from roundpipe.config import RecomputeGrain
 from roundpipe.context import LayerPhase, LayerRun, running_layer, within_iteration
 from roundpipe.devices import Device, Mark, StreamKind
 from roundpipe.devices.host_random import HostRandomStream
+from roundpipe.devices.process_random import ProcessRandomStream, route_shared_generators
 from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.bundle import Bundle
@@ -63,6 +64,7 @@ class StageRunner:
         self.device.release_unused()
 
     def run(self, run: Run, task: StageTask) -> None:
+        route_shared_generators()
         with self.device.computing(), within_iteration(run.iteration):
             _Task(self, run, task).carry_out()
 
@@ -253,14 +255,17 @@ class _Task:
     ) -> tuple[Bundle, bool | None]:
         anew = phase is LayerPhase.RECOMPUTE and not self._recall.preserve_rng_state
         seed = stream_seed(self._recall.seed, replica.record.layer_id, microbatch, anew)
-        with self._random_stream(seed, replica.may_draw_on_host()) as host:
+        with self._random_stream(seed, replica.may_draw_on_host(), is_first=not replica.has_run()) as host:
             value = replica.module(*args, **kwargs)
         return Bundle.pack(value), None if host is None else host.drew
 
     @contextlib.contextmanager
-    def _random_stream(self, seed: int, may_draw_on_host: bool) -> Iterator[HostRandomStream | None]:
+    def _random_stream(
+        self, seed: int, may_draw_on_host: bool, *, is_first: bool = False
+    ) -> Iterator[HostRandomStream | None]:
         """Random numbers of this (call, layer, microbatch), on the device and, where it may draw there, on the host."""
-        with self._recall.ambient.entered(), self._device.random_stream(seed):
+        of_process = ProcessRandomStream(seed, is_watched=is_first)
+        with self._recall.ambient.entered(), self._device.random_stream(seed), of_process:
             if self._device.draws_on_host or may_draw_on_host:
                 with HostRandomStream(seed) as host:
                     yield host
@@ -304,7 +309,7 @@ class _Task:
             self._place.at(layer_id, "weight upload")
             replica = self._images.replica(self._run.store, layer_id)
             image = self._images.ready(self._run, self._task, layer_id, self._place)
-            replica.bind(image, self._recall.settings[layer_id])
+            replica.bind(image, self._recall.settings[layer_id], self._run.parameter_hooks.get(layer_id, ()))
             self._replicas[layer_id] = replica
             self._gradients[layer_id] = LayerGradients(replica, self._runner.gradient_buffers)
             self._buffers.upload(replica)
