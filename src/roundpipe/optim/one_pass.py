@@ -85,12 +85,15 @@ def update_tensors(
         kernel = one_pass_kernel() if ready else None
         if kernel is None:
             return frozenset()
-        for param in ready:
-            state = optimizer.state[param]
-            state["step"] += 1
-            kernel.adam([_tensor_segment(optimizer, group, param, state)])
-            # Autograd notices by the version that a value it has saved was overwritten.
-            torch.autograd.graph.increment_version([param, *(state[name] for name in _moment_names(group))])
+        torch._foreach_add_([optimizer.state[param]["step"] for param in ready], 1)
+        written: list[torch.Tensor] = []
+        try:
+            for param in ready:
+                written += [param, *(optimizer.state[param][name] for name in _moment_names(group))]
+                kernel.adam([_tensor_segment(optimizer, group, param)])
+        finally:
+            for tensor in written:  # so that autograd notices when it has saved a value
+                torch.autograd.graph.increment_version(tensor)
     return frozenset(id(param) for param in ready)
 
 
@@ -114,10 +117,9 @@ def _is_plain_float(tensor: torch.Tensor) -> bool:
     )
 
 
-def _tensor_segment(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]
-) -> Segment:
+def _tensor_segment(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor) -> Segment:
     assert param.grad is not None
+    state = optimizer.state[param]
     return Segment(
         master=param.data,
         gradient=param.grad,

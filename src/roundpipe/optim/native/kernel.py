@@ -269,6 +269,7 @@ def _packed(segment: Segment) -> _Segment:
     )
 
 
+@functools.lru_cache(maxsize=16)  # most parameters of a step share one
 def _packed_rule(rule: AdamRule) -> _Rule:
     return _Rule(
         factors=rule.gradient_factors,
