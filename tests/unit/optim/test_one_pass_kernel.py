@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,28 +300,3 @@ def test_strides_of_single_elements_do_not_matter(kernel: OnePassKernel) -> None
     moments = [torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2)]
     kernel.adam([Segment(master, gradient, *moments, None, None, rule(1))])
     assert (moments[0] != 0).all()
-
-
-def test_without_a_compiler_there_is_one_line_and_no_kernel(tmp_path: Path) -> None:
-    script = """
-import logging
-logging.basicConfig(format="%(message)s")
-from roundpipe.optim.native import library
-library._built_with_the_package = lambda: iter(())
-print(library.load(), library.load())
-"""
-    environment = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
-    assert done.stdout.split() == ["None", "None"], done.stderr
-    assert done.stderr.count("there is no C compiler") == 1
-
-
-def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "_built_with_the_package", lambda: iter(()))
-    made = library._compiled()
-    assert ctypes.CDLL(str(made)).roundpipe_adam
-    before = made.stat().st_mtime_ns
-    assert library._compiled() == made
-    assert made.stat().st_mtime_ns == before
-    assert [path.name for path in made.parent.iterdir()] == [made.name]
