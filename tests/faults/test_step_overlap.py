@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers_adam import NumpyAdam
 from helpers_faults import (
     DROPPED,
     Background,
@@ -75,8 +76,8 @@ def mse(output: Tensor, label: Tensor) -> Tensor:
     return (output.float() - label.float()).square().mean()
 
 
-def torchs_adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=0.01, fused=True)
+def plain_adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return NumpyAdam(params, lr=0.01)
 
 
 class Overlap:
@@ -84,7 +85,7 @@ class Overlap:
 
     def __init__(self, num_devices: int, plan: ModelExecutePlan | None) -> None:
         self.traps = Traps()
-        self.reference = StalenessReference(build_model(Traps()), torchs_adam, torch.float32)
+        self.reference = StalenessReference(build_model(Traps()), plain_adam, torch.float32)
         config = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH, execute_plan=plan)
         self.model = RoundPipe(
             build_model(self.traps),

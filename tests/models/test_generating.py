@@ -14,6 +14,7 @@ import torch
 from small_models import Batch, labelled, livened, plain_loss, plain_outputs, small, tokens, train_call, wrapped
 from torch import Tensor, nn
 
+from helpers_adam import NumpyAdamW
 from helpers_parity import StalenessReference, assert_same, microbatches
 from roundpipe import RoundPipe, UsageError
 from roundpipe.optim import AdamW
@@ -130,7 +131,7 @@ def test_every_token_is_one_forward_on_devices_over_what_is_new(monkeypatch: pyt
 
 
 def make_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.1, fused=True)
+    return NumpyAdamW(params, lr=0.1)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])

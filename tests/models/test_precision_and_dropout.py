@@ -16,6 +16,7 @@ import torch
 from small_models import assert_close_grads, labelled, livened, plain_loss, small, train_call, wrapped
 from torch import Tensor, nn
 
+from helpers_adam import NumpyAdamW
 from helpers_parity import (
     StalenessReference,
     assert_same,
@@ -40,7 +41,7 @@ TIED = {"gpt2": "transformer.wte.weight", "t5": "shared.weight", "gemma2": "mode
 
 
 def make_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.02, fused=True)
+    return NumpyAdamW(params, lr=0.02)
 
 
 class Training:

@@ -1,12 +1,13 @@
-"""Adam and AdamW: torch's, with the fused kernel wherever it is right, and in one pass on a model's optimizer copies.
+"""Adam and AdamW: torch's, updated by the library's C kernel, or by torch's fused kernel where that is right.
 
-Built by users, on a model's optimizer copies or on ordinary tensors; run by whoever calls `step()`. Signatures, state
-and state dicts are torch's own. Copies are left to optim.one_pass where that can update them.
+Built by users, on a model's optimizer copies or on ordinary tensors. Signatures, state and state dicts are torch's own.
+optim.one_pass updates float32 parameters in host memory, copies and ordinary tensors alike.
 
-[Note: fused layout] torch's fused CPU kernel walks parameter, gradient and moments as flat memory and does not look at
-strides: a transposed parameter with a contiguous gradient gets a wrong update, in silence (the CUDA kernel refuses).
-Layouts are only known once a gradient is there, so a group is chosen by type when it is added and its layout is looked
-at in every step.
+[Note: fused layout] torch's fused CPU kernel walks parameter, gradient and moments as flat memory and looks neither at
+strides nor at shapes: a transposed parameter with a contiguous gradient gets a wrong update, and moments of another
+model are written out of bounds, in silence (the CUDA kernel refuses). Layouts are only known once a gradient is there,
+so a group is chosen by type when it is added, and its layouts are checked in every step. A group that fails the check
+takes torch's default implementation in that step, which handles strides and raises on wrong shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roundpipe.optim.one_pass import step_in_one_pass
+from roundpipe.optim.one_pass import all_states_match, step_in_one_pass, update_tensors
 from roundpipe.optim.reserve import Reserve
 from roundpipe.store import OptimizerCopy
 
@@ -30,7 +31,8 @@ _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class _FusedByDefault(torch.optim.Optimizer):
     """What both optimizers add to torch's: `fused=True` for a group for which neither foreach nor fused was given."""
 
-    _updated: frozenset[int] = frozenset()  # within a step: parameters that need nothing more, by id
+    _updated: frozenset[int] | None = None  # ids of the parameters that this step has updated; None: torch updates all
+    _unfused: Sequence[dict[str, Any]] = ()  # groups that take torch's default implementation in this step
     _reserve: Reserve | None = None  # until the first step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -40,16 +42,21 @@ class _FusedByDefault(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         num_states = len(self.state)
-        with torch.no_grad():
-            self._updated = frozenset(step_in_one_pass(self, self._reserve))
-        self._reserve = None
         # torch's own step, without the hooks around it, which are around this one already.
         torchs = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
+        self._unfused = []
         try:
+            if all_states_match(self):
+                with torch.no_grad():
+                    self._updated = frozenset(step_in_one_pass(self, self._reserve))
+                self._reserve = None
             with torch.set_grad_enabled(self.defaults["differentiable"]):
                 torchs(self)
         finally:
-            self._updated = frozenset()
+            self._updated = None
+            for group in self._unfused:
+                group["fused"] = True
+            self._unfused = ()
         if len(self.state) != num_states:
             self._order_states()
         return loss
@@ -100,17 +107,28 @@ class _FusedByDefault(torch.optim.Optimizer):
                 param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32, device=param.device)
 
     def _init_group(self, group: dict[str, Any], *lists: Any, **named_lists: Any) -> Any:
-        """torch's step calls this per group, closure done and state made, then takes the kernel `group` names."""
-        rest = [param for param in group["params"] if id(param) not in self._updated]
+        """torch's step calls this per group, closure done, then updates the tensors in `lists`."""
+        rest = group["params"]
+        if self._updated is not None:
+            rest = [param for param in rest if id(param) not in self._updated]
+            self._make_states(group, rest, len(lists) + len(named_lists))
+            with torch.no_grad():
+                done = update_tensors(self, group, rest)
+            rest = [param for param in rest if id(param) not in done]
         has_complex = super()._init_group({**group, "params": rest}, *lists, **named_lists)  # type: ignore[misc]
         if group["fused"] and not all(self._one_layout(param) for param in rest):
             group["fused"] = None  # see [Note: fused layout]
+            self._unfused = [*self._unfused, group]
         return has_complex
+
+    def _make_states(self, group: dict[str, Any], params: Sequence[Tensor], num_lists: int) -> None:
+        """As torch makes them at a parameter's first step; raises where torch refuses a gradient."""
+        super()._init_group({**group, "params": params}, *([] for _ in range(num_lists)))  # type: ignore[misc]
 
     def _one_layout(self, param: Tensor) -> bool:
         if param.grad is None:
             return True
-        moments = (value for key, value in self.state[param].items() if key != "step")
+        moments = (value for key, value in self.state[param].items() if key.startswith(("exp_avg", "max_exp_avg")))
         return _share_dense_layout([param, param.grad, *moments])
 
 
@@ -150,6 +168,9 @@ def _fusable(param: Tensor) -> bool:
 
 
 def _share_dense_layout(tensors: Sequence[Tensor]) -> bool:
+    kinds = {(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}
+    if len(kinds) > 1:
+        return False
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     return all(tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)

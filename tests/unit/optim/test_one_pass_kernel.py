@@ -1,22 +1,25 @@
-"""The C kernel: torch's fused arithmetic bit for bit, in every precision, however it is cut into threads."""
+"""The C kernel: one arithmetic bit for bit, for every size, precision, instruction set and number of threads."""
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-import sys
-from pathlib import Path
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers_adam import NumpyAdam, NumpyAdamW
 from roundpipe.optim.native import library
 from roundpipe.optim.native.kernel import AdamRule, OnePassKernel, Segment, SplitMaster, one_pass_kernel
 
 LENGTH = 3 * 65536 + 64  # several pieces for threads; torch's own kernel treats a remainder of a vector differently
 LOW = (torch.bfloat16, torch.float16)
+PROCESSORS = {"any": 0, "avx2": 1, "avx512": 2}
+# Every remainder of vectors of 4, 8 and 16 elements and of their unrolled loops; blocks of 1024, chunks of 65536.
+SIZES = (*range(0, 70), *range(127, 131), *range(1020, 1030), 2047, 65535, 65537, 2 * 65536 + 13)
 
 
 @pytest.fixture
@@ -35,6 +38,82 @@ def randn(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(LENGTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.fixture(params=PROCESSORS)
+def processor(request: pytest.FixtureRequest) -> Iterator[str]:
+    loaded = library.load()
+    assert loaded is not None, "the tests need a C compiler"
+    try:
+        if loaded.roundpipe_use_processor(PROCESSORS[request.param]) != PROCESSORS[request.param]:
+            pytest.skip(f"this processor has no {request.param}")
+        yield request.param
+    finally:
+        loaded.roundpipe_use_processor(max(PROCESSORS.values()))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_every_size_has_the_same_arithmetic(processor: str, num_threads: int, is_decoupled: bool) -> None:
+    loaded = library.load()
+    assert loaded is not None
+    team = OnePassKernel(loaded, num_threads)
+    amsgrad = not is_decoupled
+    plain = [randn(size)[:size].clone().requires_grad_() for size in SIZES]
+    masters = [param.detach().clone() for param in plain]
+    kind = NumpyAdamW if is_decoupled else NumpyAdam
+    reference = kind(plain, lr=1e-3, weight_decay=0.1, amsgrad=amsgrad)
+    moments = [[torch.zeros(size) for _ in range(3)] for size in SIZES]
+    for step in (1, 2, 3):
+        segments = []
+        for param, master, (first, second, largest) in zip(plain, masters, moments, strict=True):
+            param.grad = randn(step + len(param))[: len(param)].clone()
+            numbers = rule(step, is_decoupled=is_decoupled)
+            segments.append(Segment(master, param.grad, first, second, largest if amsgrad else None, None, numbers))
+        team.adam(segments)
+        reference.step()
+    for param, master, (first, second, largest) in zip(plain, masters, moments, strict=True):
+        state = reference.state[param]
+        assert torch.equal(master, param), f"{len(param)} elements"
+        assert torch.equal(first, state["exp_avg"])
+        assert torch.equal(second, state["exp_avg_sq"])
+        assert not amsgrad or torch.equal(largest, state["max_exp_avg_sq"])
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_every_size_and_processor_rounds_weights_and_gradients_alike(
+    processor: str, kernel: OnePassKernel, dtype: torch.dtype
+) -> None:
+    for size in SIZES:
+        gradient, master, weight = randn(1, dtype)[:size], randn(0)[:size].clone(), torch.empty(size, dtype=dtype)
+        param = master.clone().requires_grad_()
+        param.grad = gradient.float()
+        NumpyAdamW([param], lr=1e-3, weight_decay=0.1).step()
+        kernel.adam([Segment(master, gradient, torch.zeros(size), torch.zeros(size), None, weight, rule(1))])
+        assert torch.equal(master, param)
+        assert torch.equal(weight, param.detach().to(dtype))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_denormal_numbers_are_flushed_by_all_threads_or_by_none(num_threads: int) -> None:
+    """Threads that were started before the setting changed must follow the thread that brings the job."""
+    loaded = library.load()
+    assert loaded is not None
+    team = OnePassKernel(loaded, num_threads)
+    for flush in (False, True, False):
+        if not torch.set_flush_denormal(flush):
+            pytest.skip("this processor cannot flush denormal numbers")
+        try:
+            first, second = torch.zeros(LENGTH), torch.zeros(LENGTH)
+            gradient = torch.full((LENGTH,), 1e-39)
+            team.adam([Segment(torch.zeros(LENGTH), gradient, first, second, None, None, rule(1))])
+        finally:
+            torch.set_flush_denormal(False)
+        assert len(first.unique()) == 1
+        assert (first[0] == 0) == flush
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="without FMA instructions torch's kernel rounds twice"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("is_decoupled", [False, True])
@@ -137,26 +216,87 @@ def test_threads_change_nothing(kernel: OnePassKernel, num_threads: int) -> None
     assert torch.equal(*results)
 
 
-def test_without_a_compiler_there_is_one_line_and_no_kernel(tmp_path: Path) -> None:
-    script = """
-import logging
-logging.basicConfig(format="%(message)s")
-from roundpipe.optim.native import library
-library._built_with_the_package = lambda: iter(())
-print(library.load(), library.load())
-"""
-    environment = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
-    assert done.stdout.split() == ["None", "None"], done.stderr
-    assert done.stderr.count("there is no C compiler") == 1
+def good_segment() -> Segment:
+    return Segment(*(torch.zeros(4, 6) for _ in range(5)), torch.zeros(4, 6, dtype=torch.bfloat16), rule(1))
 
 
-def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "_built_with_the_package", lambda: iter(()))
-    made = library._compiled()
-    assert ctypes.CDLL(str(made)).roundpipe_adam
-    before = made.stat().st_mtime_ns
-    assert library._compiled() == made
-    assert made.stat().st_mtime_ns == before
-    assert [path.name for path in made.parent.iterdir()] == [made.name]
+def good_split() -> SplitMaster:
+    low, ties = torch.zeros(24, dtype=torch.int16), torch.zeros(3, dtype=torch.uint8)
+    return SplitMaster(torch.zeros(4, 6, dtype=torch.bfloat16), low, ties)
+
+
+WRONG: dict[str, Callable[[], Tensor]] = {
+    "fewer elements": lambda: torch.zeros(4, 5),
+    "more elements": lambda: torch.zeros(4, 7),
+    "another shape": lambda: torch.zeros(6, 4),
+    "flat": lambda: torch.zeros(24),
+    "another memory order": lambda: torch.zeros(6, 4).t(),
+    "gaps": lambda: torch.zeros(4, 12)[:, ::2],
+    "expanded": lambda: torch.zeros(4, 1).expand(4, 6),
+    "float64": lambda: torch.zeros(4, 6, dtype=torch.float64),
+    "another device": lambda: torch.zeros(4, 6, device="meta"),
+    "sparse": lambda: torch.zeros(4, 6).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("field", ["master", "gradient", "first", "second", "largest", "weight"])
+def test_a_tensor_that_does_not_match_is_refused_before_any_update(
+    kernel: OnePassKernel, field: str, wrong: str
+) -> None:
+    good = good_segment()
+    untouched = copy.deepcopy(good)
+    bad = dataclasses.replace(good_segment(), **{field: WRONG[wrong]()})
+    with pytest.raises(RuntimeError, match="Adam kernel"):
+        kernel.adam([good, bad])
+    for name in ("master", "first", "second", "largest", "weight"):
+        assert torch.equal(getattr(good, name), getattr(untouched, name))
+
+
+@pytest.mark.parametrize("field", ["master", "first", "second", "largest"])
+def test_moments_in_low_precision_are_refused(kernel: OnePassKernel, field: str) -> None:
+    bad = dataclasses.replace(good_segment(), **{field: torch.zeros(4, 6, dtype=torch.bfloat16)})
+    with pytest.raises(RuntimeError, match=r"torch\.float32, got torch\.bfloat16"):
+        kernel.adam([bad])
+
+
+BAD_SPLITS: dict[str, dict[str, Tensor]] = {
+    "low-short": {"low": torch.zeros(23, dtype=torch.int16)},
+    "low-wide": {"low": torch.zeros(24, dtype=torch.int32)},
+    "low-gaps": {"low": torch.zeros(48, dtype=torch.int16)[::2]},
+    "ties-short": {"ties": torch.zeros(2, dtype=torch.uint8)},
+    "weight-shape": {"weight": torch.zeros(6, 4, dtype=torch.bfloat16)},
+    "weight-dtype": {"weight": torch.zeros(4, 6, dtype=torch.float16)},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_SPLITS)
+def test_parts_of_a_split_master_that_do_not_match_are_refused(kernel: OnePassKernel, bad: str) -> None:
+    master = dataclasses.replace(good_split(), **BAD_SPLITS[bad])
+    with pytest.raises(RuntimeError):
+        kernel.join(master, torch.zeros(4, 6))
+    with pytest.raises(RuntimeError):
+        kernel.split(torch.zeros(4, 6), master)
+    with pytest.raises(RuntimeError):
+        kernel.adam([dataclasses.replace(good_segment(), master=master)])
+
+
+def test_a_split_master_needs_somewhere_to_put_its_weight(kernel: OnePassKernel) -> None:
+    with pytest.raises(RuntimeError, match="weight"):
+        kernel.adam([dataclasses.replace(good_segment(), master=good_split(), weight=None)])
+
+
+@pytest.mark.parametrize("values", [torch.zeros(4, 5), torch.zeros(4, 6, dtype=torch.float64), torch.zeros(6, 4).t()])
+def test_values_that_do_not_match_a_split_master_are_refused(kernel: OnePassKernel, values: Tensor) -> None:
+    with pytest.raises(RuntimeError):
+        kernel.join(good_split(), values)
+    with pytest.raises(RuntimeError):
+        kernel.split(values, good_split())
+
+
+def test_strides_of_single_elements_do_not_matter(kernel: OnePassKernel) -> None:
+    master = torch.randn(5, 1, 3, generator=torch.Generator().manual_seed(0)).transpose(0, 2)
+    gradient = torch.ones(3, 1, 5).as_strided((3, 1, 5), (1, 77, 3))
+    moments = [torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2)]
+    kernel.adam([Segment(master, gradient, *moments, None, None, rule(1))])
+    assert (moments[0] != 0).all()

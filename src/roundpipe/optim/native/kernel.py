@@ -1,7 +1,7 @@
 """The one-pass Adam kernel as seen from Python: what it needs to know of each tensor, and the threads it runs on.
 
-Called by optim.adam. Knows pointers and precisions; which tensors belong together, and when they may be touched, is
-the caller's business.
+Called by optim.one_pass. Knows pointers and precisions; the caller knows which tensors belong together and when they
+may be touched. Every tensor is checked before its address is handed to C.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from roundpipe.optim.native import library
+from roundpipe.store.layout import dense_stride
 
 MAX_FACTORS = 4
 _PRECISIONS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -109,18 +110,93 @@ class OnePassKernel:
             raise MemoryError("no memory for the optimizer's threads")
 
     def adam(self, segments: Sequence[Segment]) -> None:
-        """Update all of them, in one go over the team."""
+        """Update all of them, in one go over the team. Raises RuntimeError, updating none, if tensors do not match."""
+        for segment in segments:
+            _check(segment)
         packed = (_Segment * len(segments))(*map(_packed, segments))
         start_s = time.perf_counter()
         self._adam(self._team, packed, len(segments))
         _rate.note(sum(segment.gradient.numel() for segment in segments), time.perf_counter() - start_s)
 
     def join(self, master: SplitMaster, to: torch.Tensor) -> None:
+        _check_split(master, to)
         self._join(to.data_ptr(), master.weight.data_ptr(), master.low.data_ptr(), master.ties.data_ptr(), to.numel())
 
     def split(self, values: torch.Tensor, to: SplitMaster) -> None:
         """Also writes the weight: `values` rounded."""
+        _check_split(to, values)
         self._split(to.weight.data_ptr(), to.low.data_ptr(), to.ties.data_ptr(), values.data_ptr(), values.numel())
+
+
+def share_layout(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether strided tensors have one shape, fill their memory without gaps and order their elements alike in it."""
+    shape = tensors[0].shape
+    if any(tensor.shape != shape for tensor in tensors):
+        return False
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    order = _memory_order(tensors[0])
+    is_dense = dense_stride(tensors[0]) == tuple(tensors[0].stride())
+    return is_dense and all(_memory_order(tensor) == order for tensor in tensors)
+
+
+def _memory_order(tensor: torch.Tensor) -> list[int]:
+    """The strides that decide where elements lie; that of a dimension of one element does not."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+
+
+def _check(segment: Segment) -> None:
+    master = segment.master
+    if isinstance(master, SplitMaster):
+        _require("weight", segment.weight, torch.bfloat16)
+        _check_split(master, segment.gradient, tuple(_PRECISIONS))
+        whole = master.weight
+    else:
+        _require("master", master, torch.float32)
+        whole = master
+    _require("gradient", segment.gradient, *_PRECISIONS)
+    moments = [segment.first, segment.second, *([] if segment.largest is None else [segment.largest])]
+    for moment in moments:
+        _require("moment", moment, torch.float32)
+    if segment.weight is not None:
+        _require("weight", segment.weight, *_PRECISIONS)
+        moments.append(segment.weight)
+    _require_one_layout([whole, segment.gradient, *moments])
+
+
+def _check_split(
+    master: SplitMaster, values: torch.Tensor, precisions: Sequence[torch.dtype] = (torch.float32,)
+) -> None:
+    """Raise unless `values` and the parts of `master` describe the same elements."""
+    _require("values", values, *precisions)
+    _require("weight", master.weight, torch.bfloat16)
+    _require("low", master.low, torch.int16, torch.uint16)
+    _require("ties", master.ties, torch.uint8)
+    _require_one_layout([values, master.weight])
+    count = values.numel()
+    for name, flat, needed in (("low", master.low, count), ("ties", master.ties, -(-count // 8))):
+        if not flat.is_contiguous() or flat.numel() < needed:
+            raise RuntimeError(f"{name} of a split master needs {needed} elements, got {_described(flat)}.")
+
+
+def _require(name: str, tensor: torch.Tensor | None, *precisions: torch.dtype) -> None:
+    if tensor is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise RuntimeError(f"the Adam kernel needs a strided CPU tensor as {name}, got {_described(tensor)}.")
+    if tensor.dtype not in precisions:
+        names = " or ".join(str(precision) for precision in precisions)
+        raise RuntimeError(f"the Adam kernel needs {name} in {names}, got {_described(tensor)}.")
+
+
+def _require_one_layout(tensors: Sequence[torch.Tensor]) -> None:
+    if not share_layout(tensors):
+        listed = "; ".join(f"{tuple(tensor.shape)} with strides {tensor.stride()}" for tensor in tensors)
+        raise RuntimeError(f"the Adam kernel needs dense tensors of one shape and memory order, got {listed}.")
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} ({tensor.layout}, {tensor.device})"
 
 
 class _Rate:
@@ -176,7 +252,6 @@ def usable_cores() -> int:
 def _packed(segment: Segment) -> _Segment:
     master, weight = segment.master, segment.weight
     split = master if isinstance(master, SplitMaster) else None
-    assert split is None or weight is not None
     return _Segment(
         master=_address(master) if isinstance(master, torch.Tensor) else None,
         old_weight=_address(split.weight) if split else None,
@@ -194,6 +269,7 @@ def _packed(segment: Segment) -> _Segment:
     )
 
 
+@functools.lru_cache(maxsize=16)  # most parameters of a step share one
 def _packed_rule(rule: AdamRule) -> _Rule:
     return _Rule(
         factors=rule.gradient_factors,

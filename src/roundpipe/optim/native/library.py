@@ -2,10 +2,16 @@
 
 Asked once per process, when an optimizer first steps. The library was built with the package, or is compiled into the
 user's cache, once for every version of the source. Where neither works the caller does without.
+
+[Note: what may be loaded] Loading a library runs its code. A library from the cache is loaded only if folder and file
+belong to this user, no other user can write to them, and the content has the checksum that the name tells. It is loaded
+through the folder's descriptor by which it was checked. Without such a folder the library is compiled into a temporary
+one, which is removed after loading.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -14,6 +20,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,13 +40,13 @@ _COMPILE_S = 120.0
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """The library; None, and one line in the log, where there is none and none can be made."""
-    for path in _built_with_the_package():
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            logger.warning("the optimizer kernel %s cannot be loaded: %s", path, error)
     try:
-        return ctypes.CDLL(str(_compiled()))
+        for path in _built_with_the_package():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                logger.warning("the optimizer kernel %s cannot be loaded: %s", path, error)
+        return _cached_or_compiled()
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "Adam runs without its one-pass kernel, about half as fast and with more memory: %s. "
@@ -60,11 +67,65 @@ def _built_with_the_package() -> Iterator[Path]:
     return (path for path in candidates if path.exists())
 
 
-def _compiled() -> Path:
-    library = _cache_directory() / f"one_pass_adam-{_digest()}-{sys.platform}-{platform.machine()}.so"
-    if not library.exists():
-        _compile(library)
-    return library
+class _UnsoundError(OSError):
+    """A file fails a check of [Note: what may be loaded]."""
+
+
+def _cached_or_compiled() -> ctypes.CDLL:
+    if os.name != "posix":
+        raise OSError("it needs POSIX threads")
+    cache = _cache_folder()
+    cached = None if cache is None else _cached(cache)
+    if cached is not None:
+        return cached
+    if cache is not None and os.access(cache, os.W_OK):
+        return _compiled(cache)
+    with tempfile.TemporaryDirectory(prefix="roundpipe-") as folder:
+        return _compiled(Path(folder))
+
+
+def _name_without_checksum() -> str:
+    return f"one_pass_adam-{_digest()}-{sys.platform}-{platform.machine()}"
+
+
+def _cached(cache: Path) -> ctypes.CDLL | None:
+    """The first library in the cache that may be loaded and can be; those that may not be loaded are removed."""
+    for path in sorted(cache.glob(f"{_name_without_checksum()}-*.so")):
+        try:
+            return _load_checked(path)
+        except OSError as error:
+            logger.warning("the optimizer kernel %s is compiled again: %s", path, error)
+            if isinstance(error, _UnsoundError):
+                path.unlink(missing_ok=True)
+    return None
+
+
+def _load_checked(path: Path) -> ctypes.CDLL:
+    with _opened(path.parent, os.O_DIRECTORY) as folder, _opened(path.name, os.O_NOFOLLOW, folder) as file:
+        if not _is_private(os.fstat(folder)) or not _is_private(os.fstat(file)):
+            raise _UnsoundError("it belongs to another user, or others can write to it")
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise _UnsoundError("it is not a regular file")
+        with open(file, "rb", closefd=False) as content:
+            checksum = hashlib.sha256(content.read()).hexdigest()
+        if path.name != f"{_name_without_checksum()}-{checksum}.so":
+            raise _UnsoundError("its content does not have the checksum in its name")
+        in_folder = f"/proc/self/fd/{folder}/{path.name}"  # also if the path leads to another folder by now
+        return ctypes.CDLL(in_folder if os.path.exists(in_folder) else str(path))
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path, flag: int, folder: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Whether this user owns it and is the only one who can write to it (root aside)."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _digest() -> str:
@@ -73,29 +134,30 @@ def _digest() -> str:
     return hashlib.sha256(text + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
 
 
-def _compile(library: Path) -> None:
-    """Into a file of its own first, so that another process never loads half a library."""
+def _compiled(folder: Path) -> ctypes.CDLL:
+    """Compile into `folder` and load. The file gets its name when it is complete: processes never see half of it."""
     compiler = os.environ.get("CC") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise OSError("there is no C compiler")
-    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        made = Path(directory) / library.name
+    with tempfile.TemporaryDirectory(dir=folder) as directory:
+        made = Path(directory) / "made.so"
         command = [*compiler.split(), *COMPILE_FLAGS, "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
-        made.replace(library)
+        made.chmod(0o600)  # whatever the umask is
+        checksum = hashlib.sha256(made.read_bytes()).hexdigest()
+        return _load_checked(made.replace(folder / f"{_name_without_checksum()}-{checksum}.so"))
 
 
-def _cache_directory() -> Path:
-    """One that only the user can write to: what lies in it is executed."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roundpipe"
+def _cache_folder() -> Path | None:
+    """The user's cache, made if need be; None if there is none that only this user can write to."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        is_ours = not hasattr(os, "getuid") or base.stat().st_uid == os.getuid()
-        if is_ours and os.access(base, os.W_OK):
-            return base
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="roundpipe-"))
+        base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+        folder = base / "roundpipe"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder if _is_private(folder.stat()) else None
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
+        return None
 
 
 def _reason(error: Exception) -> str:

@@ -10,6 +10,7 @@
  * W - 1. L == 0x8000: M was half way, and a bit of `ties` says whether it was rounded up. These bits are looked at in
  * blocks that hold such an L, one of 64 when L is random, and lie in pages that are hardly ever touched.
  */
+#include <fenv.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -106,21 +107,37 @@ static void (*update_block)(const struct adam_segment *s, int64_t start, int64_t
 static void (*join)(float *, const uint16_t *, const uint16_t *, const uint8_t *, int64_t) = join_any;
 static void (*split)(uint16_t *, uint16_t *, uint8_t *, const float *, int64_t) = split_any;
 
+enum processor { ANY = 0, AVX2 = 1, AVX512 = 2 };
+
+/* Runs the code for `most`, or for the best kind below it that this processor has; returns the kind. Results do not
+ * depend on it. Called when the library is loaded, and by tests; never while a team works. */
+int roundpipe_use_processor(int most) {
+    int chosen = ANY;
+    update_block = update_block_any;
+    join = join_any;
+    split = split_any;
 #ifdef SEVERAL_PROCESSORS
-__attribute__((constructor)) static void choose_processor(void) {
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return;
-    update_block = update_block_avx2;
-    join = join_avx2;
-    split = split_avx2;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
-        return;
-    update_block = update_block_avx512;
-    join = join_avx512;
-    split = split_avx512;
-}
+    if (most >= AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        chosen = AVX2;
+        update_block = update_block_avx2;
+        join = join_avx2;
+        split = split_avx2;
+    }
+    if (most >= AVX512 && chosen == AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        chosen = AVX512;
+        update_block = update_block_avx512;
+        join = join_avx512;
+        split = split_avx512;
+    }
+#else
+    (void)most;
 #endif
+    return chosen;
+}
+
+__attribute__((constructor)) static void choose_processor(void) { roundpipe_use_processor(AVX512); }
 
 static void update_chunk(const struct adam_segment *segments, int64_t num_segments, int64_t chunk) {
     for (int64_t k = 0; k < num_segments; k++) {
@@ -148,6 +165,7 @@ struct team {
     int helpers_at_work;
     const struct adam_segment *segments;
     int64_t num_segments, num_chunks;
+    fenv_t environment; /* of the thread that brought the job: whether denormal numbers are flushed to zero */
     atomic_int_fast64_t next_chunk;
 };
 
@@ -167,6 +185,7 @@ static void *help(void *argument) {
         while (team->jobs_begun == jobs_seen) pthread_cond_wait(&team->begun, &team->lock);
         jobs_seen = team->jobs_begun;
         pthread_mutex_unlock(&team->lock);
+        fesetenv(&team->environment);
         work(team);
         pthread_mutex_lock(&team->lock);
         if (--team->helpers_at_work == 0) pthread_cond_signal(&team->ended);
@@ -201,6 +220,7 @@ void roundpipe_adam(struct team *team, const struct adam_segment *segments, int6
     team->segments = segments;
     team->num_segments = num_segments;
     team->num_chunks = num_chunks;
+    fegetenv(&team->environment);
     atomic_store(&team->next_chunk, 0);
     int helps = num_chunks > 1 && team->num_helpers;
     if (helps) {
