@@ -188,6 +188,7 @@ def test_run_config_fields_are_optional_and_in_order() -> None:
         "execute_plan",
         "keep_logits",
         "whole_batch_loss",
+        "loss_reduction",
     ]
     assert set(fields.values()) == {None}
 

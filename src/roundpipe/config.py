@@ -24,6 +24,13 @@ class RecomputeGrain(enum.Enum):
     LAYER = "layer"
 
 
+class LossReduction(enum.Enum):
+    """How the losses of the microbatches become one."""
+
+    SUM = "sum"
+    MEAN = "mean"
+
+
 @dataclasses.dataclass(frozen=True)
 class RoundPipeRunConfig:
     """Options of a call, or a model's defaults for its calls; None inherits.
@@ -37,8 +44,11 @@ class RoundPipeRunConfig:
     execute_plan: which layers form stages. Default: planned from measured times.
     keep_logits: whether a model that computes its own loss returns its logits. Default: unless forward_backward is
         called for the loss alone and they would take more memory than is set for them (512 MB a microbatch).
-    whole_batch_loss: give each microbatch the number of labels in the whole call (`num_items_in_batch`), so that the
-        losses of all add up to the mean over the call's tokens. Default: False, a mean of its own for each microbatch.
+    whole_batch_loss: let the loss that a model computes itself be the loss of the whole call, the mean over all
+        counted labels, however the call is cut. Default: True in a call without loss_fn; in a call with one, the
+        loss_fn sees the loss of its microbatch alone. False adds up the losses of the microbatches.
+    loss_reduction: how the results of loss_fn are put together: "sum" (default) adds them, "mean" weighs each
+        microbatch by its share of the batch's rows, so that means over rows become the mean over the batch.
     """
 
     requires_grad: bool | None = None
@@ -52,6 +62,7 @@ class RoundPipeRunConfig:
     execute_plan: ModelExecutePlan | None = None
     keep_logits: bool | None = None
     whole_batch_loss: bool | None = None
+    loss_reduction: str | None = None
 
     def __post_init__(self) -> None:
         _check_bool("keep_logits", self.keep_logits)
@@ -64,6 +75,8 @@ class RoundPipeRunConfig:
             _to_grain(self.recompute_grain)
         if self.num_microbatch is not None:
             _check_num_microbatch(self.num_microbatch)
+        if self.loss_reduction is not None:
+            _to_reduction(self.loss_reduction)
         if self.execute_plan is not None and not isinstance(self.execute_plan, ModelExecutePlan):
             raise ArgumentTypeError(
                 f"execute_plan must be a ModelExecutePlan or None, got {type(self.execute_plan).__name__}."
@@ -90,7 +103,8 @@ class ResolvedRunConfig:
     merge_output: Any
     execute_plan: ModelExecutePlan | None
     keep_logits: bool | None = None  # None: as the call needs them
-    whole_batch_loss: bool = False
+    whole_batch_loss: bool | None = None  # None: in calls without loss_fn
+    loss_reduction: LossReduction = LossReduction.SUM
 
 
 def resolve(call: RoundPipeRunConfig, model: RoundPipeRunConfig, num_devices: int) -> ResolvedRunConfig:
@@ -109,7 +123,8 @@ def resolve(call: RoundPipeRunConfig, model: RoundPipeRunConfig, num_devices: in
         merge_output=chosen.merge_output,
         execute_plan=chosen.execute_plan,
         keep_logits=chosen.keep_logits,
-        whole_batch_loss=_default(chosen.whole_batch_loss, lambda: False),
+        whole_batch_loss=chosen.whole_batch_loss,
+        loss_reduction=_to_reduction(_default(chosen.loss_reduction, lambda: "sum")),
     )
 
 
@@ -134,6 +149,16 @@ def _to_grain(value: object) -> RecomputeGrain:
         return RecomputeGrain(value)
     except ValueError:
         raise ConfigError(f'recompute_grain must be "stage" or "layer", got {value!r}.') from None
+
+
+def _to_reduction(value: object) -> LossReduction:
+    try:
+        return LossReduction(value)
+    except ValueError:
+        raise ConfigError(
+            'loss_reduction must be "sum", which adds the losses of the microbatches, or "mean", which weighs each by '
+            f"its share of the batch's rows, got {value!r}."
+        ) from None
 
 
 def _to_device(value: torch.device | str) -> torch.device:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -169,6 +170,15 @@ def labelled(model_type: str, num_rows: int = 4, num_tokens: int = 7, seed: int 
     return {"input_ids": ids, "labels": tokens(num_rows, num_tokens, seed + 1) if is_masked else ids.clone()}
 
 
+def ragged(model_type: str, num_rows: int = 6, num_tokens: int = 9, seed: int = 5) -> Batch:
+    """Row i has i + 1 labels less than it has tokens, the last has one left: no two microbatches have as many."""
+    batch = labelled(model_type, num_rows, num_tokens, seed)
+    for row in range(num_rows):
+        batch["labels"][row, : min(row + 1, num_tokens - 2)] = IGNORED
+    batch["labels"][-1, :-1] = IGNORED
+    return batch
+
+
 def wrapped(model: nn.Module, num_devices: int = 2, **options: Any) -> RoundPipe:
     """Over layers, insisted on; to be closed by the caller."""
     found = wrap_model_to_roundpipe(model, True, devices=["cpu"] * num_devices, **options)
@@ -181,16 +191,35 @@ def own_loss(output: Any, label: Any) -> Tensor:
     return loss
 
 
-def plain_loss(model: nn.Module, batch: Batch, num_microbatch: int = 2) -> Tensor:
-    """The sum of the model's own losses, microbatch by microbatch; gradients are where autograd leaves them."""
+def plain_loss(model: nn.Module, batch: Batch, num_microbatch: int = 2, counts: Sequence[int] | None = None) -> Tensor:
+    """The model's own losses, microbatch by microbatch, each weighed by what it counts, and added.
+
+    `counts`: of each microbatch; by default its rows, which is right where all rows have as many labels. Gradients are
+    where autograd leaves them.
+    """
+    given = counts or [len(rows) for rows in torch.arange(len(batch["labels"])).tensor_split(num_microbatch)]
+    shares = iter([count / sum(given) for count in given])
+    loss: Tensor = call_reference(
+        model, kwargs=batch, loss_fn=lambda output, _: output.loss * next(shares), num_microbatch=num_microbatch
+    ).loss
+    return loss
+
+
+def added_loss(model: nn.Module, batch: Batch, num_microbatch: int = 2) -> Tensor:
+    """The sum of the model's own losses, microbatch by microbatch."""
     loss: Tensor = call_reference(model, kwargs=batch, loss_fn=own_loss, num_microbatch=num_microbatch).loss
     return loss
 
 
 def plain_outputs(model: nn.Module, batch: Batch, num_microbatch: int = 2) -> Any:
-    """What the model returns for each microbatch, put together; no cache."""
+    """What the model returns for each microbatch, put together, losses weighed by rows; no cache."""
     with torch.no_grad():
-        return merge([model(**piece, use_cache=False) for piece in split(batch, num_microbatch)])
+        parts = [model(**piece, use_cache=False) for piece in split(batch, num_microbatch)]
+    merged = merge(parts)
+    rows = [len(piece) for piece in torch.arange(len(batch["labels"])).tensor_split(num_microbatch)]
+    losses = [part.loss * (count / sum(rows)) for part, count in zip(parts, rows, strict=True)]
+    merged["loss"] = sum(losses[1:], losses[0])
+    return merged
 
 
 def assert_close_grads(ours: nn.Module, reference: nn.Module, relative: float = 1e-6) -> None:

@@ -1,6 +1,5 @@
-"""Models that compute their own loss: which labels it is the mean over, and what becomes of logits nobody asks for.
+"""Models that compute their own loss: what becomes of logits nobody asks for.
 
-With `whole_batch_loss` the plain model on the whole batch is what counts; otherwise the plain loop over microbatches.
 Logits are made "too large" by setting what is too large; what is computed without them differs in the order of sums.
 """
 
@@ -14,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 from small_models import (
-    IGNORED,
     VOCAB,
     Batch,
+    added_loss,
     assert_close_grads,
     labelled,
     livened,
     own_loss,
     plain_loss,
+    ragged,
     small,
     tokens,
     train_call,
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers_parity import assert_same, assert_same_grads, call_reference, microbatches
-from roundpipe import ConfigError, RoundPipe, RoundPipeRunConfig
+from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.models import fused_loss, linear_loss
 from roundpipe.runtime.stage import StageRunner
 
@@ -41,100 +41,6 @@ pytest.importorskip("transformers")
 WHOLE = {"whole_batch_loss": True}
 ROUNDING = 2e-6  # of gradients, against others summed in another order
 Labels = list[Tensor | None]
-
-
-def ragged(model_type: str, num_rows: int = 6, num_tokens: int = 9) -> Batch:
-    """Row i has i + 1 labels less than it has tokens, the last has one left: no two microbatches have as many."""
-    batch = labelled(model_type, num_rows, num_tokens)
-    for row in range(num_rows):
-        batch["labels"][row, : min(row + 1, num_tokens - 2)] = IGNORED
-    batch["labels"][-1, :-1] = IGNORED
-    return batch
-
-
-# Which labels count.
-
-
-def test_the_default_loss_is_the_models_own() -> None:
-    plain, batch = small("llama"), labelled("llama")
-    with wrapped(copy.deepcopy(plain)) as model:
-        loss = model.forward_backward(input_kwargs=batch, run_config=microbatches(2))
-        model.synchronize()
-        assert_same(loss, plain_loss(plain, batch), "loss")
-        assert_same_grads(model.original_model, plain)
-
-
-@pytest.mark.parametrize("model_type", ["llama", "modernbert", "t5gemma", "mixtral"])
-def test_a_whole_batch_loss_is_that_of_the_plain_model_on_the_whole_batch(model_type: str) -> None:
-    """Shifted labels, those of a masked language model, and those of a decoder with an encoder."""
-    plain, batch = small(model_type), ragged(model_type)
-    expected = plain(**batch).loss
-    expected.backward()
-    with wrapped(copy.deepcopy(plain).requires_grad_(), 3) as model:
-        loss = train_call(model, batch, 4, **WHOLE)
-        torch.testing.assert_close(loss, expected.detach(), atol=0.0, rtol=1e-6)
-        assert_close_grads(model.original_model, plain, ROUNDING)
-        model.zero_grad()
-        assert (train_call(model, batch, 4) / 4 - loss).abs() > 1e-3, "it would be equal"
-
-
-def test_without_the_switch_each_microbatch_has_a_mean_of_its_own() -> None:
-    plain, batch = small("llama"), ragged("llama")
-    with wrapped(copy.deepcopy(plain), 3) as model:
-        assert_same(train_call(model, batch, 4), plain_loss(plain, batch, 4), "loss")
-        assert_same(train_call(model, batch, 4, whole_batch_loss=False), plain_loss(plain, batch, 4), "loss")
-        assert_same_grads(model.original_model, plain)
-
-
-def test_a_model_may_have_the_switch_for_all_its_calls() -> None:
-    plain, batch = small("llama"), ragged("llama")
-    with wrapped(plain, model_run_config=RoundPipeRunConfig(**WHOLE)) as model:
-        torch.testing.assert_close(train_call(model, batch), plain(**batch).loss.detach(), atol=0.0, rtol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
-def test_num_items_in_batch_given_by_the_user_goes_to_every_microbatch(kind: Any) -> None:
-    """As in gradient accumulation over several calls."""
-    plain, batch = small("llama"), ragged("llama")
-    batch["num_items_in_batch"] = kind(50)
-    with wrapped(copy.deepcopy(plain)) as model:
-        assert_same(train_call(model, batch), plain_loss(plain, batch), "loss")
-        assert_same_grads(model.original_model, plain)
-
-
-@pytest.mark.parametrize("model_type", ["bert", "t5"])
-def test_a_loss_that_does_not_follow_the_count_is_refused(model_type: str) -> None:
-    with wrapped(small(model_type)) as model:
-        with pytest.raises(ConfigError, match=r"does not follow num_items_in_batch.*your own loss_fn"):
-            train_call(model, ragged(model_type), **WHOLE)
-        train_call(model, ragged(model_type))
-
-
-@pytest.mark.parametrize("labels", [None, torch.zeros(4, 7)], ids=["none", "not_to_count"])
-def test_a_call_without_labels_to_count_is_refused(labels: Tensor | None) -> None:
-    batch = labelled("llama")
-    batch = {"input_ids": batch["input_ids"]} if labels is None else {**batch, "labels": labels}
-    with wrapped(small("llama")) as model, pytest.raises(ConfigError, match="counts the call's `labels`"):
-        train_call(model, batch, **WHOLE)
-
-
-def test_how_labels_are_counted_is_not_learned_from_a_batch_that_does_not_tell() -> None:
-    """In the first call no row begins with a label: shifted or not, as many count. In the second one all rows do."""
-    plain = small("modernbert")
-    first, second = labelled("modernbert", 2, 7), labelled("modernbert", 2, 7)
-    first["labels"][:, 0] = IGNORED
-    with wrapped(copy.deepcopy(plain)) as model:
-        for batch in (first, second):
-            expected = plain(**batch).loss.detach()
-            torch.testing.assert_close(train_call(model, batch, **WHOLE), expected, atol=0.0, rtol=1e-6)
-
-
-def test_a_small_batch_with_a_single_label_is_counted() -> None:
-    plain, batch = small("llama"), labelled("llama", 2, 7)
-    batch["labels"][:] = IGNORED
-    batch["labels"][1, 3] = 5
-    with wrapped(copy.deepcopy(plain)) as model:
-        torch.testing.assert_close(train_call(model, batch, **WHOLE), plain(**batch).loss.detach(), atol=0.0, rtol=1e-6)
 
 
 # Logits that nobody asks for.
@@ -190,7 +96,7 @@ def test_loss_and_gradients_without_logits_are_plain_to_rounding(model_type: str
         plain.get_output_embeddings().requires_grad_(False)
     with wrapped(copy.deepcopy(plain)) as model:
         loss, logits = call_seeing_logits(model, batch)
-        torch.testing.assert_close(loss, plain_loss(plain, batch), atol=0.0, rtol=1e-6)
+        torch.testing.assert_close(loss, added_loss(plain, batch), atol=0.0, rtol=1e-6)
         assert_close_grads(model.original_model, plain, ROUNDING)
     assert logits == [None, None]
 
@@ -200,7 +106,7 @@ def test_adapters_train_without_logits() -> None:
     plain, batch = lora(small("llama")), labelled("llama")
     with wrapped(copy.deepcopy(plain)) as model:
         loss, logits = call_seeing_logits(model, batch)
-        torch.testing.assert_close(loss, plain_loss(plain, batch), atol=0.0, rtol=1e-6)
+        torch.testing.assert_close(loss, added_loss(plain, batch), atol=0.0, rtol=1e-6)
         assert_close_grads(model.original_model, plain, ROUNDING)
     assert logits == [None, None]
 
@@ -211,7 +117,7 @@ def test_bfloat16_without_logits() -> None:
     plain, batch = small("llama").to(torch.bfloat16), labelled("llama")
     with wrapped(copy.deepcopy(plain)) as model:
         loss, logits = call_seeing_logits(model, batch)
-        torch.testing.assert_close(loss, plain_loss(plain, batch), atol=0.0, rtol=1e-5)
+        torch.testing.assert_close(loss, added_loss(plain, batch), atol=0.0, rtol=1e-5)
         assert_close_grads(model.original_model, plain, 3e-2)
     assert logits == [None, None]
 
@@ -223,7 +129,7 @@ def test_a_count_is_followed_without_logits() -> None:
     given = {**batch, "num_items_in_batch": torch.tensor(11)}
     with wrapped(copy.deepcopy(plain)) as model:
         loss, logits = call_seeing_logits(model, given)
-        torch.testing.assert_close(loss, plain_loss(plain, given), atol=0.0, rtol=1e-6)
+        torch.testing.assert_close(loss, added_loss(plain, given), atol=0.0, rtol=1e-6)
         assert_close_grads(model.original_model, plain, ROUNDING)
         assert logits == [None, None]
         plain.zero_grad()
@@ -243,7 +149,7 @@ def test_logits_that_do_not_go_straight_into_the_loss_are_kept_and_exact(model_t
     plain, batch = small(model_type), labelled(model_type)
     with wrapped(copy.deepcopy(plain)) as model:
         loss, logits = call_seeing_logits(model, batch, keep_logits=False)
-        assert_same(loss, plain_loss(plain, batch), "loss")
+        assert_same(loss, added_loss(plain, batch), "loss")
         assert_close_grads(model.original_model, plain, 1e-6)
         tied = plain.get_input_embeddings().weight
         pairs = zip(model.original_model.parameters(), plain.parameters(), strict=True)
@@ -274,7 +180,7 @@ def test_logits_that_are_not_large_are_kept() -> None:
     plain, batch = small("llama"), labelled("llama")
     with wrapped(copy.deepcopy(plain)) as model:
         loss, seen = call_seeing_logits(model, batch)
-        assert_same(loss, plain_loss(plain, batch), "loss")
+        assert_same(loss, added_loss(plain, batch), "loss")
         assert_same_grads(model.original_model, plain)
     assert [one.shape for one in seen if one is not None] == [(2, 7, VOCAB)] * 2
 
@@ -286,8 +192,8 @@ def test_outputs_without_logits_are_merged_where_only_some_microbatches_were_lar
     monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 2 * 7 * 8 * VOCAB)  # of three rows, but not of two
     with wrapped(copy.deepcopy(plain)) as model:
         (loss, outputs), _ = call_seeing_logits(model, batch, keep_logits=False, return_outputs=True)
-    torch.testing.assert_close(loss, plain_loss(plain, batch), atol=0.0, rtol=1e-6)
-    torch.testing.assert_close(outputs.loss * 2, loss)
+    torch.testing.assert_close(loss, added_loss(plain, batch), atol=0.0, rtol=1e-6)
+    assert_same(outputs.loss, loss, "the same number")
 
 
 def half(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:

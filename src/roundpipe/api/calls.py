@@ -17,6 +17,7 @@ from roundpipe.devices import Event, wait_for_producers
 from roundpipe.errors import ModelChangedError, UsageError
 from roundpipe.microbatch import (
     Arriving,
+    LossShares,
     MicrobatchInputs,
     check_merge_output,
     check_split_input,
@@ -119,7 +120,9 @@ class CallInputs:
             torch.autograd.backward([tensor for tensor, _ in known], [gradient for _, gradient in known])
 
 
-def new_recall(store: LayerStore, tasks: Sequence[StageTask], config: ResolvedRunConfig, seed: int) -> Recall:
+def new_recall(
+    store: LayerStore, tasks: Sequence[StageTask], config: ResolvedRunConfig, seed: int, shares: LossShares
+) -> Recall:
     """What a call fixes when it begins, for whatever comes after its forward."""
     recomputed = [task.layers for task in tasks if task.kind is TaskKind.BACKWARD]
     by_layer = config.recompute_grain is RecomputeGrain.LAYER
@@ -132,6 +135,7 @@ def new_recall(store: LayerStore, tasks: Sequence[StageTask], config: ResolvedRu
         settings=[LayerSettings.of(layer) for layer in layers],
         frozen_buffers={layer.layer_id: [b.frozen() for b in layer.buffers] for layer in layers if layer.buffers},
         save_points=frozenset(i for stage in recomputed for i in (stage if by_layer else stage[:1])),
+        loss_shares=shares,
     )
 
 
@@ -158,7 +162,7 @@ def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
     return totals if is_sequence else totals[0]
 
 
-def merged(outputs: Sequence[Parcel], config: ResolvedRunConfig) -> Any:
+def merged(outputs: Sequence[Parcel], config: ResolvedRunConfig, shares: LossShares) -> Any:
     """The outputs as the user asked for them: put together, or packed by microbatch without waiting."""
     values = [_moved(parcel, config) for parcel in outputs]
     if config.merge_output is False:
@@ -166,7 +170,7 @@ def merged(outputs: Sequence[Parcel], config: ResolvedRunConfig) -> Any:
     for parcel in outputs:
         for event in parcel.events:
             event.wait()
-    return merge_outputs(values, config.merge_output)
+    return merge_outputs(values, config.merge_output, shares)
 
 
 def _moved(parcel: Parcel, config: ResolvedRunConfig) -> Any:

@@ -30,6 +30,7 @@ from roundpipe.api.member import Member
 from roundpipe.api.planning import CallKind
 from roundpipe.api.scheduling import Scheduler
 from roundpipe.api.split_model import SplitModel
+from roundpipe.api.weighing import OwnLoss, weighed
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.context import LayerPhase, announce_step, current_iteration
 from roundpipe.devices import HostPinner
@@ -66,6 +67,7 @@ class ModelEngine(Member):
         )
         super().__init__(name, store, pool)
         self.split_model: SplitModel | None = None  # what is split into the layers, if anything is
+        self.own_loss: OwnLoss | None = None  # of a model of transformers
 
     # The calls.
 
@@ -79,7 +81,7 @@ class ModelEngine(Member):
         """`additions`: keyword arguments for every microbatch, whatever the inputs are cut into."""
         with self._entered():
             batches = split_inputs(args, kwargs, None, dataclasses.replace(config, split_label=None))
-            batches = batches.with_kwargs(additions)
+            batches = self._weighed(batches.with_kwargs(additions), config, None)
             self._admit(batches, config.requires_grad)
             carry_out = self._forward_with_grad if config.requires_grad else self._infer
             seed = draw_call_seed()
@@ -100,6 +102,7 @@ class ModelEngine(Member):
         with self._entered():
             require_grad_mode(config)
             batches = split_inputs(args, kwargs, label, config).with_kwargs(additions)
+            batches = self._weighed(batches, config, loss_fn)
             self._admit(batches, True)
             seed = draw_call_seed()
             self.store.masters.training_begins()
@@ -203,6 +206,12 @@ class ModelEngine(Member):
 
     # Parts of a call.
 
+    def _weighed(
+        self, batches: MicrobatchInputs, config: ResolvedRunConfig, loss_fn: Callable[[Any, Any], Any] | None
+    ) -> MicrobatchInputs:
+        """The microbatches and how much the loss of each counts."""
+        return weighed(batches, config, self.own_loss, loss_fn, self._come_to_rest)
+
     def _admit(self, batches: MicrobatchInputs, with_grad: bool) -> None:
         """Let a model that is split into layers know what call is coming, so that it has a plan for it."""
         if self.split_model is None:
@@ -256,7 +265,8 @@ class ModelEngine(Member):
     ) -> Any:
         kind = CallKind.of(RunType.FUSED, batches, config, self._steps_are_exact)
         tasks = self._schedule(kind, batches, config, loss_fn)
-        run = self._new_run(tasks, kind, new_recall(self.store, tasks, config, seed), LayerPhase.FORWARD)
+        recall = new_recall(self.store, tasks, config, seed, batches.shares)
+        run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD)
         run.loss_fn, run.wants_outputs = loss_fn, return_outputs
         inputs = CallInputs(batches)
         run.labels = inputs.label_bundles()
@@ -264,7 +274,7 @@ class ModelEngine(Member):
         with self._carried_out(run, inputs):
             run.wait_for_losses()
             losses = summed_losses(run)
-            outputs = merged(run.take_outputs(), config) if return_outputs else None
+            outputs = merged(run.take_outputs(), config, batches.shares) if return_outputs else None
             self._recovery.commit_buffers(run)
             if inputs.any_requires_grad or (self._scheduler.memory_is_limited and not self._recovery.is_proven(run)):
                 run.wait_until_finished()  # the first of its kind may run out of memory, and is then repeated
@@ -291,7 +301,7 @@ class ModelEngine(Member):
         if not self._scheduler.is_blind(kind):
             return
         tasks = self._scheduler.probe_tasks(with_loss=loss_fn is not None)
-        recall = new_recall(self.store, (), config, _PROBE_SEED)
+        recall = new_recall(self.store, (), config, _PROBE_SEED, batches.shares)
         run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD, is_probe=True)
         inputs = CallInputs(batches.first())
         run.loss_fn, run.wants_outputs, run.labels = loss_fn, False, inputs.label_bundles()
@@ -303,18 +313,18 @@ class ModelEngine(Member):
 
     def _infer(self, batches: MicrobatchInputs, config: ResolvedRunConfig, seed: int) -> Any:
         kind = CallKind.of(RunType.INFER, batches, config)
-        recall = new_recall(self.store, (), config, seed)
+        recall = new_recall(self.store, (), config, seed, batches.shares)
         run = self._new_run(self._schedule(kind, batches, config), kind, recall, LayerPhase.INFERENCE)
         with self._carried_out(run, CallInputs(batches)):
             outputs = run.take_outputs()
             self._recovery.commit_buffers(run)
-            return merged(outputs, config)
+            return merged(outputs, config, batches.shares)
 
     def _forward_with_grad(self, batches: MicrobatchInputs, config: ResolvedRunConfig, seed: int) -> Any:
         kind = CallKind.of(RunType.TRAIN, batches, config)
         tasks = self._schedule(kind, batches, config)
         forward_tasks = tuple(task for task in tasks if task.kind is TaskKind.FORWARD)
-        recall = new_recall(self.store, tasks, config, seed)
+        recall = new_recall(self.store, tasks, config, seed, batches.shares)
         run = self._new_run(forward_tasks, kind, recall, LayerPhase.FORWARD)
         inputs = CallInputs(batches)
         with self._carried_out(run, inputs):
@@ -336,7 +346,7 @@ class ModelEngine(Member):
             for j, parcel in enumerate(outputs):
                 pairs = zip(parcel.bundle.tensors, parcel.requires_grad, strict=True)
                 outputs[j] = parcel.with_tensors([next(attached) if flag else tensor for tensor, flag in pairs])
-            return merged(outputs, config)
+            return merged(outputs, config, batches.shares)
 
     def _backward(
         self,

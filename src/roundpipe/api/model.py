@@ -16,9 +16,11 @@ from torch import nn
 from roundpipe.api.engine import ModelEngine
 from roundpipe.api.face import ModelFace
 from roundpipe.api.split_model import PreparedCall, SplitModel
+from roundpipe.api.weighing import OwnLoss, outputs_alone
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.devices import host_pinner, parse_devices, require_device
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
+from roundpipe.models.library_state import has_pretrained
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.store import PinMode
@@ -74,6 +76,7 @@ class RoundPipe(ModelFace):
             optim_dtype=optim_dtype,
             _layers=tuple(layers),
         )
+        self._learn_of_loss(model)
 
     # Training.
 
@@ -93,11 +96,14 @@ class RoundPipe(ModelFace):
         input_args: tuple[Any, ...] = (),
         input_kwargs: Mapping[str, Any] = {},
         label: Any = None,
-        loss_fn: Callable[[Any, Any], Sequence[torch.Tensor] | torch.Tensor] = lambda outputs, labels: outputs,
+        loss_fn: Callable[[Any, Any], Sequence[torch.Tensor] | torch.Tensor] = outputs_alone,
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
     ) -> Any:
-        """Forward, loss and backward of every microbatch; returns the sum of the losses (and the merged outputs).
+        """Forward, loss and backward of every microbatch; returns the loss of the batch (and the merged outputs).
+
+        That is the sum of what loss_fn returns, weighed as the run config's loss_reduction says. Without loss_fn a
+        model that computes its own loss returns it for the whole batch, see whole_batch_loss.
 
         Returns when the losses are known; the rest of the backward goes on behind it, and whatever needs the
         gradients waits for them.
@@ -140,6 +146,7 @@ class RoundPipe(ModelFace):
             raise ArgumentTypeError(f"original_model must be an nn.Module, got {type(original_model).__name__}.")
         self.__dict__["original_model"] = original_model
         self._share_content_of(original_model)
+        self._learn_of_loss(original_model)
 
     def close(self) -> None:
         """Finish pending work and let go of threads and pinned memory; the weights stay in the wrapped model."""
@@ -168,6 +175,11 @@ class RoundPipe(ModelFace):
         """The layers are what `original` was split into."""
         self.set_original_model(original)
         self._engine.split_model = split_model
+        self._engine.own_loss = split_model.own_loss
+
+    def _learn_of_loss(self, model: nn.Module) -> None:
+        """The engine weighs the loss that a model of transformers computes itself by what that is a mean over."""
+        self._engine.own_loss = OwnLoss(model) if has_pretrained(model) else None
 
     def _follow_layers(self) -> None:
         """A call of a form that was not met before may have changed what the model is split into."""

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.api.weighing import OwnLoss
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.errors import ModelSplitError, UsageError
 from roundpipe.microbatch import MicrobatchInputs, RoundPipePackedData
-from roundpipe.microbatch.model_inputs import split_model_inputs
+from roundpipe.microbatch.model_inputs import ModelInputSplit
 from roundpipe.models.library_state import is_cache, is_pretrained
 from roundpipe.models.split_layers import KEEPS_LOGITS
 from roundpipe.models.splitter import ModelSplitter
@@ -45,6 +46,7 @@ class SplitModel:
         self._model = model
         self._splitter = splitter
         self._config = getattr(model, "config", None)
+        self.own_loss = OwnLoss(model, splitter.on_the_host)
         parameters = inspect.signature(model.forward).parameters
         by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self._parameters = [name for name, parameter in parameters.items() if parameter.kind is by_position]
@@ -83,7 +85,7 @@ class SplitModel:
             return PreparedCall(args, kwargs, dataclasses.replace(config, num_microbatch=1, split_input=_in_one_piece))
         is_packed = any(isinstance(leaf, RoundPipePackedData) for leaf in (*args, *kwargs.values()))
         if config.split_input is None and not args and not is_packed:
-            config = dataclasses.replace(config, split_input=self._cut)
+            config = dataclasses.replace(config, split_input=ModelInputSplit(self._config))
         return PreparedCall(args, kwargs, config, self._additions(kwargs, config, is_for_loss_alone))
 
     def _additions(self, kwargs: dict[str, Any], config: ResolvedRunConfig, is_for_loss_alone: bool) -> dict[str, Any]:
@@ -91,17 +93,11 @@ class SplitModel:
         additions: dict[str, Any] = {}
         if self._takes_use_cache and "use_cache" not in kwargs:
             additions["use_cache"] = False
-        if config.whole_batch_loss:
-            additions["num_items_in_batch"] = self._splitter.count_targets({**kwargs, **additions})
         if config.keep_logits is False:
             additions[KEEPS_LOGITS] = KeepLogits.NEVER
         elif config.keep_logits is None and is_for_loss_alone:
             additions[KEEPS_LOGITS] = KeepLogits.UNLESS_LARGE
         return additions
-
-    def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
-        rows = split_model_inputs(kwargs, num_microbatch, self._config)
-        return [args] * len(rows), rows
 
     # Generating.
 

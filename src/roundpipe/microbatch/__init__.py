@@ -10,6 +10,7 @@ from roundpipe.microbatch import markers
 from roundpipe.microbatch.markers import check_merge_output, check_split_input, check_split_label
 from roundpipe.microbatch.merge import merge_outputs, pack_outputs
 from roundpipe.microbatch.packed import ArrivalEvent, RoundPipePackedData
+from roundpipe.microbatch.shares import LossShares
 from roundpipe.microbatch.split import Arriving, MicrobatchInputs, split_call
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __all__ = [
     "ArrivalEvent",
     "Arriving",
     "Chunk",
+    "LossShares",
     "MicrobatchInputs",
     "Reducer",
     "Replicate",

@@ -81,6 +81,11 @@ class RuledTree:
         ]
 
 
+def even_sizes(size: int, count: int) -> tuple[int, ...]:
+    """The sizes that `torch.tensor_split` makes of `size` elements."""
+    return tuple(size // count + (index < size % count) for index in range(count))
+
+
 def batch_size(leaves: Iterable[RuledLeaf]) -> int | None:
     """Elements along the cut dimension that all cut tensors share; None when no tensor fixes it.
 

@@ -6,6 +6,7 @@ Called by api once per call, after the pipeline. `merge_outputs` reads the value
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from roundpipe.microbatch.markers import (
     noting_function,
 )
 from roundpipe.microbatch.packed import ArrivalEvent, RoundPipePackedData
+from roundpipe.microbatch.shares import LossShares, weighted
 from roundpipe.microbatch.tree import Node, children_as_spec, children_if_alike, open_node, outline, shown
 
 if TYPE_CHECKING:
@@ -30,10 +32,14 @@ if TYPE_CHECKING:
 
 LeafMerge = Callable[[Sequence[Any], str], Any]
 ROOT = "output"
+_OTHER_LOSS = re.compile(rf"{ROOT}\['\w+_loss'\]")  # such as the aux_loss of a router, a mean like the model's loss
 
 
-def merge_outputs(outputs: Sequence[Any], merge_output: Any = None) -> Any:
-    """One output from those of all microbatches, in order, as `merge_output` says (None, True: automatic)."""
+def merge_outputs(outputs: Sequence[Any], merge_output: Any = None, shares: LossShares = LossShares()) -> Any:
+    """One output from those of all microbatches, in order, as `merge_output` says (None, True: automatic).
+
+    `shares`: how much the losses of the microbatches count where they are merged automatically.
+    """
     check_merge_output(merge_output)
     if not outputs:
         raise MergeError("there are no microbatch outputs to merge; a call has at least one microbatch")
@@ -42,7 +48,7 @@ def merge_outputs(outputs: Sequence[Any], merge_output: Any = None) -> Any:
             return merge_output(list(outputs))
     if merge_output is False:
         return pack_outputs(outputs, [None] * len(outputs))
-    return _merge(outputs, None if merge_output is True else merge_output, ROOT)
+    return _merge(outputs, None if merge_output is True else merge_output, ROOT, _AutomaticMerge(shares))
 
 
 def pack_outputs(outputs: Sequence[Any], events: Sequence[ArrivalEvent | None]) -> Any:
@@ -51,19 +57,40 @@ def pack_outputs(outputs: Sequence[Any], events: Sequence[ArrivalEvent | None]) 
     return _merge_alike(outputs, ROOT, lambda values, _path: RoundPipePackedData(values, events))
 
 
-def _merge(values: Sequence[Any], spec: Any, path: str) -> Any:
+class _AutomaticMerge:
+    """Tensors concatenated along dim 0, 0-dim tensors averaged, losses as their shares say, anything else equal."""
+
+    def __init__(self, shares: LossShares) -> None:
+        self._shares = shares
+
+    def __call__(self, values: Sequence[Any], path: str) -> Any:
+        if not any(isinstance(value, torch.Tensor) for value in values):
+            return _first_if_equal(values, path)
+        _check_all_tensors(values, path)
+        if any(value.dim() > 0 for value in values):
+            return _concatenate(values, 0, path)
+        if not all(value.is_floating_point() for value in values):
+            return _mean(values, path)
+        if path == f"{ROOT}[{self._shares.place!r}]":  # the model's own loss
+            return _sum(values, None if self._shares.covers_own else self._shares.returned)
+        if _OTHER_LOSS.fullmatch(path) and self._shares.rows is not None:
+            return _sum(values, self._shares.rows)
+        return _mean(values, path)
+
+
+def _merge(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) -> Any:
     if spec is None:
-        return _merge_alike(values, path, _merge_leaf)
+        return _merge_alike(values, path, automatic)
     if is_replicate(spec):
         return _merge_alike(values, path, _first_if_equal)
     if is_chunk(spec):
-        return _merge_chunked(values, spec.split_dim, path)
+        return _merge_chunked(values, spec.split_dim, path, automatic)
     if is_reducer(spec):
         return _reduce(values, spec, path)
-    return _merge_with_tree(values, spec, path)
+    return _merge_with_tree(values, spec, path, automatic)
 
 
-def _merge_with_tree(values: Sequence[Any], spec: Any, path: str) -> Any:
+def _merge_with_tree(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) -> Any:
     node = open_node(values[0])
     parts = None if node is None else children_as_spec(node, spec)
     if node is None or parts is None:
@@ -73,7 +100,7 @@ def _merge_with_tree(values: Sequence[Any], spec: Any, path: str) -> Any:
         )
     columns = _columns(node, values, path)
     places = zip(columns, parts, node.names, strict=True)
-    return node.rebuild([_merge(column, part, path + name) for column, part, name in places])
+    return node.rebuild([_merge(column, part, path + name, automatic) for column, part, name in places])
 
 
 def _merge_alike(values: Sequence[Any], path: str, merge_leaf: LeafMerge) -> Any:
@@ -106,29 +133,19 @@ def _structure_error(first: Any, other: Any, index: int, path: str) -> MergeErro
     )
 
 
-def _merge_leaf(values: Sequence[Any], path: str) -> Any:
-    """Automatic: tensors concatenated along dim 0, 0-dim tensors averaged, anything else equal."""
-    if not any(isinstance(value, torch.Tensor) for value in values):
-        return _first_if_equal(values, path)
-    _check_all_tensors(values, path)
-    if all(value.dim() == 0 for value in values):
-        return _mean(values, path)
-    return _concatenate(values, 0, path)
-
-
-def _merge_chunked(values: Sequence[Any], dim: int, path: str) -> Any:
+def _merge_chunked(values: Sequence[Any], dim: int, path: str, automatic: LeafMerge) -> Any:
     """Chunk on a leaf needs tensors; over a whole subtree it concatenates those with a dimension."""
     if open_node(values[0]) is not None:
-        return _merge_alike(values, path, lambda leaves, place: _merge_covered_leaf(leaves, dim, place))
+        return _merge_alike(values, path, lambda leaves, place: _merge_covered_leaf(leaves, dim, place, automatic))
     if not isinstance(values[0], torch.Tensor):
         raise MergeError(f"Chunk({dim}) for {path}, which is no tensor but {type(values[0]).__name__}; use Replicate")
     return _merge_alike(values, path, lambda leaves, place: _concatenate(leaves, dim, place))
 
 
-def _merge_covered_leaf(values: Sequence[Any], dim: int, path: str) -> Any:
+def _merge_covered_leaf(values: Sequence[Any], dim: int, path: str, automatic: LeafMerge) -> Any:
     if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
         return _concatenate(values, dim, path)
-    return _merge_leaf(values, path)
+    return automatic(values, path)
 
 
 def _concatenate(values: Sequence[Any], dim: int, path: str) -> torch.Tensor:
@@ -155,6 +172,13 @@ def _mean(values: Sequence[torch.Tensor], path: str) -> torch.Tensor:
         return torch.stack(list(values)).mean()
     first: torch.Tensor = _first_if_equal(values, path)
     return first
+
+
+def _sum(values: Sequence[torch.Tensor], shares: Sequence[float] | None) -> torch.Tensor:
+    """In the order of the microbatches, as the losses of forward_backward are added."""
+    if shares is not None:
+        values = [weighted(value, share) for value, share in zip(values, shares, strict=True)]
+    return reduce(torch.add, values)
 
 
 def _reduce(values: Sequence[Any], reducer: Reducer, path: str) -> Any:

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from roundpipe.errors import SplitError
-from roundpipe.microbatch.cut import Rule, RuledTree
+from roundpipe.microbatch.cut import Rule, RuledTree, even_sizes
 from roundpipe.microbatch.tree import leaves_with_path, shown
 
-__all__ = ["split_model_inputs"]
+__all__ = ["ModelInputSplit", "split_model_inputs"]
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,28 @@ def split_model_inputs(kwargs: Mapping[str, Any], num_microbatch: int, config: A
     count = min(size, num_microbatch)
     if count <= 1:
         return [dict(kwargs)]
-    rows = Cut(tuple(size // count + (index < size % count) for index in range(count)))
-    batch = Batch(kwargs, config, size, rows)
+    batch = Batch(kwargs, config, size, Cut(even_sizes(size, count)))
     items = {kind: found for kind in KINDS if (found := _find_items(kind, batch)) is not None}
     microbatches: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in kwargs.items():
         for microbatch, piece in zip(microbatches, _pieces(name, value, batch, items), strict=True):
             microbatch.update(piece)
     return microbatches
+
+
+class ModelInputSplit:
+    """`split_model_inputs` as a split function, which also knows how many samples each microbatch gets."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
+        pieces = split_model_inputs(kwargs, num_microbatch, self._config)
+        return [args] * len(pieces), pieces
+
+    def rows(self, kwargs: Mapping[str, Any], count: int) -> tuple[int, ...]:
+        """The samples of each microbatch of a call that was cut into `count`."""
+        return (1,) if count == 1 else even_sizes(_batch_size(kwargs), count)
 
 
 def _batch_size(kwargs: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ from torch.utils._pytree import tree_leaves
 from roundpipe.errors import ConfigError, SplitError
 from roundpipe.microbatch.cut import Rule, RuledLeaf, RuledTree, batch_size, named, packed_length
 from roundpipe.microbatch.markers import check_split_input, check_split_label, is_custom_function, noting_function
+from roundpipe.microbatch.model_inputs import ModelInputSplit
 from roundpipe.microbatch.packed import Arriving, RoundPipePackedData
+from roundpipe.microbatch.rows import rows_of_leaves, rows_of_pieces
+from roundpipe.microbatch.shares import LossShares
 from roundpipe.microbatch.tree import outline
 
 __all__ = ["Arriving", "MicrobatchInputs", "split_call"]
@@ -36,14 +39,18 @@ _logged_small_batches: set[tuple[int, int]] = set()
 
 @dataclass(frozen=True)
 class MicrobatchInputs:
-    """What each microbatch is called with; the three tuples have one entry per microbatch.
+    """What each microbatch is called with; the tuples have one entry per microbatch.
 
-    A leaf that came from packed data and may still be on its way is an `Arriving`.
+    A leaf that came from packed data and may still be on its way is an `Arriving`. `rows`: how many rows of the batch
+    each microbatch has, see `microbatch.rows`; None where that cannot be told. `shares`: how much the
+    loss of each counts.
     """
 
     args: tuple[tuple[Any, ...], ...]
     kwargs: tuple[dict[str, Any], ...]
     labels: tuple[Any, ...]
+    rows: tuple[int, ...] | None = None
+    shares: LossShares = field(default_factory=LossShares)
 
     def __len__(self) -> int:
         return len(self.args)
@@ -55,11 +62,16 @@ class MicrobatchInputs:
 
     def with_kwargs(self, more: Mapping[str, Any]) -> MicrobatchInputs:
         """Each microbatch with further keyword arguments."""
-        return MicrobatchInputs(self.args, tuple({**kwargs, **more} for kwargs in self.kwargs), self.labels)
+        return self.with_each_kwargs([more] * len(self))
+
+    def with_each_kwargs(self, more: Sequence[Mapping[str, Any]]) -> MicrobatchInputs:
+        """Each microbatch with further keyword arguments of its own."""
+        pairs = zip(self.kwargs, more, strict=True)
+        return replace(self, kwargs=tuple({**kwargs, **added} for kwargs, added in pairs))
 
     def first(self) -> MicrobatchInputs:
         """The first microbatch alone."""
-        return MicrobatchInputs(self.args[:1], self.kwargs[:1], self.labels[:1])
+        return replace(self, args=self.args[:1], kwargs=self.kwargs[:1], labels=self.labels[:1])
 
 
 def split_call(
@@ -92,8 +104,33 @@ def split_call(
         _check_can_follow(leaves, count)
     elif count < num_microbatch and packed_length(leaves) is None:
         _log_small_batch(count, num_microbatch)
+    by_function = dict(columns)
     columns |= {part: tree.cut(count) for part, tree in trees.items()}
-    return MicrobatchInputs(tuple(columns["args"]), tuple(columns["kwargs"]), tuple(columns["label"]))
+    return MicrobatchInputs(
+        tuple(columns["args"]),
+        tuple(columns["kwargs"]),
+        tuple(columns["label"]),
+        _rows(by_function, trees, count, split_input, values["kwargs"]),
+    )
+
+
+def _rows(
+    by_function: Mapping[str, Sequence[Any]],
+    trees: Mapping[str, RuledTree],
+    count: int,
+    split_input: Any,
+    kwargs: Mapping[str, Any],
+) -> tuple[int, ...] | None:
+    """The rows of each microbatch: those of its label, or without a label that tells, those of its inputs."""
+    for parts in (("label",), ("args", "kwargs")):
+        if isinstance(split_input, ModelInputSplit) and "kwargs" in parts:
+            return split_input.rows(kwargs, count)
+        leaves = [leaf for part in parts if part in trees for leaf in trees[part].leaves]
+        found = rows_of_leaves(leaves, count)
+        found |= {rows for part in parts if part in by_function for rows in rows_of_pieces(by_function[part])}
+        if len(found) == 1:
+            return found.pop()
+    return None
 
 
 def _check_num_microbatch(num_microbatch: int) -> None:

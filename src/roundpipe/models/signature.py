@@ -33,7 +33,7 @@ def signature(
 
 
 def _named_form(name: str, value: Any, detail: Detail) -> Hashable:
-    return "count" if name in _COUNTS and isinstance(value, int) else _form(value, detail)
+    return "count" if name in _COUNTS and isinstance(value, int | float) else _form(value, detail)
 
 
 def _form(value: Any, detail: Detail) -> Hashable:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.errors import ConfigError, ModelSplitError
+from roundpipe.errors import ModelSplitError
 from roundpipe.models.calibration import ChangesItself, calibrate, let_change_itself
-from roundpipe.models.counting import CountTargets, counting_rule
 from roundpipe.models.discovery import block_paths
 from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.layout import Layout
@@ -42,7 +41,6 @@ class ModelSplitter:
         self._layout = Layout(model, self)
         self._layout.build()
         self._places: dict[Hashable, int] = {}  # of plans in the layout, by signature
-        self._counts: CountTargets | None = None
         self._details: dict[Hashable, Detail] = {}  # by signature that does not tell the plan of a call: what may
 
     @property
@@ -64,7 +62,7 @@ class ModelSplitter:
         key = self._key(args, kwargs)
         start = time.perf_counter()
         may_cut_down = key == signature(args, kwargs, self._model.training)
-        with self._on_the_host():
+        with self.on_the_host():
             plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
         changed = self._layout.add(plan)
         self.refresh()
@@ -105,16 +103,6 @@ class ModelSplitter:
         self._details[key] = Detail(detail + 1)
         return True
 
-    def count_targets(self, kwargs: dict[str, Any]) -> int:
-        """How many labels of a call its loss is the mean over, by the rule the model's own loss shows to follow."""
-        labels = kwargs.get("labels")
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-            raise ConfigError("whole_batch_loss counts the call's `labels`; this call has none, or none to count.")
-        if self._counts is None:
-            with self._on_the_host():
-                self._counts = counting_rule(self._model, cut_down(kwargs) or kwargs)
-        return self._counts(labels)
-
     def take_out(self) -> None:
         """Remove what was put into the model."""
         if self._kernels is not None:
@@ -131,7 +119,7 @@ class ModelSplitter:
                     tree.refresh()
 
     @contextlib.contextmanager
-    def _on_the_host(self) -> Iterator[None]:
+    def on_the_host(self) -> Iterator[None]:
         """Inside it the model runs without kernels that need a GPU."""
         kernels = contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside()
         with kernels, with_torch_alone(self._model):

@@ -21,6 +21,7 @@ import torch
 from roundpipe.config import RecomputeGrain
 from roundpipe.context import Iteration, LayerPhase
 from roundpipe.devices import Event, Mark
+from roundpipe.microbatch import LossShares
 from roundpipe.plan import Phase, StageTask, TaskKind
 from roundpipe.runtime.ambient import Ambient
 from roundpipe.runtime.bundle import Bundle
@@ -76,6 +77,7 @@ class Recall:
     settings: Sequence[LayerSettings]
     frozen_buffers: dict[int, list[torch.Tensor | None]]
     save_points: frozenset[int]
+    loss_shares: LossShares
     inputs: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
     layer_data: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
     # Buffers a layer's forward found changed by an earlier microbatch of the same call, and the layers that wrote any.

@@ -27,6 +27,7 @@ from roundpipe.devices import Device, Mark, StreamKind
 from roundpipe.devices.host_random import HostRandomStream
 from roundpipe.devices.process_random import ProcessRandomStream, route_shared_generators
 from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
+from roundpipe.microbatch.shares import own_loss, weighted
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.bundle import Bundle
 from roundpipe.runtime.device_buffers import DeviceBuffers
@@ -257,6 +258,8 @@ class _Task:
         seed = stream_seed(self._recall.seed, replica.record.layer_id, microbatch, anew)
         with self._random_stream(seed, replica.may_draw_on_host(), is_first=not replica.has_run()) as host:
             value = replica.module(*args, **kwargs)
+            if replica.record.layer_id == len(self._run.store.layers) - 1:
+                value = self._recall.loss_shares.apply_to_output(value, microbatch)
         return Bundle.pack(value), None if host is None else host.drew
 
     @contextlib.contextmanager
@@ -336,12 +339,17 @@ class _Task:
         assert run.loss_fn is not None
         with self._meter.loss(self._task.layers[-1]) as memory:
             with torch.enable_grad(), self._random_stream(seed, may_draw_on_host=False):
-                value = own_loss(run.loss_fn(leaves.value(), label))
-            losses = checked_losses(value)
+                value = run.loss_fn(leaves.value(), label)
+                found = own_loss(value, self._recall.loss_shares.place)
+                losses = checked_losses(value if found is None else found)
+                share = self._recall.loss_shares.of_returned(microbatch, is_own=found is not None)
+                if share is not None:
+                    losses = [weighted(loss, share) for loss in losses]
             memory.computed()
             self._place.at(None, "loss backward")
             torch.autograd.backward(losses)
-        self._mail.send_losses(microbatch, losses, is_sequence=not isinstance(value, torch.Tensor))
+        is_sequence = found is None and not isinstance(value, torch.Tensor)
+        self._mail.send_losses(microbatch, losses, is_sequence=is_sequence)
         return leaves.gradients
 
     # Measurements.
@@ -362,13 +370,12 @@ def _call_arguments(layer_id: int, value: Any) -> tuple[tuple[Any, ...], dict[st
     return (value,), {}
 
 
-def own_loss(value: Any) -> Any:
-    """The loss in what a model returned that computes its own, where loss_fn hands that on; else the value itself."""
-    loss = value.get("loss") if isinstance(value, Mapping) else None
-    return loss if isinstance(loss, torch.Tensor) else value
-
-
 def checked_losses(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, Mapping):
+        raise ArgumentTypeError(
+            f"there is no loss in the {type(value).__name__} with {', '.join(map(str, value))}: give the model labels, "
+            "so that it computes one, or give forward_backward() a loss_fn that returns a tensor."
+        )
     losses = [value] if isinstance(value, torch.Tensor) else value
     is_sequence = isinstance(losses, Sequence) and not isinstance(losses, str)
     if not is_sequence or not losses or not all(isinstance(loss, torch.Tensor) for loss in losses):
