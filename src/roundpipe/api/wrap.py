@@ -26,6 +26,7 @@ from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.library_state import fill_from_meta, has_pretrained, stop_checkpointing
 from roundpipe.models.splitter import ModelSplitter
 from roundpipe.store.adoption import check_memory, refuse_owned
+from roundpipe.store.names import user_names
 
 logger = logging.getLogger("roundpipe")
 _OPTIONS = ("devices", "optim_dtype", "pin_model")
@@ -115,9 +116,7 @@ def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, 
             f"the preset for {type(model).__name__} returned an nn.Sequential with other parameters than the model's "
             f"({len(made)} instead of {len(given)}; not in it: {', '.join(lost[:5]) or 'none'}); it must reuse them."
         )
-    wrapped = RoundPipe(sequential, model_run_config=config, **options)
-    wrapped.set_original_model(model)
-    return wrapped
+    return RoundPipe._over(sequential, model, user_names(model), model_run_config=config, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +164,9 @@ def _wrap_split(
         type(model).__name__,
         len(splitter.layers),
     )
-    wrapped = RoundPipe(nn.Sequential(*splitter.layers), model_run_config=config, **options)
-    wrapped._be_split(SplitModel(model, splitter), model)
+    layers = nn.Sequential(*splitter.layers)
+    wrapped = RoundPipe._over(layers, model, user_names(model), model_run_config=config, **options)
+    wrapped._engine.split_model = SplitModel(model, splitter)
     return wrapped
 
 
@@ -183,9 +183,11 @@ def _wrap_parts(
     pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
     check_memory([*modules, outside_of(model, set(modules))], optim_dtype, pin_mode)
     made: dict[nn.Module, RoundPipe] = {}
+    names = user_names(model)
 
     def make(module: nn.Module, path: str, config: RoundPipeRunConfig) -> RoundPipe:
-        made[module] = RoundPipe(module, **dict(options, name=f"{name}.{path}", model_run_config=config))
+        part_options = dict(options, name=f"{name}.{path}", model_run_config=config)
+        made[module] = RoundPipe._over(module, module, names, **part_options)
         return made[module]
 
     try:
@@ -193,14 +195,14 @@ def _wrap_parts(
             make(part.module, part.path, config)
         plain_loss = loss_function_of(model)
         loss = plain_loss and DeviceLoss(make(LossModule(plain_loss), "loss_function", IN_ONE_PIECE), plain_loss)
-        return AutoRoundPipe(
+        return AutoRoundPipe._of_parts(
             model,
             made,
+            loss,
             name=name,
             specs=parse_devices(options.get("devices")),
             optim_dtype=optim_dtype,
             model_run_config=model_run_config,
-            loss=loss,
         )
     except BaseException:
         for wrapped in made.values():

@@ -14,6 +14,7 @@ from torch import nn
 
 from roundpipe.errors import ConfigError
 from roundpipe.models.calibration import fresh, private_copy
+from roundpipe.models.trial import succeeds
 from roundpipe.models.without_dropout import WithoutDropout
 
 CountTargets = Callable[[torch.Tensor], int]
@@ -35,9 +36,16 @@ def counting_rule(model: nn.Module, kwargs: Mapping[str, Any]) -> CountTargets:
     copy, _ = private_copy(model)
     given = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
     given["labels"] = given["labels"].clamp(min=0)  # where none is ignored, the rules count differently
-    with torch.no_grad(), torch.random.fork_rng(devices=()), WithoutDropout():
+    mean = total = float("nan")
+
+    def is_computed() -> bool:
+        nonlocal mean, total
         mean = float(copy(**fresh(given)).loss)
         total = float(copy(**fresh(given), num_items_in_batch=1).loss)
+        return True
+
+    with torch.no_grad(), torch.random.fork_rng(devices=()), WithoutDropout():
+        succeeds("its loss follows num_items_in_batch", is_computed)
     labels: torch.Tensor = given["labels"]
     for rule in (count_shifted, count_all):
         count = rule(labels)
