@@ -7,6 +7,7 @@ keeps the outside parameters, which never travel, and the engines of the RoundPi
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -20,11 +21,14 @@ from roundpipe.api.model import RoundPipe, call_site, check_options
 from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DeviceSpec, host_pinner, parse_devices
-from roundpipe.errors import ClosedError, ConfigError, UsageError
+from roundpipe.errors import ClosedError, ConfigError, UsageError, add_note
+from roundpipe.microbatch.late_merge import merged_now, merging_late
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.store import PinMode
 from roundpipe.store.adoption import refuse_owned
 from roundpipe.store.names import user_names
+
+logger = logging.getLogger("roundpipe")
 
 
 class AutoRoundPipe(ModelFace):
@@ -70,7 +74,7 @@ class AutoRoundPipe(ModelFace):
     def _of_parts(
         cls, model: nn.Module, parts: Mapping[nn.Module, RoundPipe], loss: DeviceLoss | None, **options: Any
     ) -> AutoRoundPipe:
-        """`parts`: what stands for which submodule until it is closed."""
+        """`parts`: what stands for which submodule until it is closed; `advice`: a note for calls that fail."""
         wrapped = cls.__new__(cls)
         wrapped._open(model, parts, loss, **options)
         return wrapped
@@ -85,7 +89,10 @@ class AutoRoundPipe(ModelFace):
         specs: Sequence[DeviceSpec],
         optim_dtype: torch.dtype | None,
         model_run_config: RoundPipeRunConfig,
+        advice: str | None = None,
     ) -> None:
+        if advice is not None:
+            logger.warning("%s (%s): %s", name, type(model).__name__, advice)
         engine = ModelEngine(
             [outside_of(model, parts)],
             user_names(model),
@@ -108,6 +115,7 @@ class AutoRoundPipe(ModelFace):
             engine,
             _parts=dict(parts),
             _loss=loss,
+            _advice=advice,
             optim_dtype=optim_dtype,
             model_run_config=model_run_config,
         )
@@ -121,8 +129,13 @@ class AutoRoundPipe(ModelFace):
                 "an AutoRoundPipe takes no roundpipe_run_config in a call, since its parts are called one by one; give "
                 "model_run_config or override_config to wrap_model_to_roundpipe."
             )
-        with self._engine.host_forward():
-            return self.model(*args, **kwargs)
+        try:
+            with self._engine.host_forward(), merging_late():
+                return merged_now(self.model(*args, **kwargs))
+        except (ConfigError, TypeError, RuntimeError) as error:
+            if self._advice is not None:
+                add_note(error, f"{self.name}: {self._advice}")
+            raise
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not possible here: see the error it raises."""

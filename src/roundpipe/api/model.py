@@ -21,6 +21,7 @@ from roundpipe.api.split_model import PreparedCall
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.devices import host_pinner, parse_devices, require_device
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
+from roundpipe.microbatch.late_merge import as_microbatches, is_merging_late, merge_late
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.store import PinMode
@@ -43,6 +44,7 @@ class RoundPipe(ModelFace):
     num_layers: int
     model_run_config: RoundPipeRunConfig
     _layers: tuple[nn.Module, ...]
+    _merges_late: bool  # inside the forward of an AutoRoundPipe its unmerged outputs are tensors: see LateMerge
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class RoundPipe(ModelFace):
         pin_model: str = "alloc",
         *,
         devices: Sequence[str | torch.device] | str | None = None,
+        merges_late: bool = False,
     ) -> None:
         pin_mode = to_pin_mode(pin_model)
         specs = parse_devices(devices)
@@ -101,6 +104,7 @@ class RoundPipe(ModelFace):
             model_run_config=model_run_config,
             optim_dtype=optim_dtype,
             _layers=tuple(layers),
+            _merges_late=merges_late,
         )
 
     # Training.
@@ -110,11 +114,15 @@ class RoundPipe(ModelFace):
     ) -> Any:
         """Run the model on a batch; with grad the result can be backpropagated."""
         config = self._resolve(roundpipe_run_config)
+        if is_merging_late():
+            args, kwargs = as_microbatches((args, kwargs), config.num_microbatch)
         call = self._prepared(args, kwargs, config, is_for_loss_alone=False)
         try:
-            return self._engine.forward(call.args, call.kwargs, call.config, call.additions)
+            outputs = self._engine.forward(call.args, call.kwargs, call.config, call.additions)
         finally:
             self._follow_layers()
+        merges_late = self._merges_late and is_merging_late() and roundpipe_run_config.merge_output is None
+        return merge_late(outputs) if merges_late else outputs
 
     def forward_backward(
         self,
