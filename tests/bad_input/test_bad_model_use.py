@@ -89,7 +89,7 @@ def test_a_parameter_added_after_wrapping(scene: Scene) -> None:
     layer = scene.model.model[3]
     layer.gain = nn.Parameter(torch.ones(()))
     for call in (scene.forward_backward, lambda: scene.model(scene.x)):
-        with refused(ModelChangedError, "'gain' of layer 3", "added", "after wrapping", "wrap it again"):
+        with refused(ModelChangedError, "'3.gain' of layer 3", "added", "after wrapping", "wrap it again"):
             call()
     del layer.gain
 
@@ -121,9 +121,9 @@ def test_the_inner_model_cast_after_wrapping() -> None:
 
 
 def test_copying_a_roundpipe(scene: Scene) -> None:
-    with refused(UsageError, "cannot be copied", "deepcopy(roundpipe.model)"):
+    with refused(UsageError, "cannot be copied", "deepcopy(wrapper.original_model)"):
         copy.deepcopy(scene.model)
-    with refused(UsageError, "cannot be copied", ".model"):
+    with refused(UsageError, "cannot be copied", ".original_model"):
         copy.copy(scene.model)
 
 
@@ -195,8 +195,8 @@ def test_a_buffer_shared_between_layers_and_written(scene: Scene) -> None:
     seen = torch.zeros(())
     with RoundPipe(nn.Sequential(Counts(seen), Counts(seen)), devices=["cpu"] * 2) as model:
         for _ in range(2):
-            with refused(UsageError, "buffer 'seen'", "several layers", "layer 0", "of its own"):
+            with refused(UsageError, "buffer '0.seen'", "several layers", "layer 0", "of its own"):
                 model.forward_backward((scene.x,), loss_fn=lambda outputs, labels: outputs.sum())
-        with torch.no_grad(), refused(UsageError, "buffer 'seen'"):
+        with torch.no_grad(), refused(UsageError, "buffer '0.seen'"):
             model(scene.x)
         assert seen.item() == 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from helpers_parity import assert_same
 from helpers_split import WIDTH, Block, Inputs, SplitModels, Toy, own_loss, rows
 from roundpipe import AutoRoundPipe, wrap_model_to_roundpipe
+from roundpipe.store.adoption import refuse_owned
 
 
 class Inner(nn.Module):
@@ -195,7 +196,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason(why: str) -> None:
     assert f"no preset for {type(module).__name__}, and it is not split into layers" in str(raised.value)
     assert_same(dict(module.state_dict()), dict(before))
     assert list(module.modules()) == modules
-    assert not any(hasattr(param, "_roundpipe_owner") for param in module.parameters())
+    refuse_owned(module)
 
 
 @pytest.mark.parametrize("why", ["layerdrop", "no list"])

@@ -6,6 +6,7 @@ keeps the outside parameters, which never travel, and the engines of the RoundPi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -15,36 +16,85 @@ from torch import nn
 from roundpipe.api.device_loss import DeviceLoss
 from roundpipe.api.engine import ModelEngine
 from roundpipe.api.face import ModelFace
-from roundpipe.api.model import RoundPipe
+from roundpipe.api.model import RoundPipe, call_site, check_options
 from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
-from roundpipe.devices import DeviceSpec, host_pinner
-from roundpipe.errors import UsageError
+from roundpipe.devices import DeviceSpec, host_pinner, parse_devices
+from roundpipe.errors import ClosedError, ConfigError, UsageError, add_note
+from roundpipe.microbatch.late_merge import merged_now, merging_late
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.store import PinMode
+from roundpipe.store.adoption import refuse_owned
+from roundpipe.store.names import user_names
+
+logger = logging.getLogger("roundpipe")
 
 
 class AutoRoundPipe(ModelFace):
-    """A model wrapped in parts: its own forward runs on the CPU and calls the RoundPipes that stand for submodules.
+    """A model whose own forward runs on the CPU and calls the RoundPipes among its submodules.
 
-    Made by `wrap_model_to_roundpipe`. Trains with forward(), backward() and step(); one step is one for all its parts.
+    Trains with forward(), backward() and step(); one step is one for all its parts. `wrap_model_to_roundpipe` makes one
+    and puts RoundPipes in place of submodules; made directly, it wraps no submodule and finds the RoundPipes that are
+    there. These must not have been called before.
+
+    model: a module, with or without RoundPipes among its submodules.
+    optim_dtype: dtype of the optimizer's copies of parameters outside of the RoundPipes; default each parameter's own.
+    name: shown in logs and errors; default the file and line of this call.
+    model_run_config: kept as an attribute; each RoundPipe inside has its own.
+    devices: the pool; default that of the RoundPipes inside, else every GPU, else one virtual CPU device.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
+        *,
+        devices: Sequence[str | torch.device] | str | None = None,
+    ) -> None:
+        check_options(model, optim_dtype, name, model_run_config)
+        parts = _parts_of(model)
+        specs = parse_devices(devices) if devices is not None or not parts else parts[0]._engine.specs
+        for part in parts:
+            _refuse_to_join(part, specs)
+        refuse_owned(outside_of(model, parts))
+        self._open(
+            model,
+            {part: part for part in parts},
+            None,
+            name=name or call_site(),
+            specs=specs,
+            optim_dtype=optim_dtype,
+            model_run_config=model_run_config,
+        )
+
+    @classmethod
+    def _of_parts(
+        cls, model: nn.Module, parts: Mapping[nn.Module, RoundPipe], loss: DeviceLoss | None, **options: Any
+    ) -> AutoRoundPipe:
+        """`parts`: what stands for which submodule until it is closed; `advice`: a note for calls that fail."""
+        wrapped = cls.__new__(cls)
+        wrapped._open(model, parts, loss, **options)
+        return wrapped
+
+    def _open(
+        self,
+        model: nn.Module,
         parts: Mapping[nn.Module, RoundPipe],
+        loss: DeviceLoss | None,
         *,
         name: str,
         specs: Sequence[DeviceSpec],
         optim_dtype: torch.dtype | None,
         model_run_config: RoundPipeRunConfig,
-        loss: DeviceLoss | None,
+        advice: str | None = None,
     ) -> None:
-        """`parts`: what stands for which submodule from now on."""
+        if advice is not None:
+            logger.warning("%s (%s): %s", name, type(model).__name__, advice)
         engine = ModelEngine(
             [outside_of(model, parts)],
-            {id(param): key for key, param in model.named_parameters()},
+            user_names(model),
             name=name,
             pool=shared_pool(specs),
             optim_dtype=optim_dtype,
@@ -59,7 +109,14 @@ class AutoRoundPipe(ModelFace):
         for store in engine.stepper.stores:
             store.is_read_on_host = True  # those of parts, too: code between them may read any parameter
         super().__init__(
-            model, engine, _parts=dict(parts), _loss=loss, optim_dtype=optim_dtype, model_run_config=model_run_config
+            model,
+            model,
+            engine,
+            _parts=dict(parts),
+            _loss=loss,
+            _advice=advice,
+            optim_dtype=optim_dtype,
+            model_run_config=model_run_config,
         )
 
     # Training.
@@ -71,8 +128,13 @@ class AutoRoundPipe(ModelFace):
                 "an AutoRoundPipe takes no roundpipe_run_config in a call, since its parts are called one by one; give "
                 "model_run_config or override_config to wrap_model_to_roundpipe."
             )
-        with self._engine.host_forward():
-            return self.model(*args, **kwargs)
+        try:
+            with self._engine.host_forward(), merging_late():
+                return merged_now(self.model(*args, **kwargs))
+        except (ConfigError, TypeError, RuntimeError) as error:
+            if self._advice is not None:
+                add_note(error, f"{self.name}: {self._advice}")
+            raise
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not possible here: see the error it raises."""
@@ -91,6 +153,44 @@ class AutoRoundPipe(ModelFace):
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}, parts={len(self._parts)}, devices={self._engine.num_devices}"
+
+
+def _parts_of(model: nn.Module) -> list[RoundPipe]:
+    """The RoundPipes among the submodules of a model, each once."""
+    if isinstance(model, ModelFace):
+        raise UsageError(f"this model is a {type(model).__name__} already; it is trained as it is.")
+    parts: list[RoundPipe] = []
+    for path, module in model.named_modules():
+        if isinstance(module, AutoRoundPipe):
+            raise UsageError(
+                f"submodule {path!r} of the model is an AutoRoundPipe already ({module.name!r}); put plain modules and "
+                "RoundPipes into the model, and make the whole one AutoRoundPipe."
+            )
+        if isinstance(module, RoundPipe):
+            parts.append(module)
+    return parts
+
+
+def _refuse_to_join(part: RoundPipe, specs: Sequence[DeviceSpec]) -> None:
+    engine = part._engine
+    if engine.is_closed:
+        raise ClosedError(f"{part.name}, a part of the model, was closed; wrap its module again.")
+    if engine.is_joined:
+        raise UsageError(f"{part.name} is a part of another AutoRoundPipe already; close that one first.")
+    if engine.was_used:
+        raise UsageError(
+            f"{part.name} was called or stepped before the model around it became an AutoRoundPipe; make the "
+            "AutoRoundPipe first, so that one step counts for all its parts."
+        )
+    if list(part._engine.specs) != list(specs):
+        raise ConfigError(
+            f"{part.name} runs on {_shown(part._engine.specs)}, the model around it on {_shown(specs)}; give all parts "
+            "of an AutoRoundPipe the same devices."
+        )
+
+
+def _shown(specs: Sequence[DeviceSpec]) -> str:
+    return ", ".join(f"{spec.kind}:{spec.index}" for spec in specs)
 
 
 def outside_of(model: nn.Module, parts: Container[nn.Module]) -> nn.Module:

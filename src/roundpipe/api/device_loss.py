@@ -6,6 +6,8 @@ Recognises such models by name: transformers is not imported.
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,13 @@ class DeviceLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A copy of the model has the plain loss function, and so has a pickle of it."""
+        return copy.deepcopy(self._plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return operator.itemgetter(0), ((self._plain,),)
 
     def put_into(self, model: Any) -> None:
         model.loss_function = self

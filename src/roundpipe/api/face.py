@@ -25,20 +25,27 @@ _CONTENT = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
 class ModelFace(nn.Module):
     """Has few attributes of its own; all others are read from and written to the wrapped model."""
 
-    model: nn.Module
-    original_model: nn.Module | None
+    model: nn.Module  # the module that runs
+    original_model: nn.Module  # the module the user handed in
     name: str
     _engine: ModelEngine
     _fixed: frozenset[str]
 
-    def __init__(self, model: nn.Module, engine: ModelEngine, **attributes: Any) -> None:
+    def __init__(self, model: nn.Module, original_model: nn.Module, engine: ModelEngine, **attributes: Any) -> None:
         super().__init__()
         own = self.__dict__
         own.pop("training")  # read from the wrapped model
-        attributes |= {"original_model": None, "model": model, "name": engine.name, "_engine": engine}
+        attributes |= {"original_model": original_model, "model": model, "name": engine.name, "_engine": engine}
         own.update(attributes, _fixed=frozenset(attributes))
         own["_finalizer"] = weakref.finalize(self, engine.abort)
-        self._share_content_of(model)
+        self._share_content_of(original_model)
+
+    def set_original_model(self, original_model: nn.Module) -> None:
+        """Let attributes, parameter names and state_dict keys be those of `original_model`."""
+        if not isinstance(original_model, nn.Module):
+            raise ArgumentTypeError(f"original_model must be an nn.Module, got {type(original_model).__name__}.")
+        self.__dict__["original_model"] = original_model
+        self._share_content_of(original_model)
 
     # Steps.
 
@@ -131,11 +138,9 @@ class ModelFace(nn.Module):
         self._target()._load_from_state_dict(*args)
 
     def __getattr__(self, name: str) -> Any:
-        own = self.__dict__
-        target = own.get("original_model") or own.get("model")
-        if target is None:
+        if "original_model" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(target, name)
+        return getattr(self._target(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_finalizer" not in self.__dict__:
@@ -181,16 +186,20 @@ class ModelFace(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> Self:
         raise UsageError(
-            "a RoundPipe cannot be copied; deepcopy(roundpipe.model) after synchronize() and wrap the copy."
+            f"a {type(self).__name__} cannot be copied; call synchronize(), copy the network itself with "
+            "copy.deepcopy(wrapper.original_model), and wrap the copy if it is to be trained."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("a RoundPipe cannot be pickled; call synchronize() and save state_dict() instead.")
+        raise UsageError(
+            f"a {type(self).__name__} cannot be pickled; call synchronize() and save state_dict(), or the network "
+            "itself: torch.save(wrapper.original_model, file)."
+        )
 
     # Inside.
 
     def _target(self) -> nn.Module:
-        target: nn.Module = self.__dict__["original_model"] or self.__dict__["model"]
+        target: nn.Module = self.__dict__["original_model"]
         return target
 
     def _share_content_of(self, module: nn.Module) -> None:

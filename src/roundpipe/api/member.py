@@ -17,6 +17,7 @@ from roundpipe.api.plain_loop import PlainLoop
 from roundpipe.api.recovery import Recovery
 from roundpipe.api.scheduling import Scheduler
 from roundpipe.context import current_iteration
+from roundpipe.devices import DeviceSpec
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.optim.stepper import Stepper
 from roundpipe.runtime.pool import DevicePool
@@ -33,6 +34,7 @@ class Member:
         self.name = name
         self.store = store
         self._pool = pool
+        self.specs: Sequence[DeviceSpec] = pool.specs
         self._scheduler = Scheduler(store, pool, name)
         self.stepper = Stepper(store)
         self._recovery = Recovery(self.stepper, pool.monitor)
@@ -55,6 +57,16 @@ class Member:
         self.stepper, self._recovery = lead.stepper, lead._recovery
         self._lock, self._joined = lead._lock, lead._joined
         self._plain_loop = self.store.gradient_owner = lead._plain_loop
+
+    @property
+    def was_used(self) -> bool:
+        """Whether it was called or stepped."""
+        return self._last_run is not None or self.stepper.steps_issued > 0
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it is stepped together with others."""
+        return bool(self._joined)
 
     @property
     def _members(self) -> list[Member]:

@@ -5,7 +5,9 @@ What it shares with AutoRoundPipe is in api.face; here are its calls and the che
 
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeGuard
@@ -20,11 +22,13 @@ from roundpipe.api.weighing import OwnLoss, outputs_alone
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.devices import host_pinner, parse_devices, require_device
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
+from roundpipe.microbatch.late_merge import as_microbatches, is_merging_late, merge_late
 from roundpipe.models.library_state import has_pretrained
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.store import PinMode
 from roundpipe.store.adoption import refuse_owned
+from roundpipe.store.names import user_names
 from roundpipe.timeline import Timeline
 
 
@@ -42,6 +46,7 @@ class RoundPipe(ModelFace):
     num_layers: int
     model_run_config: RoundPipeRunConfig
     _layers: tuple[nn.Module, ...]
+    _merges_late: bool  # inside the forward of an AutoRoundPipe its unmerged outputs are tensors: see LateMerge
 
     def __init__(
         self,
@@ -54,15 +59,40 @@ class RoundPipe(ModelFace):
         devices: Sequence[str | torch.device] | str | None = None,
     ) -> None:
         check_arguments(model, optim_dtype, name, model_run_config)
+        names = user_names(model)
+        self._open(model, model, names, optim_dtype, name, model_run_config, pin_model, devices=devices)
+
+    @classmethod
+    def _over(cls, model: nn.Module, original_model: nn.Module, names: Mapping[int, str], **options: Any) -> RoundPipe:
+        """One that runs `model`, which was made of the parameters of `original_model`.
+
+        `names`: see roundpipe.store.names; those of the module the user has wrapped, of which this may be a part.
+        """
+        wrapped = cls.__new__(cls)
+        wrapped._open(model, original_model, names, **options)
+        return wrapped
+
+    def _open(
+        self,
+        model: nn.Module,
+        original_model: nn.Module,
+        names: Mapping[int, str],
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
+        pin_model: str = "alloc",
+        *,
+        devices: Sequence[str | torch.device] | str | None = None,
+        merges_late: bool = False,
+    ) -> None:
         pin_mode = to_pin_mode(pin_model)
         specs = parse_devices(devices)
         layers = _layers_of(model)
-        refuse_owned(model)
-        name = name or call_site()
+        refuse_owned(original_model)
         engine = ModelEngine(
             layers,
-            {id(param): key for key, param in model.named_parameters()},
-            name=name,
+            names,
+            name=name or call_site(),
             pool=shared_pool(specs),
             optim_dtype=optim_dtype,
             pin_mode=pin_mode,
@@ -70,13 +100,15 @@ class RoundPipe(ModelFace):
         )
         super().__init__(
             model,
+            original_model,
             engine,
             num_layers=len(layers),
             model_run_config=model_run_config,
             optim_dtype=optim_dtype,
             _layers=tuple(layers),
+            _merges_late=merges_late,
         )
-        self._learn_of_loss(model)
+        self._learn_of_loss(original_model)
 
     # Training.
 
@@ -85,11 +117,15 @@ class RoundPipe(ModelFace):
     ) -> Any:
         """Run the model on a batch; with grad the result can be backpropagated."""
         config = self._resolve(roundpipe_run_config)
+        if is_merging_late():
+            args, kwargs = as_microbatches((args, kwargs), config.num_microbatch)
         call = self._prepared(args, kwargs, config, is_for_loss_alone=False)
         try:
-            return self._engine.forward(call.args, call.kwargs, call.config, call.additions)
+            outputs = self._engine.forward(call.args, call.kwargs, call.config, call.additions)
         finally:
             self._follow_layers()
+        merges_late = self._merges_late and is_merging_late() and roundpipe_run_config.merge_output is None
+        return merge_late(outputs) if merges_late else outputs
 
     def forward_backward(
         self,
@@ -142,10 +178,7 @@ class RoundPipe(ModelFace):
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Let attributes, parameter names and state_dict keys be those of `original_model`."""
-        if not isinstance(original_model, nn.Module):
-            raise ArgumentTypeError(f"original_model must be an nn.Module, got {type(original_model).__name__}.")
-        self.__dict__["original_model"] = original_model
-        self._share_content_of(original_model)
+        super().set_original_model(original_model)
         self._learn_of_loss(original_model)
 
     def close(self) -> None:
@@ -171,9 +204,8 @@ class RoundPipe(ModelFace):
         self._engine.synchronize()
         return self._target().save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
-    def _be_split(self, split_model: SplitModel, original: nn.Module) -> None:
-        """The layers are what `original` was split into."""
-        self.set_original_model(original)
+    def _be_split(self, split_model: SplitModel) -> None:
+        """The layers are what the original model was split into."""
         self._engine.split_model = split_model
         self._engine.own_loss = split_model.own_loss
 
@@ -187,6 +219,18 @@ class RoundPipe(ModelFace):
         if split_model is not None and list(self._layers) != list(split_model.layers):
             layers = tuple(split_model.layers)
             self.__dict__.update(model=nn.Sequential(*layers), _layers=layers, num_layers=len(layers))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refused, but for a part of an AutoRoundPipe: the copy of a module that contains it is a plain module."""
+        if memo and self._engine.is_joined:
+            return copy.deepcopy(self.original_model, memo)
+        return super().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused, but for a part of an AutoRoundPipe, which is pickled as the plain module."""
+        if self._engine.is_joined:
+            return operator.itemgetter(0), ((self.original_model,),)  # loads without this package
+        return super().__reduce_ex__(protocol)
 
     def timeline(self) -> Timeline:
         """What ran when in the most recent call, measured on the devices."""
@@ -207,10 +251,15 @@ class RoundPipe(ModelFace):
 
 
 def check_arguments(model: object, optim_dtype: object, name: object, model_run_config: object) -> None:
+    check_options(model, optim_dtype, name, model_run_config)
+    assert isinstance(model, nn.Module)
+    _refuse_wrapped(model)
+
+
+def check_options(model: object, optim_dtype: object, name: object, model_run_config: object) -> None:
     if not isinstance(model, nn.Module):
         hint = f" the class {model.__name__}; make one: {model.__name__}(...)" if isinstance(model, type) else ""
         raise ArgumentTypeError(f"RoundPipe wraps an nn.Module, got {type(model).__name__}{hint}.")
-    _refuse_wrapped(model)
     if optim_dtype is not None and not (isinstance(optim_dtype, torch.dtype) and optim_dtype.is_floating_point):
         raise ArgumentTypeError(
             f"optim_dtype must be a floating-point torch.dtype, such as torch.float32, or None, got {optim_dtype!r}."

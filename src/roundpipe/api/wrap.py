@@ -17,19 +17,33 @@ from roundpipe.api.auto import AutoRoundPipe, outside_of
 from roundpipe.api.device_loss import DeviceLoss, LossModule, loss_function_of
 from roundpipe.api.model import RoundPipe, call_site, check_arguments, to_pin_mode
 from roundpipe.api.split_model import SplitModel
-from roundpipe.api.wrap_rules import AS_USUAL, IN_ONE_PIECE, Part, WrapRules, size_bytes
+from roundpipe.api.wrap_rules import (
+    AS_USUAL,
+    IN_ONE_PIECE,
+    Part,
+    WrapRules,
+    layer_with_batch_elsewhere,
+    size_bytes,
+)
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import parse_devices
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelSplitError
 from roundpipe.models import Convert, find_preset
+from roundpipe.models.discovery import block_paths
 from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.library_state import fill_from_meta, has_pretrained, stop_checkpointing
 from roundpipe.models.splitter import ModelSplitter
 from roundpipe.store.adoption import check_memory, refuse_owned
+from roundpipe.store.names import user_names
 
 logger = logging.getLogger("roundpipe")
 _OPTIONS = ("devices", "optim_dtype", "pin_model")
 _SPLIT_OPTIONS = ("example_inputs", "liger_kernels")
+_ADVICE = (
+    "it is wrapped part by part, and its own forward runs on the CPU between the parts. Give "
+    "wrap_model_to_roundpipe(..., example_inputs={...}), the keyword arguments of a call, and it is split into layers "
+    "that compute exactly what it computes, all on the devices"
+)
 
 
 def wrap_model_to_roundpipe(
@@ -69,6 +83,7 @@ def wrap_model_to_roundpipe(
     refuse_owned(model)
     options = dict(roundpipe_kwargs, name=name or call_site())
     split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
+    config = override_config.get(model, AS_USUAL).over(model_run_config)
     preset = None if use_sequential_preset is False else find_preset(model)
     if preset is not None:
         if use_sequential_preset is None:
@@ -77,10 +92,8 @@ def wrap_model_to_roundpipe(
                 options["name"],
                 type(model).__name__,
             )
-        config = override_config.get(model, AS_USUAL).over(model_run_config)
         return _wrap_preset(model, preset, config, options)
     if use_sequential_preset is not False:
-        config = override_config.get(model, AS_USUAL).over(model_run_config)
         try:
             return _wrap_split(model, split_options, config, options)
         except ModelSplitError as error:
@@ -96,10 +109,13 @@ def wrap_model_to_roundpipe(
         upper_threshold = size_bytes(model) // (len(parse_devices(options.get("devices"))) + 1)
     parts = WrapRules(lower_threshold, upper_threshold, skip_modules).parts(model)
     _warn_of_unused(model, parts, skip_modules, override_config)
-    configs = [override_config.get(p.module, AS_USUAL).over(p.config).over(model_run_config) for p in parts]
+    _warn_of_one_piece(parts, override_config)
     if [part.module for part in parts] == [model]:
-        return RoundPipe(model, model_run_config=configs[0], **options)
-    return _wrap_parts(model, parts, configs, model_run_config, options)
+        config = override_config.get(model, AS_USUAL).over(parts[0].config).over(model_run_config)
+        return RoundPipe(model, model_run_config=config, **options)
+    is_meant = use_sequential_preset is False or bool(split_options.example_inputs) or has_pretrained(model)
+    advice = _ADVICE if not is_meant and block_paths(model) else None
+    return _wrap_parts(model, parts, override_config, model_run_config, options, advice)
 
 
 def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, options: dict[str, Any]) -> RoundPipe:
@@ -115,9 +131,7 @@ def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, 
             f"the preset for {type(model).__name__} returned an nn.Sequential with other parameters than the model's "
             f"({len(made)} instead of {len(given)}; not in it: {', '.join(lost[:5]) or 'none'}); it must reuse them."
         )
-    wrapped = RoundPipe(sequential, model_run_config=config, **options)
-    wrapped.set_original_model(model)
-    return wrapped
+    return RoundPipe._over(sequential, model, user_names(model), model_run_config=config, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,42 +179,57 @@ def _wrap_split(
         type(model).__name__,
         len(splitter.layers),
     )
-    wrapped = RoundPipe(nn.Sequential(*splitter.layers), model_run_config=config, **options)
-    wrapped._be_split(SplitModel(model, splitter), model)
+    layers = nn.Sequential(*splitter.layers)
+    wrapped = RoundPipe._over(layers, model, user_names(model), model_run_config=config, **options)
+    wrapped._be_split(SplitModel(model, splitter))
     return wrapped
 
 
 def _wrap_parts(
     model: nn.Module,
     parts: Sequence[Part],
-    configs: Sequence[RoundPipeRunConfig],
+    override_config: Mapping[nn.Module, RoundPipeRunConfig],
     model_run_config: RoundPipeRunConfig,
     options: dict[str, Any],
+    advice: str | None,
 ) -> AutoRoundPipe:
-    """All RoundPipes are made before the model is changed: what fails leaves it as it was."""
+    """All RoundPipes are made before the model is changed: what fails leaves it as it was.
+
+    `advice`: how the model would be wrapped better, for the log and for calls that fail.
+    """
     optim_dtype, name = options.get("optim_dtype"), options["name"]
     modules = [part.module for part in parts]
     pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
     check_memory([*modules, outside_of(model, set(modules))], optim_dtype, pin_mode)
     made: dict[nn.Module, RoundPipe] = {}
+    names = user_names(model)
 
-    def make(module: nn.Module, path: str, config: RoundPipeRunConfig) -> RoundPipe:
-        made[module] = RoundPipe(module, **dict(options, name=f"{name}.{path}", model_run_config=config))
-        return made[module]
+    def make(part: Part, base: RoundPipeRunConfig = AS_USUAL) -> RoundPipe:
+        own = override_config.get(part.module, AS_USUAL)
+        made[part.module] = RoundPipe._over(
+            part.module,
+            part.module,
+            names,
+            # Where the user asks for packed data, the model's forward gets packed data.
+            merges_late=part.config.merge_output is False and own.merge_output is None,
+            **dict(options, name=f"{name}.{part.path}", model_run_config=own.over(part.config).over(base)),
+        )
+        return made[part.module]
 
     try:
-        for part, config in zip(parts, configs, strict=True):
-            make(part.module, part.path, config)
+        for part in parts:
+            make(part, model_run_config)
         plain_loss = loss_function_of(model)
-        loss = plain_loss and DeviceLoss(make(LossModule(plain_loss), "loss_function", IN_ONE_PIECE), plain_loss)
-        return AutoRoundPipe(
+        loss = plain_loss and DeviceLoss(make(Part("loss_function", LossModule(plain_loss), IN_ONE_PIECE)), plain_loss)
+        return AutoRoundPipe._of_parts(
             model,
             made,
+            loss,
             name=name,
             specs=parse_devices(options.get("devices")),
             optim_dtype=optim_dtype,
             model_run_config=model_run_config,
-            loss=loss,
+            advice=advice,
         )
     except BaseException:
         for wrapped in made.values():
@@ -238,6 +267,20 @@ def _check(
     if unknown:
         raise ArgumentTypeError(
             f"wrap_model_to_roundpipe() got an unknown argument {unknown[0]!r}; RoundPipe takes {', '.join(_OPTIONS)}."
+        )
+
+
+def _warn_of_one_piece(parts: Sequence[Part], override_config: Mapping[nn.Module, RoundPipeRunConfig]) -> None:
+    """Layers whose batch is not in the first dimension of all they take and return are not cut along it."""
+    found = {part.path: layer_with_batch_elsewhere(part.module) for part in parts}
+    told = {part.path for part in parts if override_config.get(part.module, AS_USUAL).num_microbatch is not None}
+    paths = [path or "the model" for path, layer in found.items() if layer is not None and path not in told]
+    if paths:
+        logger.warning(
+            "%s: run in one microbatch, because %s has its batch in another dimension than the first, in its inputs, "
+            "outputs or states; override_config={module: RoundPipeRunConfig(num_microbatch=...)} cuts it all the same",
+            ", ".join(paths[:3]) + (" and others" if len(paths) > 3 else ""),
+            ", ".join(sorted({type(layer).__name__ for layer in found.values() if layer is not None})),
         )
 
 

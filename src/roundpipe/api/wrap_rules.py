@@ -23,7 +23,7 @@ logger = logging.getLogger("roundpipe")
 
 AS_USUAL = RoundPipeRunConfig()
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
-UNMERGED = RoundPipeRunConfig(merge_output=False)
+UNMERGED = RoundPipeRunConfig(merge_output=False)  # in the forward of the whole model: see LateMerge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class WrapRules:
         if module in self.skip_modules:
             return []
         if is_chain(module):
-            return [Part(path, module)] if len(module) else []
+            return [Part(path, module, _cut(module))] if len(module) else []
         own_bytes, total_bytes = size_bytes(module, recurse=False), size_bytes(module)
         if has_forward(module) and (own_bytes >= self.lower_threshold or total_bytes <= self.upper_threshold):
             return [self._whole(module, path)]
@@ -68,7 +68,7 @@ class WrapRules:
 
     def _whole(self, module: nn.Module, path: str) -> Part:
         small = size_bytes(module) < self.lower_threshold
-        return Part(path, module, IN_ONE_PIECE if small else AS_USUAL)
+        return Part(path, module, IN_ONE_PIECE if small else _cut(module))
 
     def _elements(self, elements: nn.ModuleList, path: str) -> list[Part]:
         """One RoundPipe each; an element hands packed microbatches on if what follows it is a RoundPipe as well."""
@@ -78,7 +78,8 @@ class WrapRules:
         for i, (name, child) in enumerate(children):
             if wrapped[i]:
                 followed = any(wrapped[i + 1 : i + 2])
-                parts.append(Part(join(path, name), child, UNMERGED if followed else AS_USUAL))
+                config = _cut(child)
+                parts.append(Part(join(path, name), child, UNMERGED.over(config) if followed else config))
             else:
                 parts += self._parts(child, join(path, name))
         return parts
@@ -110,6 +111,24 @@ def can_run(module: nn.Module) -> bool:
     return has_forward(module) and not (is_chain(module) and len(module) == 0)
 
 
+def _cut(module: nn.Module) -> RoundPipeRunConfig:
+    return AS_USUAL if layer_with_batch_elsewhere(module) is None else IN_ONE_PIECE
+
+
+def layer_with_batch_elsewhere(module: nn.Module) -> nn.Module | None:
+    """The layer of torch for which the module cannot be cut along the first dimension of its inputs and outputs.
+
+    Recurrent layers have their batch elsewhere in their states, others unless they are made with batch_first=True.
+    Modules of the user's are not looked into: what they take and return need not be what their layers do.
+    """
+    for layer in list(module) if is_chain(module) else [module]:
+        if type(layer).__module__.startswith("torch.nn.") and not is_chain(layer):
+            for inner in layer.modules():
+                if isinstance(inner, nn.RNNBase) or getattr(inner, "batch_first", True) is False:
+                    return layer
+    return None
+
+
 def size_bytes(module: nn.Module, recurse: bool = True) -> int:
     """Of its parameters, each once."""
     return sum(param.nbytes for param in module.parameters(recurse))
@@ -124,7 +143,7 @@ def unique(parts: list[Part]) -> list[Part]:
     found: dict[nn.Module, Part] = {}
     for part in parts:
         first = found.setdefault(part.module, part)
-        if first.config == UNMERGED:
+        if first.config.merge_output is False:
             found[part.module] = dataclasses.replace(part, path=first.path)
     return list(found.values())
 

@@ -24,6 +24,7 @@ from roundpipe.models.module_copy import copy_tree
 from roundpipe.models.recording import Recording
 from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.stub_tree import Ghosts, StubTree, refuse_own_forward
+from roundpipe.models.trial import refusing
 from roundpipe.models.values import equal, is_plain, leaves_of, map_leaves
 from roundpipe.models.without_dropout import WithoutDropout
 
@@ -62,7 +63,11 @@ class _Calibration:
     def plan(self) -> SplitPlan:
         seed = torch.get_rng_state()
         copy, pairs = private_copy(self._model)
-        outputs = self._first_run(copy, pairs)
+        outputs = self._first_run(copy, pairs)  # raises what the model itself raises for this call
+        with refusing("finding out how it can be split"):
+            return self._plan_of(copy, outputs, seed)
+
+    def _plan_of(self, copy: nn.Module, outputs: Any, seed: torch.Tensor) -> SplitPlan:
         torch.set_rng_state(seed)
         args, kwargs = self._inputs()
         events, _ = observe(copy, lambda: copy(*args, **kwargs))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.models.calibration import fresh, private_copy
+from roundpipe.models.trial import OUT_OF_MEMORY
 from roundpipe.models.without_dropout import WithoutDropout
 
 logger = logging.getLogger("roundpipe")
@@ -114,6 +115,8 @@ class _Trial:
     def tried(self, find: Callable[[_Trial], LossForm | None]) -> LossForm | None:
         try:
             return find(self)
+        except OUT_OF_MEMORY:
+            raise
         except Exception as error:  # whatever a model raises for inputs that are not its own
             logger.debug("%s: the trial %s of its loss failed: %r", self._model_name, find.__name__, error)
             return None

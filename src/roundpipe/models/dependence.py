@@ -21,6 +21,7 @@ from roundpipe.models.replay import Replay
 from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.taint import Labels, Taint
 from roundpipe.models.travel import Ledger, State
+from roundpipe.models.trial import succeeds
 from roundpipe.models.values import Held, Key, Outline, equal, leaves_of, structure_of, tensors_of
 
 Poison = Callable[[torch.Tensor], torch.Tensor]
@@ -86,6 +87,8 @@ class Dependence:
         crash: Exception | None = None
         try:
             replay.run(self._tree)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             crash = error
         for k in range(point, end):
@@ -195,14 +198,12 @@ class Dependence:
         }
 
     def _agrees_with(self, point: int, state: State) -> bool:
-        try:
+        def agrees() -> bool:
             given = {**state, **self._cloned_inputs()}
             replay = Replay(self._planned(), point, given, torch.device("cpu"))
             return self._agree(point, self._results(point, replay, given))
-        except ModelSplitError:
-            raise
-        except Exception:
-            return False
+
+        return succeeds(f"the code of segment {point} bears other values", agrees, passing=(ModelSplitError,))
 
     def _results(self, point: int, replay: Replay, state: State) -> dict[Any, Any]:
         """What a replay of `point` hands on: arguments of its calls and tap outputs, or the model's outputs."""

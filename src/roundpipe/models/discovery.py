@@ -84,12 +84,17 @@ def block_paths(model: nn.Module, num_calls: Counter[str] | None = None) -> set[
         called = [c for c in module.children() if num_calls is None or num_calls[paths[id(c)]]]
         size = sum(param.numel() for param in {id(p): p for c in called for p in c.parameters()}.values())
         is_mixed = isinstance(module, nn.Sequential) and len({type(child) for child in called}) > 1
-        if size and not is_mixed and not any(next(child.children(), None) is None for child in called):
+        if size and not is_mixed and not any(map(_is_mere_operator, called)):
             found.append((module, called, size))
     inner = {id(module) for _, called, _ in found for child in called for module in child.modules()}
     outermost = [entry for entry in found if id(entry[0]) not in inner]
     largest = max((size for _, _, size in outermost), default=0)
     return {paths[id(child)] for _, called, size in outermost if size >= _SMALLEST_SHARE * largest for child in called}
+
+
+def _is_mere_operator(module: nn.Module) -> bool:
+    """A module without submodules, such as a Linear, is no block; a recurrent layer does as much as one."""
+    return next(module.children(), None) is None and not isinstance(module, nn.RNNBase)
 
 
 def _children_of(model: nn.Module) -> dict[str, set[str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from roundpipe.models.library_state import is_pretrained
 from roundpipe.models.linear_loss import LOGITS_BYTES, linear_cross_entropy
 from roundpipe.models.stub import current_director
+from roundpipe.models.trial import succeeds
 from roundpipe.models.values import Outline, map_leaves, placeholder
 
 _CLOSE = 1e-5
@@ -138,9 +140,14 @@ def find_head(
         if output is logits and can_be_fused(module) and labels.shape == logits.shape[:-1]:
             for shift in (True, False):
                 fused = HeadLoss(FusedHead(t, shift, loss_function))
-                fused.call_head(module, (hidden,), {})
-                with torch.no_grad():
-                    found = fused.loss((), given)
-                if bool((found.double() - loss.double()).abs() <= _CLOSE * loss.double().abs()):
+                if succeeds("the head is fused with the loss", partial(_gives, fused, module, hidden, given, loss)):
                     return fused.head
     return None
+
+
+def _gives(fused: HeadLoss, module: nn.Module, hidden: torch.Tensor, given: dict[str, Any], loss: torch.Tensor) -> bool:
+    """Whether the fused computation gives the loss."""
+    fused.call_head(module, (hidden,), {})
+    with torch.no_grad():
+        found = fused.loss((), given)
+    return bool((found.double() - loss.double()).abs() <= _CLOSE * loss.double().abs())

@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
+from roundpipe.errors import UsageError
 from roundpipe.models.block_call import call_block
 from roundpipe.models.global_random import own_generators
 from roundpipe.models.library_state import Captured, caches_in, is_cache, move_cache, own_caches
@@ -29,6 +30,11 @@ from roundpipe.models.values import Outline, filled_in, leaves_of, map_leaves
 
 # A keyword argument for the first layer, not for the model: a KeepLogits.
 KEEPS_LOGITS = "roundpipe_keeps_logits"
+
+_NOT_APART = (
+    "the layers that a model was split into (wrapper.model) cannot be copied or pickled; copy or save the network "
+    "itself, wrapper.original_model, after synchronize()."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,12 @@ class GlueLayer(nn.Module):
         self.layer_id = layer_id
         self.book = book
         self.trees = nn.ModuleDict()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(_NOT_APART)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(_NOT_APART)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.layer_id == 0:

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from roundpipe.models.signature import Detail, signature
 from roundpipe.models.split_layers import GlueLayer, PlacedPlan
 from roundpipe.models.split_plan import SplitPlan
 from roundpipe.models.stub_tree import StubTree
+from roundpipe.models.trial import refusing, succeeds
 from roundpipe.models.verification import verify
 
 logger = logging.getLogger("roundpipe")
@@ -79,19 +81,23 @@ class ModelSplitter:
 
     def learn_by_guess(self) -> bool:
         """Plan for the calls a model most likely gets, from made-up inputs; returns whether any could be run."""
-        for kwargs in made_up(self._model):
-            try:
-                self.learn((), kwargs)
-            except ChangesItself as error:
-                logger.debug("no plan from made-up inputs: %s", error)
-                return False
-            except ModelSplitError:
-                raise
-            except Exception as error:  # whatever a model raises for inputs that are not its own
-                logger.debug("no plan from made-up inputs %s: %r", sorted(kwargs), error)
-            else:
-                return True
-        return False
+
+        def learns_any() -> bool:
+            return any(
+                succeeds(f"made-up inputs {sorted(kwargs)} fit", partial(learns, kwargs), passing=(ModelSplitError,))
+                for kwargs in made_up(self._model)
+            )
+
+        def learns(kwargs: dict[str, Any]) -> bool:
+            self.learn((), kwargs)
+            return True
+
+        # A model may raise anything for inputs that are not its own, and so may reading a config for some.
+        try:
+            return succeeds("made-up inputs fit", learns_any, passing=(ModelSplitError,))
+        except ChangesItself as error:
+            logger.debug("no plan from made-up inputs: %s", error)
+            return False
 
     def distrust(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A call has shown that its signature does not tell its plan: let more count. False if all did before."""
@@ -130,6 +136,8 @@ class ModelSplitter:
         if small is not None:
             try:
                 return self._best_plan((), small, with_grad)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
             except Exception as error:  # some models need more than a few tokens
                 logger.debug("no plan from inputs cut down: %r", error)
         try:
@@ -148,7 +156,10 @@ class ModelSplitter:
         except ModelSplitError as refusal:
             try:
                 plan = self._verified_plan(args, kwargs, with_grad, in_one=True)
-            except ModelSplitError:
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                logger.debug("no plan with all blocks in one layer: %r", error)
                 raise refusal from None
             logger.warning(
                 "%s: %s hold all of their blocks in one layer, which must fit a device, because the blocks are not "
@@ -163,7 +174,8 @@ class ModelSplitter:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, in_one: bool = False
     ) -> SplitPlan:
         plan = calibrate(self._model, args, kwargs, with_grad=with_grad, in_one=in_one)
-        tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
+        with refusing("comparing its layers with the model"):
+            tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
         return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None) -> Hashable:

@@ -29,6 +29,8 @@ class Director(Protocol):
     def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
+PATH = "stub_path"  # the attribute of a stub, or of a copied module above stubs, that holds its path in the model
+
 _director: ContextVar[Director] = ContextVar("roundpipe_director")
 
 
@@ -56,10 +58,10 @@ class Stub:
         director = _director.get(None)
         if director is None:
             raise ModelSplitError(
-                f"{self.__dict__['stub_path']} is called when the model's forward has returned, as by a checkpoint "
+                f"{self.__dict__[PATH]} is called when the model's forward has returned, as by a checkpoint "
                 "around code of the model's own"
             )
-        return director.call(self, self.__dict__["stub_path"], args, kwargs)  # type: ignore[arg-type]
+        return director.call(self, self.__dict__[PATH], args, kwargs)  # type: ignore[arg-type]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
@@ -96,7 +98,7 @@ def make_stub(original: nn.Module, path: str, real: nn.Module | None, ghost: nn.
     own["_parameters"] = {} if ghost is None else {"ghost": ghost}
     own["_buffers"] = {}
     own["_modules"] = {} if real is None else {"real": real}
-    own["stub_path"] = path
+    own[PATH] = path
     own["stub_original"] = _Reference(original)
     return stub
 

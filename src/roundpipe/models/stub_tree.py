@@ -15,7 +15,7 @@ from torch import nn
 from roundpipe.errors import ModelChangedError, ModelSplitError
 from roundpipe.models.fused_loss import watch_loss
 from roundpipe.models.module_copy import CONTENT, copy_tree, translated
-from roundpipe.models.stub import make_stub
+from roundpipe.models.stub import PATH, make_stub
 from roundpipe.models.values import Outline, placeholder
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # never called, only looked into
@@ -76,8 +76,9 @@ class StubTree(nn.Module):
             return module if is_real(module) else make_stub(module, path, None, ghosts.of(module))
 
         self.root, pairs = copy_tree(model, stand_in, lambda param: param if id(param) in owned else None)
-        self.__dict__["_links"] = [_Link(original, copy) for original, copy in pairs]
+        self.__dict__["_links"] = [_Link(place[id(original)], original, copy) for original, copy in pairs]
         for original, copy in pairs:
+            copy.__dict__[PATH] = place[id(original)]
             watch_loss(original, copy)
         paths = {id(copy): path for path, copy in self.root.named_modules()}
         self.missing = [
@@ -104,8 +105,8 @@ class StubTree(nn.Module):
 class _Link:
     """A module of the model's and its copy in a tree; knows which attributes both had when they last agreed."""
 
-    def __init__(self, original: nn.Module, copy: nn.Module) -> None:
-        self._original, self._copy = original, copy
+    def __init__(self, path: str, original: nn.Module, copy: nn.Module) -> None:
+        self._path, self._original, self._copy = path, original, copy
         self._agreed = dict(original.__dict__)
         self._content = self._ids()
 
@@ -115,9 +116,11 @@ class _Link:
 
     def refresh(self) -> None:
         if self._ids() != self._content:
+            changed = sorted({name for name, _ in set(self._ids()) ^ set(self._content)}) or ["the order of its parts"]
             raise ModelChangedError(
-                f"a parameter or submodule of the {type(self._original).__name__} was added, replaced or removed after "
-                "wrapping; change the model before wrapping it, or close() and wrap it again."
+                f"{f'{self._path}.{changed[0]}'.lstrip('.')!r} of the {type(self._original).__name__} was added, "
+                "replaced or removed after wrapping; resize or change the model before wrapping it, or close() and "
+                "wrap it again."
             )
         for name, value in self._original.__dict__.items():
             if self._agreed.get(name, self) is not value and name not in CONTENT:

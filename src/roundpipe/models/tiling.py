@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from torch.utils.checkpoint import checkpoint
 
 from roundpipe.models.other_forwards import other_forwards
 from roundpipe.models.routing import ChoicesSeen
+from roundpipe.models.trial import succeeds
 
 LONG_TOKENS = 32 * 1024  # more than that in a microbatch, and it is tiled
 TILE_TOKENS = 8 * 1024
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+_Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]  # a module, its arguments and what it returned
 
 
 class TokenwiseSearch:
     """Watches modules while they run, and tries afterwards which of them are tokenwise."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]]] = {}
+        self._seen: dict[str, list[_Call]] = {}
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -54,10 +57,16 @@ class TokenwiseSearch:
         paths: list[str] = []
         for path in sorted(self._seen, key=len):
             inside = any(outer == "" or path.startswith(f"{outer}.") for outer in paths)
-            if not inside and all(_is_tokenwise(*call) for call in self._seen[path]):
+            if not inside and succeeds(
+                f"{path or 'the module'} is tokenwise", partial(_are_tokenwise, self._seen[path])
+            ):
                 paths.append(path)
         self._seen = {}
         return tuple(paths)
+
+
+def _are_tokenwise(calls: Iterable[_Call]) -> bool:
+    return all(_is_tokenwise(*call) for call in calls)
 
 
 def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
@@ -69,11 +78,8 @@ def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules()):
         return False  # whoever hooked it expects to see it once
     half = given.shape[1] // 2
-    try:
-        with torch.no_grad(), ChoicesSeen() as top_k:
-            parts = [module(part.contiguous()) for part in (given[:, :half], given[:, half:])]
-    except Exception:  # it needs to see more than a part
-        return False
+    with torch.no_grad(), ChoicesSeen() as top_k:
+        parts = [module(part.contiguous()) for part in (given[:, :half], given[:, half:])]
     if top_k.seen or not all(isinstance(part, torch.Tensor) and part.dim() == output.dim() for part in parts):
         return False
     if sum(part.shape[1] for part in parts) != output.shape[1] or parts[0].shape[2:] != output.shape[2:]:

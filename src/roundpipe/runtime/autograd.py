@@ -24,7 +24,9 @@ def attach(
         return ()
     # Parameters are no inputs of the node, so something else must make its outputs require grad.
     anchor = torch.empty(0, requires_grad=True)
-    attached = _Pipeline.apply(backward, tuple(outputs), anchor, *inputs)
+    # A strided output is a view of memory that is still being filled; `data` shares the memory, but not the version
+    # counter, by which autograd would take the filling for a write in place.
+    attached = _Pipeline.apply(backward, tuple(output.data for output in outputs), anchor, *inputs)
     return tuple(attached)
 
 

@@ -69,7 +69,7 @@ class LayerGradients:
         host = landing.take(self._layout.total_bytes)
         event = transfer.gradients_down(host.memory, self._buffer)
         self._buffers.give(self._buffer, [event])
-        hosts = self._layout.views(host.memory)
+        hosts = host.views(self._layout)
         parts = [(self._trained[position][0], hosts[position]) for position in present]
         self.drop()
         return GradientsDown(parts, host, event)

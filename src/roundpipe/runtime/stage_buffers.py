@@ -84,6 +84,6 @@ def _refuse_shared_writes(replica: Replica, changed: Sequence[bool]) -> None:
     for record, was_changed in zip(replica.record.buffers, changed, strict=True):
         if was_changed and record.shared_between_layers:
             raise UsageError(
-                f"buffer {record.key!r} belongs to several layers and layer {replica.record.layer_id} wrote to it; "
+                f"buffer {record.name!r} belongs to several layers and layer {replica.record.layer_id} wrote to it; "
                 "a pipeline cannot keep such writes in order. Give each layer a buffer of its own."
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,9 +17,12 @@ from roundpipe.errors import OwnershipError
 from roundpipe.store.host_buffer import HostBuffer
 from roundpipe.store.host_memory import require_host_memory
 from roundpipe.store.layout import lay_out
+from roundpipe.store.names import joined, path_of
 from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord
 
-_OWNER_ATTRIBUTE = "_roundpipe_owner"
+# By id of a parameter. An owner keeps its parameters alive, so an id is valid for as long as its entry exists. The
+# parameters themselves carry no mark: they stay as easy to pickle and to copy as any other.
+_owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 _ADVICE = (
     "Free memory, train fewer parameters (requires_grad_(False) before wrapping keeps no gradient and no optimizer "
     'copy), use a lower precision, or pass pin_model="off" for memory-mapped weights.'
@@ -47,8 +50,13 @@ def check_memory(layers: Sequence[nn.Module], optim_dtype: torch.dtype | None, m
     require_host_memory(needs, "training this model", _ADVICE)
 
 
-def adopt(layers: Sequence[nn.Module], names: dict[int, str], mode: PinMode, pinner: HostPinner) -> list[LayerRecord]:
-    """Records of all layers; with `PinMode.ALLOC` each layer's weights now lie in one flat buffer."""
+def adopt(
+    layers: Sequence[nn.Module], names: Mapping[int, str], mode: PinMode, pinner: HostPinner
+) -> list[LayerRecord]:
+    """Records of all layers; with `PinMode.ALLOC` each layer's weights now lie in one flat buffer.
+
+    `names`: what the user calls each parameter and module, by id.
+    """
     seen: dict[int, ParameterRecord] = {}
     shared_buffers = _buffers_in_several_layers(layers)
     records: list[LayerRecord] = []
@@ -61,7 +69,7 @@ def adopt(layers: Sequence[nn.Module], names: dict[int, str], mode: PinMode, pin
                 layer_id=layer_id,
                 module=layer,
                 parameters=parameters,
-                buffers=_buffer_records(layer, shared_buffers),
+                buffers=_buffer_records(layer, shared_buffers, names),
                 image=lay_out([parameter.weights for parameter in parameters]),
                 flat=flat,
             )
@@ -76,7 +84,10 @@ def adopt(layers: Sequence[nn.Module], names: dict[int, str], mode: PinMode, pin
 
 
 def rearrange(
-    layers: Sequence[nn.Module], known: Sequence[ParameterRecord], before: Sequence[LayerRecord]
+    layers: Sequence[nn.Module],
+    names: Mapping[int, str],
+    known: Sequence[ParameterRecord],
+    before: Sequence[LayerRecord],
 ) -> list[LayerRecord]:
     """Records of other layers over the same parameters, which stay where they are in memory.
 
@@ -97,7 +108,7 @@ def rearrange(
                 layer_id=layer_id,
                 module=layer,
                 parameters=own + foreign,
-                buffers=_buffer_records(layer, shared_buffers),
+                buffers=_buffer_records(layer, shared_buffers, names),
                 image=lay_out([record.weights for record in own + foreign]),
                 flat=None if old is None else old.flat,
                 back=None if old is None else old.back,
@@ -110,18 +121,18 @@ def rearrange(
 
 def claim(records: Sequence[ParameterRecord], owner: object) -> None:
     for record in records:
-        setattr(record.param, _OWNER_ATTRIBUTE, weakref.ref(owner))
+        _owners[id(record.param)] = owner
 
 
 def release(records: Sequence[ParameterRecord], owner: object) -> None:
     for record in records:
-        if owner_of(record.param) is owner:
-            delattr(record.param, _OWNER_ATTRIBUTE)
+        if _owners.get(id(record.param)) is owner:
+            del _owners[id(record.param)]
 
 
 def refuse_owned(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if owner_of(param) is not None:
+        if id(param) in _owners:
             raise OwnershipError(
                 f"parameter {name!r} (shape {tuple(param.shape)}) already belongs to another RoundPipe; close that one "
                 "first, or wrap the models that share it as one model."
@@ -130,12 +141,11 @@ def refuse_owned(model: nn.Module) -> None:
 
 def owner_of(param: torch.Tensor) -> object | None:
     """The LayerStore that a parameter belongs to, if any."""
-    reference = getattr(param, _OWNER_ATTRIBUTE, None)
-    return reference() if reference is not None else None
+    return _owners.get(id(param))
 
 
 def _home_and_foreign(
-    layer: nn.Module, layer_id: int, names: dict[int, str], seen: dict[int, ParameterRecord]
+    layer: nn.Module, layer_id: int, names: Mapping[int, str], seen: dict[int, ParameterRecord]
 ) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
     own, foreign = [], []
     for local_name, param in layer.named_parameters():
@@ -153,7 +163,7 @@ def _move_into_flat(records: Sequence[ParameterRecord], pinner: HostPinner) -> H
     layout = lay_out([record.param for record in records])
     require_host_memory({"this layer's weights": layout.total_bytes}, "a layer's weights", _ADVICE)
     flat = HostBuffer(layout.total_bytes, pinner)
-    for record, view in zip(records, layout.views(flat.tensor), strict=True):
+    for record, view in zip(records, flat.views(layout), strict=True):
         with torch.no_grad():
             view.copy_(record.param)
         record.param.data = view
@@ -171,9 +181,11 @@ def _buffers_in_several_layers(layers: Sequence[nn.Module]) -> set[int]:
     return shared
 
 
-def _buffer_records(layer: nn.Module, shared: set[int]) -> list[BufferRecord]:
+def _buffer_records(layer: nn.Module, shared: set[int], names: Mapping[int, str]) -> list[BufferRecord]:
     records = []
-    for module in layer.modules():
+    for local_path, module in layer.named_modules():
+        path = path_of(module, names, local_path)
         for key, buffer in module._buffers.items():
-            records.append(BufferRecord(module, key, buffer is not None and id(buffer) in shared))
+            is_shared = buffer is not None and id(buffer) in shared
+            records.append(BufferRecord(module, key, joined(path, key), is_shared))
     return records

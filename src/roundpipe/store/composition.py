@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from roundpipe.errors import ModelChangedError
+from roundpipe.store.names import joined, path_of
 from roundpipe.store.records import LayerRecord
 
 _MISSING = object()
@@ -38,12 +39,17 @@ class _ModuleParts:
 class Composition:
     """The modules of one layer, and what each of them held when the model was wrapped."""
 
-    def __init__(self, layer: LayerRecord) -> None:
+    def __init__(self, layer: LayerRecord, names: Mapping[int, str]) -> None:
+        """`names`: what the user calls parameters and modules, by id."""
         self._layer_id = layer.layer_id
         self._names = {id(record.param): record.name for record in layer.parameters}
         self._parts = [
             _ModuleParts(
-                path, module, dict(module._parameters), dict(module._modules), frozenset(module._buffers.keys())
+                path_of(module, names, path),
+                module,
+                dict(module._parameters),
+                dict(module._modules),
+                frozenset(module._buffers.keys()),
             )
             for path, module in layer.module.named_modules()
         ]
@@ -59,12 +65,12 @@ class Composition:
             if param is not None and module._parameters.get(key) is not param:
                 raise ModelChangedError(
                     f"parameter {self._names[id(param)]!r} {where} was replaced or removed after wrapping; copy new "
-                    "values into the parameter (or load_state_dict without assign=True), or close() and wrap the model "
-                    "again."
+                    "values into the parameter (or load_state_dict without assign=True). To resize or exchange it, do "
+                    "so before wrapping, or close() and wrap the model again."
                 )
-        added = [f"parameter {_joined(parts.path, key)!r}" for key in _other_keys(module._parameters, parts.parameters)]
-        added += [f"submodule {_joined(parts.path, key)!r}" for key in _other_keys(module._modules, parts.children)]
-        added += [f"buffer {_joined(parts.path, key)!r}" for key in sorted(module._buffers.keys() ^ parts.buffer_names)]
+        added = [f"parameter {joined(parts.path, key)!r}" for key in _other_keys(module._parameters, parts.parameters)]
+        added += [f"submodule {joined(parts.path, key)!r}" for key in _other_keys(module._modules, parts.children)]
+        added += [f"buffer {joined(parts.path, key)!r}" for key in sorted(module._buffers.keys() ^ parts.buffer_names)]
         raise ModelChangedError(
             f"{added[0]} {where} was added, replaced or removed after wrapping; change the model before wrapping it, "
             "or close() and wrap it again."
@@ -78,7 +84,3 @@ def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
 def _other_keys(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     keys = {**now, **then}
     return [key for key in keys if now.get(key, _MISSING) is not then.get(key, _MISSING)]
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key

@@ -1,6 +1,10 @@
 """One exact-size piece of host memory, pinned or not.
 
 Allocated by the store. Rounded up to whole pages and no further; whoever allocates it closes it.
+
+[Note: one storage per tensor] A layer's weights lie in one buffer, so that they move in one copy. The tensors handed to
+the user must not show that: torch.save writes the whole storage of a tensor, and other libraries take tensors of one
+storage for tied weights. So each tensor of a buffer has a storage of its own, over its part of the same memory.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any
 import torch
 
 from roundpipe.devices import HostPinner
+from roundpipe.store.layout import Layout
 
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; others refuse it, and pages are made when they are first written
@@ -22,12 +27,22 @@ class HostBuffer:
     """`tensor` is the memory as flat bytes, zero-filled. Views keep the memory alive; `close` only unpins it."""
 
     def __init__(self, num_bytes: int, pinner: HostPinner | None) -> None:
-        self.tensor = torch.frombuffer(_map_pages(num_bytes), dtype=torch.uint8) if num_bytes else _no_bytes()
+        self._pages = _map_pages(num_bytes) if num_bytes else None
+        self.tensor = self._piece(0, num_bytes)
         self._pinner = pinner
         self._pinned = bool(num_bytes and pinner and pinner.pin(self.tensor.data_ptr(), num_bytes))
 
     def __len__(self) -> int:
         return self.tensor.numel()
+
+    def views(self, layout: Layout) -> list[torch.Tensor]:
+        """The tensors of a layout in this memory: see [Note: one storage per tensor]."""
+        return [place.shaped(self._piece(place.offset_bytes, place.num_bytes)) for place in layout.places]
+
+    def _piece(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._pages, dtype=torch.uint8, count=num_bytes, offset=offset_bytes)
 
     def close(self) -> None:
         if self._pinned and self._pinner is not None:
@@ -59,7 +74,3 @@ def _map_pages(num_bytes: int) -> Any:
     if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
-
-
-def _no_bytes() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)

@@ -12,22 +12,25 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from roundpipe.errors import ConfigError
+from roundpipe.store.names import joined, path_of
 
 
 def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> None:
-    """`names`: what the user calls each parameter, by id."""
+    """`names`: what the user calls each parameter and module, by id."""
     for layer_id, layer in enumerate(layers):
-        for path, module in layer.named_modules():
+        for local_path, module in layer.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
-                where = f"submodule {path!r} of layer" if path else "layer"
+                where = f"submodule {path_of(module, names, local_path)!r} of layer" if local_path else "layer"
                 raise ConfigError(
                     f"{where} {layer_id} is a {type(module).__name__}, whose code is tied to its own tensors; wrap the "
                     "plain module it was made from."
                 )
         for local_name, param in layer.named_parameters():
             _check_tensor(f"parameter {names.get(id(param), local_name)!r} of layer {layer_id}", param)
-        for name, buffer in layer.named_buffers():
-            _check_tensor(f"buffer {name!r} of layer {layer_id}", buffer)
+        for local_path, module in layer.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                full_name = joined(path_of(module, names, local_path), name)
+                _check_tensor(f"buffer {full_name!r} of layer {layer_id}", buffer)
     _refuse_shared_memory({id(p): p for layer in layers for p in layer.parameters()}.values(), names)
 
 

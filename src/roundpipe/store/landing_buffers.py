@@ -13,6 +13,7 @@ import torch
 
 from roundpipe.devices import HostPinner
 from roundpipe.store.host_buffer import HostBuffer
+from roundpipe.store.layout import Layout
 
 
 class LandingBuffer:
@@ -25,6 +26,9 @@ class LandingBuffer:
     @property
     def memory(self) -> torch.Tensor:
         return self._host.tensor
+
+    def views(self, layout: Layout) -> list[torch.Tensor]:
+        return self._host.views(layout)
 
     def hold(self) -> None:
         with self._owner.lock:

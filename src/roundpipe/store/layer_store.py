@@ -45,7 +45,7 @@ class LayerStore:
         refuse_unusable(layers, names)
         adoption.check_memory(layers, optim_dtype, pin_mode)
         self.monitor = monitor
-        self.layers = adoption.adopt(layers, dict(names), pin_mode, pinner)
+        self.layers = adoption.adopt(layers, names, pin_mode, pinner)
         self.parameters: list[ParameterRecord] = list(
             {id(record.param): record for layer in self.layers for record in layer.parameters}.values()
         )
@@ -66,7 +66,8 @@ class LayerStore:
         self._takers: dict[tuple[int, int], Callable[[], None]] = {}
         self.is_read_on_host = False  # whether calls use the parameters where they lie
         self.graphs_version = 0  # of the weights that graphs made on the host since then have read
-        self._compositions = [Composition(layer) for layer in self.layers]
+        self._names = names
+        self._compositions = [Composition(layer, names) for layer in self.layers]
 
     def close(self) -> None:
         """Unpin and give the parameters free; their values stay where they are."""
@@ -83,11 +84,11 @@ class LayerStore:
         Only while nothing runs: calls read version `visible`, which lies in front, and steps up to `newest` are done.
         """
         self.weights.bring_to_back(newest)
-        self.layers = adoption.rearrange(layers, self.parameters, self.layers)
+        self.layers = adoption.rearrange(layers, self._names, self.parameters, self.layers)
         self.slots = [self._slot_of(layer, visible, newest) for layer in self.layers]
         self.weights.rearrange(self.layers, self.slots)
         self.masters.rearrange(self.layers)
-        self._compositions = [Composition(layer) for layer in self.layers]
+        self._compositions = [Composition(layer, self._names) for layer in self.layers]
 
     @staticmethod
     def _slot_of(layer: LayerRecord, visible: int, newest: int) -> LayerSlot:
@@ -174,9 +175,13 @@ class LayerStore:
             composition.check()
         for record in self.parameters:
             if not record.is_untouched():
+                now, then = record.param, record.weights
+                resized = (
+                    "" if now.shape == then.shape else f", of shape {tuple(now.shape)} instead of {tuple(then.shape)}"
+                )
                 raise ModelChangedError(
-                    f"parameter {record.name!r} was moved or cast after wrapping (now {record.param.dtype} on "
-                    f"{record.param.device}); convert the model before wrapping it."
+                    f"parameter {record.name!r} was moved or cast after wrapping (now {now.dtype} on {now.device}"
+                    f"{resized}); convert or resize the model before wrapping it, or close() and wrap it again."
                 )
 
     def written_by_user(self) -> list[ParameterRecord]:

@@ -24,7 +24,11 @@ class TensorPlace:
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor at this place of a flat uint8 buffer."""
-        piece = buffer[self.offset_bytes : self.offset_bytes + self.num_bytes].view(self.dtype)
+        return self.shaped(buffer[self.offset_bytes : self.offset_bytes + self.num_bytes])
+
+    def shaped(self, piece: torch.Tensor) -> torch.Tensor:
+        """The tensor in a flat uint8 tensor of exactly its bytes."""
+        piece = piece.view(self.dtype)
         return piece.as_strided(self.shape, self.stride, piece.storage_offset())
 
 

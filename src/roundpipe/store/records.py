@@ -61,6 +61,7 @@ class BufferRecord:
 
     owner: nn.Module
     key: str
+    name: str  # in the user's model
     shared_between_layers: bool = False
     _frozen: torch.Tensor | None = None
     _frozen_of: torch.Tensor | None = None
