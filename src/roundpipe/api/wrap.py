@@ -26,6 +26,7 @@ from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.library_state import fill_from_meta, has_pretrained, stop_checkpointing
 from roundpipe.models.splitter import ModelSplitter
 from roundpipe.store.adoption import check_memory, refuse_owned
+from roundpipe.store.intake import refuse_special_tensors
 
 logger = logging.getLogger("roundpipe")
 _OPTIONS = ("devices", "optim_dtype", "pin_model")
@@ -67,6 +68,7 @@ def wrap_model_to_roundpipe(
     _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
     check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
     refuse_owned(model)
+    refuse_special_tensors(model)  # here already: a model that is split runs before its layers are checked
     options = dict(roundpipe_kwargs, name=name or call_site())
     split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
     preset = None if use_sequential_preset is False else find_preset(model)
