@@ -12,11 +12,16 @@ import torch
 from roundpipe.store.optimizer_copy import OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord
 
+_LOW_PRECISIONS = (torch.bfloat16, torch.float16)
+
 
 class Masters:
     def __init__(self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None) -> None:
         self._layers = layers
         self._optim_dtype = optim_dtype
+        self._may_lose_updates = optim_dtype is None and any(
+            record.weights.dtype in _LOW_PRECISIONS for layer in layers for record in layer.parameters
+        )
 
     def rearrange(self, layers: Sequence[LayerRecord]) -> None:
         self._layers = layers
@@ -31,6 +36,13 @@ class Masters:
     def wanted(self, record: ParameterRecord) -> bool:
         """Whether a gradient of this parameter would be the optimizer's."""
         return record.master is not None or record.param.requires_grad or record.gathered is not None
+
+    def losing_updates(self) -> list[ParameterRecord]:
+        """Trainable parameters that an optimizer updates in low precision although the user did not choose that."""
+        if not self._may_lose_updates:
+            return []
+        trained = {record.name: record for layer in self._layers for record in layer.trainable}
+        return [record for record in trained.values() if record.weights.dtype in _LOW_PRECISIONS]
 
     def training_begins(self) -> None:
         """Tell whoever waits for it, once."""
