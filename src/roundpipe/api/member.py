@@ -124,7 +124,9 @@ class Member:
             self.store.gradients.adopt_touched(touched)
 
     def _check_training(self) -> None:
-        """Called before anything trains. Warns once, for all members together, if low precision loses updates."""
+        """Called before anything trains. Refuses what cannot fit; warns once if low precision loses updates."""
+        for member in self._members:
+            member.store.check_training_memory()
         lead = self._members[0]
         if lead._has_warned_of_precision:
             return

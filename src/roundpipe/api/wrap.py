@@ -25,8 +25,9 @@ from roundpipe.models import Convert, find_preset
 from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.library_state import fill_from_meta, has_pretrained, stop_checkpointing
 from roundpipe.models.splitter import ModelSplitter
-from roundpipe.store.adoption import check_memory, refuse_owned
+from roundpipe.store.adoption import refuse_owned
 from roundpipe.store.intake import refuse_special_tensors
+from roundpipe.store.training_memory import require_training_memory
 
 logger = logging.getLogger("roundpipe")
 _OPTIONS = ("devices", "optim_dtype", "pin_model")
@@ -152,6 +153,8 @@ def _wrap_split(
     examples = split_options.examples()
     if not examples and not has_pretrained(model):
         raise ModelSplitError("of a model that is not one of transformers, example_inputs must be given")
+    # Before the first byte: weights on the meta device are made next, and the model runs before its layers are known.
+    _check_memory(list(reversed(list(model.modules()))), options)
     fill_from_meta(model)
     stop_checkpointing(model)
     kernels = FusedKernels(model) if split_options.liger_kernels else None
@@ -182,8 +185,7 @@ def _wrap_parts(
     """All RoundPipes are made before the model is changed: what fails leaves it as it was."""
     optim_dtype, name = options.get("optim_dtype"), options["name"]
     modules = [part.module for part in parts]
-    pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
-    check_memory([*modules, outside_of(model, set(modules))], optim_dtype, pin_mode)
+    _check_memory([*modules, outside_of(model, set(modules))], options)
     made: dict[nn.Module, RoundPipe] = {}
 
     def make(module: nn.Module, path: str, config: RoundPipeRunConfig) -> RoundPipe:
@@ -208,6 +210,13 @@ def _wrap_parts(
         for wrapped in made.values():
             wrapped.close()
         raise
+
+
+def _check_memory(modules: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
+    """Refuse training that cannot fit; `modules` move one by one, each with what no earlier one has."""
+    pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
+    trains = torch.is_grad_enabled()
+    require_training_memory(modules, options.get("optim_dtype"), pin_mode, trains=trains, warns_of_async=False)
 
 
 def _check(

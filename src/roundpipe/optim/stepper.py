@@ -28,6 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from roundpipe.context import Iteration, OptimizerCtx, within_iteration
 from roundpipe.errors import UsageError, add_note
+from roundpipe.optim.adam import Adam, AdamW
+from roundpipe.optim.state_memory import require_state_memory
 from roundpipe.store import LayerStore, LayerUpdate, StepAbandoned
 from roundpipe.waiting import THREAD_PREFIX, end_threads
 
@@ -294,6 +296,8 @@ class _OptimizerGuard:
                         f"the optimizer was built on the model's own parameters ({self._own[id(param)]!r} is one); "
                         "build it on model.optim_parameters() or model.optim_named_parameters()."
                     )
+        if not isinstance(optimizer, Adam | AdamW):  # those check by themselves, and need less
+            require_state_memory(optimizer)
 
 
 def _published(num_replaced: int) -> str:

@@ -24,6 +24,7 @@ from roundpipe.store.layer_weights import LayerWeights
 from roundpipe.store.masters import Masters
 from roundpipe.store.records import LayerRecord, ParameterRecord
 from roundpipe.store.registered_pages import RegisteredPages
+from roundpipe.store.training_memory import require_training_memory
 from roundpipe.waiting import Monitor
 
 __all__ = ["LayerStore", "PinMode"]
@@ -41,7 +42,8 @@ class LayerStore:
         monitor: Monitor,
     ) -> None:
         refuse_unusable(layers, names)
-        adoption.check_memory(layers, optim_dtype, pin_mode)
+        self._training_fits = torch.is_grad_enabled()  # without grad: for inference, as long as no call trains
+        require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits)
         self.monitor = monitor
         self.layers = adoption.adopt(layers, dict(names), pin_mode, pinner)
         self.parameters: list[ParameterRecord] = list(
@@ -56,6 +58,7 @@ class LayerStore:
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
         self.masters = Masters(self.layers, optim_dtype)
+        self._optim_dtype = optim_dtype
         is_pinned = pin_mode is not PinMode.OFF
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
         self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
@@ -88,6 +91,12 @@ class LayerStore:
         if any(record.back is not None for record in layer.at_home) and visible != newest:
             return LayerSlot(range(visible, visible + 1), range(newest, newest + 1), generation=newest)
         return LayerSlot(range(visible, newest + 1), generation=newest)
+
+    def check_training_memory(self) -> None:
+        """Refuse training that cannot fit, if wrapping has not counted it."""
+        if not self._training_fits:
+            require_training_memory([layer.module for layer in self.layers], self._optim_dtype, PinMode.OFF)
+            self._training_fits = True
 
     # What a call will do. Registered before it starts, so that nobody overtakes it.
 
