@@ -82,6 +82,8 @@ class ModelEngine(Member):
         with self._entered():
             batches = split_inputs(args, kwargs, None, dataclasses.replace(config, split_label=None))
             batches = self._weighed(batches.with_kwargs(additions), config, None)
+            if config.requires_grad:
+                self._check_training()
             self._admit(batches, config.requires_grad)
             carry_out = self._forward_with_grad if config.requires_grad else self._infer
             seed = draw_call_seed()
@@ -103,6 +105,7 @@ class ModelEngine(Member):
             require_grad_mode(config)
             batches = split_inputs(args, kwargs, label, config).with_kwargs(additions)
             batches = self._weighed(batches, config, loss_fn)
+            self._check_training()
             self._admit(batches, True)
             seed = draw_call_seed()
             self.store.masters.training_begins()
@@ -157,6 +160,8 @@ class ModelEngine(Member):
             self.store.check_unchanged()
             self._follow_writes()
             self._wait_for_visible_weights()
+            if torch.is_grad_enabled():
+                self._check_training()
             with self._recovery.undoing_buffers([member.store for member in self._members]):
                 yield
 
@@ -188,6 +193,7 @@ class ModelEngine(Member):
         wanted = [(name, *owned[id(param)]) for name, param in named if param.requires_grad]
         if any(record.master is None for _, _, record in wanted) and not self.stepper.is_current_thread():
             with self._entered(*self._members):
+                self._check_training()
                 for _, store, record in wanted:
                     store.masters.of(record)
         return iter([(name, store.masters.of(record)) for name, store, record in wanted])

@@ -47,6 +47,7 @@ class Member:
         self._joined: list[Member] = []  # all that share steps, failures and lock; empty where this one is alone
         self._closed = False
         self._unreachable = False
+        self._has_warned_of_precision = False
 
     def join(self, lead: Member) -> None:
         """Be stepped together with `lead` and its members, fail and close with them. Only before the first call."""
@@ -191,6 +192,29 @@ class Member:
         if touched:
             self.store.wait_until_landed(self.stepper.generation)
             self.store.gradients.adopt_touched(touched)
+
+    def _check_training(self) -> None:
+        """Called before anything trains. Refuses what cannot fit; warns once if low precision loses updates."""
+        for member in self._members:
+            member.store.check_training_memory()
+        lead = self._members[0]
+        if lead._has_warned_of_precision:
+            return
+        losing = [record for member in self._members for record in member.store.masters.losing_updates()]
+        if losing:
+            lead._has_warned_of_precision = True
+            dtype = losing[0].weights.dtype
+            logger.warning(
+                "%s: %d trainable parameters (%r is one) are %s, and the optimizer updates them in that precision: an "
+                "update smaller than the spacing of its numbers is lost, and at a learning rate of 1e-5 most weights "
+                "never change. Wrap the model with optim_dtype=torch.float32, or with optim_dtype=%s if that is what "
+                "you want.",
+                lead.name,
+                len(losing),
+                losing[0].name,
+                dtype,
+                dtype,
+            )
 
     def _come_to_rest(self) -> None:
         """Wait for everything; calls read the same weights as before, which are those the user sees."""

@@ -28,7 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from roundpipe.context import current_iteration
 from roundpipe.errors import ClosedError, UsageError
+from roundpipe.optim.adam import Adam, AdamW
 from roundpipe.optim.handed_step import Ending, HandedStep
+from roundpipe.optim.state_memory import require_state_memory
 from roundpipe.optim.stepper import Stepper
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.adoption import owner_of
@@ -263,12 +265,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         return None
     if current_iteration() is not None:
         _check_inside_step_fn(optimizer, held)
+        _check_memory(optimizer)
         return None
     for loop, own in held.items():
         _refuse_mixture(optimizer, loop, own)
     frame = sys._getframe(1)
     for loop, own in held.items():
         loop.before_step(frame, own)
+    _check_memory(optimizer)
     return _with_closure(args, kwargs, list(held))
 
 
@@ -348,6 +352,11 @@ def _refuse_mixture(optimizer: Optimizer, loop: PlainLoop, own: Sequence[Paramet
                 f"the optimizer holds parameters of the model itself ({own[0].name!r} is one) and copies from "
                 "optim_parameters(); build it on one of the two."
             )
+
+
+def _check_memory(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Adam | AdamW):  # ours check by themselves, and need less
+        require_state_memory(optimizer)
 
 
 def _with_closure(args: Any, kwargs: Any, loops: Sequence[PlainLoop]) -> tuple[Any, Any] | None:

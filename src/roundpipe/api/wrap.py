@@ -33,8 +33,10 @@ from roundpipe.models.discovery import block_paths
 from roundpipe.models.fused_kernels import FusedKernels
 from roundpipe.models.library_state import fill_from_meta, has_pretrained, stop_checkpointing
 from roundpipe.models.splitter import ModelSplitter
-from roundpipe.store.adoption import check_memory, refuse_owned
+from roundpipe.store.adoption import refuse_owned
+from roundpipe.store.intake import refuse_special_tensors
 from roundpipe.store.names import user_names
+from roundpipe.store.training_memory import require_training_memory
 
 logger = logging.getLogger("roundpipe")
 _OPTIONS = ("devices", "optim_dtype", "pin_model")
@@ -81,6 +83,7 @@ def wrap_model_to_roundpipe(
     _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
     check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
     refuse_owned(model)
+    refuse_special_tensors(model)  # here already: a model that is split runs before its layers are checked
     options = dict(roundpipe_kwargs, name=name or call_site())
     split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
     config = override_config.get(model, AS_USUAL).over(model_run_config)
@@ -164,6 +167,8 @@ def _wrap_split(
     examples = split_options.examples()
     if not examples and not has_pretrained(model):
         raise ModelSplitError("of a model that is not one of transformers, example_inputs must be given")
+    # Before the first byte: weights on the meta device are made next, and the model runs before its layers are known.
+    _check_memory(list(reversed(list(model.modules()))), options)
     fill_from_meta(model)
     stop_checkpointing(model)
     kernels = FusedKernels(model) if split_options.liger_kernels else None
@@ -199,8 +204,7 @@ def _wrap_parts(
     """
     optim_dtype, name = options.get("optim_dtype"), options["name"]
     modules = [part.module for part in parts]
-    pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
-    check_memory([*modules, outside_of(model, set(modules))], optim_dtype, pin_mode)
+    _check_memory([*modules, outside_of(model, set(modules))], options)
     made: dict[nn.Module, RoundPipe] = {}
     names = user_names(model)
 
@@ -235,6 +239,13 @@ def _wrap_parts(
         for wrapped in made.values():
             wrapped.close()
         raise
+
+
+def _check_memory(modules: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
+    """Refuse training that cannot fit; `modules` move one by one, each with what no earlier one has."""
+    pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
+    trains = torch.is_grad_enabled()
+    require_training_memory(modules, options.get("optim_dtype"), pin_mode, trains=trains, warns_of_async=False)
 
 
 def _check(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from roundpipe.optim.one_pass import all_states_match, step_in_one_pass, update_tensors
 from roundpipe.optim.reserve import Reserve
+from roundpipe.optim.state_memory import require_state_memory
 from roundpipe.store import OptimizerCopy
 
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -37,6 +38,7 @@ class _FusedByDefault(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step; a copy whose gradient is still on its way is waited for."""
+        require_state_memory(self, self._reserve or (), in_one_pass=True)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -30,7 +30,7 @@ class Reserve:
         num_threads = min(_MOST_THREADS, usable_cores() // _CORES_PER_THREAD)
         worthwhile = [copy for copy in reversed(copies) if copy.nbytes >= HUGE_PAGE_BYTES]
         available = available_host_bytes()
-        needed = sum(num_moments * copy.nbytes + copy.nbytes // 2 for copy in worthwhile)
+        needed = sum((num_moments + 1) * copy.nbytes for copy in worthwhile)  # gradients and lower halves, too
         if not num_threads or (available is not None and needed > available):
             return  # memory is taken by the first step, if it comes to one
         memory: list[torch.Tensor] = []
@@ -40,6 +40,9 @@ class Reserve:
         for first in range(num_threads if memory else 0):
             name = f"{THREAD_PREFIX}pages-{first}"
             threading.Thread(target=_make_ready, args=(memory[first::num_threads],), name=name, daemon=True).start()
+
+    def __contains__(self, copy_id: object) -> bool:
+        return copy_id in self._moments
 
     def moment_for(self, copy: OptimizerCopy) -> torch.Tensor:
         """Zeros like the copy, each time others."""

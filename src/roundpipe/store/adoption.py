@@ -23,10 +23,7 @@ from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord
 # By id of a parameter. An owner keeps its parameters alive, so an id is valid for as long as its entry exists. The
 # parameters themselves carry no mark: they stay as easy to pickle and to copy as any other.
 _owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-_ADVICE = (
-    "Free memory, train fewer parameters (requires_grad_(False) before wrapping keeps no gradient and no optimizer "
-    'copy), use a lower precision, or pass pin_model="off" for memory-mapped weights.'
-)
+_ADVICE = 'Free memory, use a lower precision, or pass pin_model="off" for memory-mapped weights.'
 
 
 class PinMode(enum.Enum):
@@ -35,19 +32,6 @@ class PinMode(enum.Enum):
     ALLOC = "alloc"
     REGISTER = "register"
     OFF = "off"
-
-
-def check_memory(layers: Sequence[nn.Module], optim_dtype: torch.dtype | None, mode: PinMode) -> None:
-    """Refuse before anything is taken when training this model cannot fit."""
-    unique = {id(p): p for layer in layers for p in layer.parameters()}.values()
-    trainable = [p for p in unique if p.requires_grad]
-    largest = max((sum(p.nbytes for p in layer.parameters()) for layer in layers), default=0)
-    needs = {
-        "one layer while weights move": largest if mode is PinMode.ALLOC else 0,
-        "gradients": sum(p.nbytes for p in trainable),
-        "optimizer copies": sum(p.numel() * (optim_dtype or p.dtype).itemsize for p in trainable),
-    }
-    require_host_memory(needs, "training this model", _ADVICE)
 
 
 def adopt(

@@ -1,16 +1,20 @@
 """How much host memory there is, and whether what is asked for fits.
 
-Asked by the store before it takes memory. Reads /proc and the control group; takes nothing itself.
+Asked by the store and by optimizers before they take memory. Reads /proc and the control group; takes nothing itself.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from roundpipe.errors import HostMemoryError
+from roundpipe.errors import ConfigError, HostMemoryError
 
+logger = logging.getLogger("roundpipe")
+CHECK_VARIABLE = "ROUNDPIPE_HOST_MEMORY_CHECK"
+_REFUSE, _WARN, _OFF = _POLICIES = ("refuse", "warn", "off")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -20,16 +24,47 @@ def available_host_bytes() -> int | None:
     return min(limits) if limits else None
 
 
-def require_host_memory(needs: Mapping[str, int], what: str, advice: str) -> None:
-    """Refuse with a table when the sum of `needs` (bytes) exceeds what is available."""
-    available = available_host_bytes()
+def require_host_memory(
+    needs: Mapping[str, int], what: str, advice: str, *, async_needs: Mapping[str, int] = {}, async_advice: str = ""
+) -> None:
+    """Refuse with a table when the sum of `needs` (bytes) exceeds what is available.
+
+    async_needs: what asynchronous steps take on top. If only that does not fit, the table is logged as a warning.
+    """
+    policy = _policy()
+    available = None if policy == _OFF else available_host_bytes()
     total = sum(needs.values())
-    if available is None or total <= available:
+    total_async = total + sum(async_needs.values())
+    if available is None or total_async <= available:
         return
-    rows = [*needs.items(), ("needed in all", total), ("available", available), ("missing", total - available)]
-    width = max(len(name) for name, _ in rows)
-    table = "\n".join(f"  {name:<{width}}  {value / 1e9:12.3f} GB" for name, value in rows)
-    raise HostMemoryError(f"{what} does not fit into host memory:\n{table}\n{advice}")
+    rows = {name: value for name, value in needs.items() if value} | {"needed in all": total}
+    if async_needs:
+        rows |= {**async_needs, "needed in all, asynchronous steps": total_async}
+    if total <= available:
+        table = memory_table({**rows, "available": available, "missing": total_async - available})
+        logger.warning("%s with asynchronous steps does not fit into host memory:\n%s\n%s", what, table, async_advice)
+        return
+    table = memory_table({**rows, "available": available, "missing": total - available})
+    message = f"{what} does not fit into host memory:\n{table}\n{advice}"
+    if policy == _WARN:
+        logger.warning("%s", message)
+        return
+    raise HostMemoryError(
+        f"{message} If this counts memory that you do not need, set {CHECK_VARIABLE}=warn (or off) in the environment."
+    )
+
+
+def memory_table(rows: Mapping[str, int]) -> str:
+    """Names and bytes, one pair a line."""
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {value / 1e9:12.3f} GB" for name, value in rows.items())
+
+
+def _policy() -> str:
+    policy = os.environ.get(CHECK_VARIABLE) or _REFUSE
+    if policy not in _POLICIES:
+        raise ConfigError(f"{CHECK_VARIABLE}={policy!r} is unknown; give one of {', '.join(_POLICIES)}, or unset it.")
+    return policy
 
 
 def _meminfo_available() -> int | None:

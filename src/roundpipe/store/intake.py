@@ -14,6 +14,16 @@ from torch.nn.parameter import is_lazy
 from roundpipe.errors import ConfigError
 from roundpipe.store.names import joined, path_of
 
+# What a subclass of nn.Parameter may define and still be an ordinary parameter on a device.
+_HARMLESS_NAMES = frozenset(
+    {
+        *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate_func__"),
+        *("__new__", "__init__", "__repr__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__slots__"),
+        *("__firstlineno__", "__static_attributes__", "__orig_bases__", "__parameters__"),
+    }
+)
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+
 
 def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> None:
     """`names`: what the user calls each parameter and module, by id."""
@@ -34,9 +44,50 @@ def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> No
     _refuse_shared_memory({id(p): p for layer in layers for p in layer.parameters()}.values(), names)
 
 
+def refuse_special_tensors(model: nn.Module) -> None:
+    """Refuse weights that lose their meaning when their bytes are copied: quantised ones, and tensor subclasses."""
+    for name, param in model.named_parameters():
+        _check_kind(f"parameter {name!r}", param)
+    for name, buffer in model.named_buffers():
+        _check_kind(f"buffer {name!r}", buffer)
+
+
+def _check_kind(what: str, tensor: torch.Tensor) -> None:
+    """A device gets the bytes of a tensor in a plain tensor, so the tensor must be a plain one here, too."""
+    if is_lazy(tensor):
+        return
+    if tensor.is_quantized:
+        raise ConfigError(
+            f"{what} is a quantised tensor ({tensor.dtype}); its scales do not travel to devices. Wrap the model "
+            "before quantising it, or replace the weight by its dequantize()."
+        )
+    lost = _lost_on_a_device(tensor)
+    if lost:
+        kind = type(tensor)
+        raise ConfigError(
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that adds {lost}; a plain copy on a "
+            "device does not have that, and layers would compute with the wrong numbers or fail. Load the model in "
+            "a plain dtype such as torch.bfloat16 (without quantization_config), call model.dequantize() if it "
+            "has that, or convert the weight to an ordinary nn.Parameter, before wrapping it."
+        )
+
+
+def _lost_on_a_device(tensor: torch.Tensor) -> str:
+    """Attributes and methods that a tensor subclass has and a plain tensor lacks; empty if there are none."""
+    kind = type(tensor)
+    if kind in _PLAIN_TYPES:
+        return ""
+    own = [cls for cls in kind.__mro__ if issubclass(cls, torch.Tensor) and cls not in _PLAIN_TYPES]
+    members = {name: value for cls in own for name, value in vars(cls).items() if name not in _HARMLESS_NAMES}
+    names = [name for name, value in members.items() if value is not torch._C._disabled_torch_function_impl]
+    attributes = [name for name in vars(tensor) if not name.startswith(("_is_", "_roundpipe_"))]
+    return ", ".join([*sorted(attributes), *sorted(names)][:5])
+
+
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
         raise ConfigError(f"{what} is not initialised; run the model once on a small batch before wrapping it.")
+    _check_kind(what, tensor)
     if tensor.device.type == "meta":
         raise ConfigError(
             f"{what} is on meta and holds no values; load the model on the CPU, or call model.to_empty(device='cpu') "

@@ -26,6 +26,7 @@ from roundpipe.store.masters import Masters
 from roundpipe.store.optimizer_copy import GradientOwner
 from roundpipe.store.records import LayerRecord, ParameterRecord
 from roundpipe.store.registered_pages import RegisteredPages
+from roundpipe.store.training_memory import require_training_memory
 from roundpipe.waiting import Monitor
 
 __all__ = ["LayerStore", "PinMode"]
@@ -43,7 +44,8 @@ class LayerStore:
         monitor: Monitor,
     ) -> None:
         refuse_unusable(layers, names)
-        adoption.check_memory(layers, optim_dtype, pin_mode)
+        self._training_fits = torch.is_grad_enabled()  # without grad: for inference, as long as no call trains
+        require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits)
         self.monitor = monitor
         self.layers = adoption.adopt(layers, names, pin_mode, pinner)
         self.parameters: list[ParameterRecord] = list(
@@ -102,6 +104,12 @@ class LayerStore:
 
     def owns(self, param: torch.Tensor) -> bool:
         return id(param) in self._by_param
+
+    def check_training_memory(self) -> None:
+        """Refuse training that cannot fit, if wrapping has not counted it."""
+        if not self._training_fits:
+            require_training_memory([layer.module for layer in self.layers], self.masters.optim_dtype, PinMode.OFF)
+            self._training_fits = True
 
     # What a call will do. Registered before it starts, so that nobody overtakes it.
 

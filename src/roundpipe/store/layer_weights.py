@@ -172,13 +172,24 @@ class LayerWeights:
         """The first of a layer is empty until a version is written into it; a later one joins what the others hold."""
         others_have = any(record.back is not None for record in layer.at_home)
         layout = lay_out([record.weights for record in missing])
-        require_host_memory({"a second copy of its weights": layout.total_bytes}, "a layer", _ADVICE)
+        self._require_second_memory()
         flat = HostBuffer(layout.total_bytes, self._pinner)
         self._backs.append(flat)
         for record, view in zip(missing, layout.views(flat.tensor), strict=True):
             record.back = view.copy_(record.weights) if others_have else view
         if len(missing) == len(layer.at_home):
             layer.back = flat
+
+    def _require_second_memory(self) -> None:
+        """For all layers before the first one takes any: memory that is taken and not yet written still looks free."""
+        missing = [
+            record
+            for layer in self._layers
+            for record in layer.at_home
+            if record.back is None and (record.master is not None or record.param.requires_grad)
+        ]
+        needs = {"second weights": sum(record.weights.nbytes for record in missing)}
+        require_host_memory(needs, "an asynchronous step", _ADVICE)
 
 
 def _bring_to_front(layer: LayerRecord, *, keep_old: bool) -> None:

@@ -12,6 +12,8 @@ import torch
 from roundpipe.store.optimizer_copy import CopyHome, OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord
 
+_LOW_PRECISIONS = (torch.bfloat16, torch.float16)
+
 
 class Masters:
     def __init__(
@@ -20,6 +22,9 @@ class Masters:
         self._layers = layers
         self.optim_dtype = optim_dtype
         self._home = home
+        self._may_lose_updates = optim_dtype is None and any(
+            record.weights.dtype in _LOW_PRECISIONS for layer in layers for record in layer.parameters
+        )
 
     def rearrange(self, layers: Sequence[LayerRecord]) -> None:
         self._layers = layers
@@ -39,6 +44,13 @@ class Masters:
     def wanted(self, record: ParameterRecord) -> bool:
         """Whether a gradient of this parameter would be the optimizer's."""
         return record.master is not None or record.param.requires_grad or record.gathered is not None
+
+    def losing_updates(self) -> list[ParameterRecord]:
+        """Trainable parameters that an optimizer updates in low precision although the user did not choose that."""
+        if not self._may_lose_updates:
+            return []
+        trained = {record.name: record for layer in self._layers for record in layer.trainable}
+        return [record for record in trained.values() if record.weights.dtype in _LOW_PRECISIONS]
 
     def training_begins(self) -> None:
         """Tell whoever waits for it, once."""

@@ -237,6 +237,13 @@ class OptimizerCopy(nn.Parameter):
         with self.lock:
             return [] if self.split_value is None else [self.split_value.low]
 
+    def bytes_to_come(self, *, in_one_pass: bool) -> int:
+        """Memory that its value will take beyond what it has, once it is stepped."""
+        with self.lock:
+            if self.split_value is None:
+                return 0
+            return self.split_value.low_bytes_to_come if in_one_pass else self.nbytes
+
     def values(self) -> torch.Tensor:
         """Its memory as a plain tensor, for whoever needs no trace of what is written."""
         self.take_memory()

@@ -28,6 +28,10 @@ class SplitValue:
         return self._low
 
     @property
+    def low_bytes_to_come(self) -> int:
+        return 2 * self.weight.numel() if self._low is None else 0
+
+    @property
     def ties(self) -> torch.Tensor:
         """A bit for each number; it counts where the lower bits are just half of the upper ones' last."""
         if self._ties is None:
