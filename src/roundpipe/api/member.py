@@ -113,6 +113,7 @@ class Member:
         """What the user did to parameters between calls is as good as what we did."""
         written = self.store.written_by_user()
         if written:
+            self._recovery.wait_for_runs()  # their uploads may read the memory that is about to change
             self.stepper.wait_until_idle()
             self.store.adopt_written(written)
 
