@@ -36,7 +36,6 @@ class Training:
         self.dtype = dtype
         self.model = RoundPipe(network, optim_dtype, devices=["cpu"] * 3, model_run_config=CONFIG, name="looked at")
         self.optimizer = optim.AdamW(self.model.optim_parameters(), lr=0.02)
-        self.fails = False
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -48,13 +47,12 @@ class Training:
         loss: Tensor = self.model.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss)
         return loss
 
-    def step(self, is_async: bool = True) -> None:
-        self.model.step(self._step_fn, is_async)
+    def step(self, is_async: bool = True, fails: bool = False) -> None:
+        self.model.step(self._step_fn, is_async, fails)
 
-    def _step_fn(self) -> None:
+    def _step_fn(self, fails: bool) -> None:
         self.optimizer.step()
-        if self.fails:
-            self.fails = False
+        if fails:
             raise Boom("after the update")
         self.optimizer.zero_grad()
 
@@ -179,8 +177,8 @@ def test_a_look_after_a_failed_step_changes_no_bit(precision: str) -> None:
         seen: list[Any] = []
         for iteration in range(6):
             seen.append(made.call(iteration))
-            made.fails = fails = iteration in (1, 3)
-            made.step()
+            fails = iteration in (1, 3)
+            made.step(fails=fails)
             if fails:
                 made.model._engine.stepper.wait_until_idle()
                 assert isinstance(raised_by(made.model.timeline), Boom)
@@ -204,8 +202,7 @@ def test_synchronize_after_a_failed_step_leaves_the_optimizer_copies_alone(preci
         made = Training(precision)
         for iteration in range(num_good + 1):
             made.call(iteration)
-            made.fails = iteration == num_good
-            made.step()
+            made.step(fails=iteration == num_good)
         made.model._engine.stepper.wait_until_idle()
         assert isinstance(raised_by(made.model.timeline), Boom)
         if synchronizes:
