@@ -391,6 +391,9 @@ class Background:
         except BaseException as error:
             self._error = error
 
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
     def result(self) -> Any:
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the thread is stuck"

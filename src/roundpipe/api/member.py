@@ -184,6 +184,7 @@ class Member:
         written = self.store.written_by_user()
         if written:
             self._num_writes += 1
+            self._recovery.wait_for_runs()  # their uploads may read the memory that is about to change
             self.stepper.wait_until_idle()
             self.store.adopt_written(written)
 

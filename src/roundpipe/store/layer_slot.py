@@ -13,6 +13,8 @@ between which this layer did not change. So, layer by layer:
     upload for version v        a buffer holds version v
     write version v             every upload that is due finds its version in the other buffer, or is of v or later,
     into a buffer               and the uploads issued from this buffer have run
+    move versions between       no upload is due, and the uploads issued from both buffers have run
+    buffers
     land for generation g       generation g - 1 is consumed, and earlier calls of generation g have landed
     consume generation g        no landing of generation g is due
 """
@@ -102,14 +104,22 @@ class LayerSlot:
         assert version == held.stop
         self._held[newest] = range(held.start, version + 1)
 
+    def can_move(self) -> bool:
+        """Whether versions may move between the buffers.
+
+        An upload that is due may have chosen its source already: it is counted until its event is known.
+        """
+        return not self._uploads_due
+
     def moved_to_front(self) -> None:
         """The newest version has been copied over the older ones in the front buffer, which nobody needs any more."""
         assert self._held[WeightBuffer.BACK].stop - 1 == self.newest_version
-        assert not self._uploads_due
+        assert self.can_move()
         self._held = [self._held[WeightBuffer.BACK], _NOTHING]
 
     def swapped(self) -> None:
         """The contents of the two buffers have changed places."""
+        assert self.can_move()
         self._held.reverse()
         self._upload_events.reverse()
 

@@ -196,11 +196,12 @@ class LayerStore:
         return [record for record in self.parameters if record.param._version != record.seen_version]
 
     def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
-        """The user wrote into these parameters: the optimizer's copies follow. Only while the optimizer is idle."""
+        """The user wrote into these parameters: the optimizer's copies follow. Only while nothing runs."""
         for record in records:
-            record.seen_version = record.param._version
+            version = record.param._version
             if record.master is not None:
                 with torch.no_grad():
                     record.master.follow_weight(record.weights)
                     if record.back is not None:
                         record.back.copy_(record.param)
+            record.seen_version = version  # last: after an interrupt the next call adopts again

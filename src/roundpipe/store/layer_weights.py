@@ -15,6 +15,7 @@ from roundpipe.store.host_buffer import HostBuffer
 from roundpipe.store.host_memory import require_host_memory
 from roundpipe.store.layer_slot import LayerSlot, WeightBuffer
 from roundpipe.store.layout import lay_out
+from roundpipe.store.optimizer_copy import OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord
 from roundpipe.waiting import Monitor
 
@@ -46,6 +47,8 @@ class LayerWeights:
             if slot.buffer_of(newest) is WeightBuffer.FRONT:
                 for record in layer.at_home:
                     if record.back is not None:
+                        if record.master is not None and record.master.lies_in(record.back):
+                            record.master.take_memory()  # after a failed step: it is newer than the weights
                         record.back.copy_(record.weights)
 
     def rearrange(self, layers: Sequence[LayerRecord], slots: Sequence[LayerSlot]) -> None:
@@ -147,7 +150,10 @@ class LayerWeights:
     # What the user sees.
 
     def show(self, version: int) -> None:
-        """Let the user's parameters be those of `version`. Only while the optimizer is idle."""
+        """Let the user's parameters be those of `version`.
+
+        Only while the optimizer is idle and no call can be announced. Waits for the uploads of calls that still run.
+        """
         for layer, slot in zip(self._layers, self._slots, strict=True):
             with self._monitor:
                 self._monitor.wait_until(
@@ -156,17 +162,22 @@ class LayerWeights:
                 )
                 if slot.buffer_of(version) is WeightBuffer.FRONT:
                     continue
+                self._monitor.wait_until(slot.can_move, f"uploads of layer {layer.layer_id} to be issued")
                 events = [event for buffer in WeightBuffer for event in slot.take_upload_events(buffer)]
-                old_is_needed = version != slot.newest_version or not slot.is_idle()
             failure = _wait_for_all(events)
-            _bring_to_front(layer, keep_old=old_is_needed)
-            with self._monitor:
-                if old_is_needed:
-                    slot.swapped()
-                else:
-                    slot.moved_to_front()
+            self._bring_to_front(layer, slot, keep_old=version != slot.newest_version)
             if failure is not None:
                 raise failure
+
+    def _bring_to_front(self, layer: LayerRecord, slot: LayerSlot, *, keep_old: bool) -> None:
+        for record in layer.at_home:
+            if record.back is not None:
+                _exchange(record, keep_old=keep_old)
+        with self._monitor:
+            if keep_old:
+                slot.swapped()
+            else:
+                slot.moved_to_front()
 
     def _give_second_memory(self, layer: LayerRecord, missing: Sequence[ParameterRecord]) -> None:
         """The first of a layer is empty until a version is written into it; a later one joins what the others hold."""
@@ -192,15 +203,21 @@ class LayerWeights:
         require_host_memory(needs, "an asynchronous step", _ADVICE)
 
 
-def _bring_to_front(layer: LayerRecord, *, keep_old: bool) -> None:
-    for record in layer.at_home:
-        if record.back is not None:
-            front = record.weights.clone() if keep_old else None
-            record.weights.copy_(record.back)
-            if front is not None:
-                record.back.copy_(front)
-            if record.master is not None:
-                record.master.weights_swapped(record.weights, record.back)
+def _exchange(record: ParameterRecord, *, keep_old: bool) -> None:
+    """Copy a parameter's second memory to the first, and the first to the second where it is still needed.
+
+    After a step that failed the optimizer's copy may lie in the first, without a version to tell.
+    """
+    assert record.back is not None
+    master = record.master
+    with OptimizerCopy.lock if master is None else master.lock:
+        keep_old = keep_old or (master is not None and master.lies_in(record.weights))
+        front = record.weights.clone() if keep_old else None
+        record.weights.copy_(record.back)
+        if front is not None:
+            record.back.copy_(front)
+        if master is not None:
+            master.weights_swapped(record.weights, record.back)
 
 
 def _wait_for_all(events: Sequence[Event]) -> BaseException | None:

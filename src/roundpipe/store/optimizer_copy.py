@@ -145,6 +145,10 @@ class OptimizerCopy(nn.Parameter):
                 to.copy_(self.split_value.weight)
                 self.split_value.weight = to
 
+    def lies_in(self, memory: torch.Tensor) -> bool:
+        """Whether `memory` holds a part of the value."""
+        return self.split_value is not None and self.split_value.weight is memory
+
     def weights_swapped(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """The contents of two memories have changed places."""
         with self.lock:

@@ -129,6 +129,19 @@ def test_the_newest_version_moves_over_the_older_ones() -> None:
         slot.moved_to_front()  # version 2 is still to be read
 
 
+def test_versions_stay_where_they_are_while_an_upload_is_due() -> None:
+    """An upload that is due may have chosen the buffer it reads."""
+    slot = LayerSlot()
+    write(slot, 1, BACK)
+    slot.expect_uploads("call", 0, 1)
+    assert not slot.can_move()
+    with pytest.raises(AssertionError):
+        slot.swapped()
+    slot.upload_issued("call", 0, EVENT)
+    assert slot.can_move()
+    slot.swapped()
+
+
 def test_gradients_land_in_the_order_calls_were_announced() -> None:
     slot = LayerSlot()
     slot.expect_landings("first", 0, 1)
@@ -237,6 +250,7 @@ class SlotAgainstModel(RuleBasedStateMachine):
         self.slot.unchanged(self.version)
         self.contents[holder].add(self.version)
 
+    @precondition(lambda self: not self.uploads)
     @rule()
     def swap(self) -> None:
         self.slot.swapped()
@@ -266,6 +280,7 @@ class SlotAgainstModel(RuleBasedStateMachine):
     def answers_agree(self) -> None:
         assert {v for v in range(self.version + 2) if self.slot.can_upload(v)} == self.readable()
         assert self.slot.newest_version == self.version
+        assert self.slot.can_move() == (not self.uploads)
         for buffer in WeightBuffer:
             assert self.slot.can_write(self.version + 1, buffer) == self.may_write(buffer)
         assert self.slot.can_consume(self.generation) == all(g > self.generation for _, g in self.landings)
