@@ -77,9 +77,10 @@ def wrap_model_to_roundpipe(
     Returns a RoundPipe where the model is wrapped as a whole, else an AutoRoundPipe: the model itself, with RoundPipes
     in place of submodules until it is closed.
     """
-    thresholds = {"lower_threshold": lower_threshold}
-    if upper_threshold is not None:
-        thresholds["upper_threshold"] = upper_threshold
+    thresholds = {
+        "lower_threshold": lower_threshold,
+        "upper_threshold": 0 if upper_threshold is None else upper_threshold,
+    }
     _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
     check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
     refuse_owned(model)
