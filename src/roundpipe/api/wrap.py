@@ -77,10 +77,9 @@ def wrap_model_to_roundpipe(
     Returns a RoundPipe where the model is wrapped as a whole, else an AutoRoundPipe: the model itself, with RoundPipes
     in place of submodules until it is closed.
     """
-    thresholds = {
-        "lower_threshold": lower_threshold,
-        "upper_threshold": 0 if upper_threshold is None else upper_threshold,
-    }
+    thresholds = {"lower_threshold": lower_threshold}
+    if upper_threshold is not None:
+        thresholds["upper_threshold"] = upper_threshold
     _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
     check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
     refuse_owned(model)
@@ -90,12 +89,6 @@ def wrap_model_to_roundpipe(
     config = override_config.get(model, AS_USUAL).over(model_run_config)
     preset = None if use_sequential_preset is False else find_preset(model)
     if preset is not None:
-        if use_sequential_preset is None:
-            logger.info(
-                "%s: using the preset for %s; pass use_sequential_preset=False to do without, True to expect it",
-                options["name"],
-                type(model).__name__,
-            )
         return _wrap_preset(model, preset, config, options)
     if use_sequential_preset is not False:
         try:
@@ -123,6 +116,11 @@ def wrap_model_to_roundpipe(
 
 
 def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, options: dict[str, Any]) -> RoundPipe:
+    logger.info(
+        "%s: using the preset for %s; pass use_sequential_preset=False to do without",
+        options["name"],
+        type(model).__name__,
+    )
     sequential = preset(model)
     if not isinstance(sequential, nn.Sequential):
         raise ArgumentTypeError(
