@@ -39,6 +39,7 @@ from roundpipe.store.names import user_names
 from roundpipe.store.training_memory import require_training_memory
 
 logger = logging.getLogger("roundpipe")
+_PRESET_USED = "%s: using the preset for %s; pass use_sequential_preset=False to do without, True to expect it"
 _OPTIONS = ("devices", "optim_dtype", "pin_model")
 _SPLIT_OPTIONS = ("example_inputs", "liger_kernels")
 _ADVICE = (
@@ -89,6 +90,8 @@ def wrap_model_to_roundpipe(
     config = override_config.get(model, AS_USUAL).over(model_run_config)
     preset = None if use_sequential_preset is False else find_preset(model)
     if preset is not None:
+        if use_sequential_preset is None:
+            logger.info(_PRESET_USED, options["name"], type(model).__name__)
         return _wrap_preset(model, preset, config, options)
     if use_sequential_preset is not False:
         try:
@@ -116,11 +119,6 @@ def wrap_model_to_roundpipe(
 
 
 def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, options: dict[str, Any]) -> RoundPipe:
-    logger.info(
-        "%s: using the preset for %s; pass use_sequential_preset=False to do without",
-        options["name"],
-        type(model).__name__,
-    )
     sequential = preset(model)
     if not isinstance(sequential, nn.Sequential):
         raise ArgumentTypeError(
