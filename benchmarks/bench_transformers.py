@@ -114,7 +114,6 @@ class PipedTraining:
     def step(self, ids: torch.Tensor, num_microbatch: int, *, is_async: bool) -> float:
         loss = self.model.forward_backward(
             input_kwargs={"input_ids": ids, "labels": ids},
-            loss_fn=lambda outputs, _: outputs.loss / num_microbatch,
             run_config=RoundPipeRunConfig(num_microbatch=num_microbatch),
         )
         self.model.step(self._update, is_async=is_async)

@@ -263,8 +263,8 @@ class RoundPipeTraining:
         loss = self.model.forward_backward(
             input_args=(ids,),
             label=ids,
-            loss_fn=lambda logits, labels: mean_loss(logits, labels) / num_microbatch,
-            run_config=RoundPipeRunConfig(num_microbatch=num_microbatch),
+            loss_fn=mean_loss,
+            run_config=RoundPipeRunConfig(num_microbatch=num_microbatch, loss_reduction="mean"),
         )
         self.model.step(self._update, is_async=is_async)
         return float(loss)

@@ -41,9 +41,8 @@ class Task:
     num_microbatch: int
 
     def loss_fn(self, scores: Tensor, next_byte_ids: Tensor) -> Tensor:
-        """A microbatch's share of the mean over the batch; right for microbatches of unequal size too."""
-        batch_tokens = self.batches[0].byte_ids.numel()
-        return functional.cross_entropy(scores.flatten(0, 1), next_byte_ids.flatten(), reduction="sum") / batch_tokens
+        """The mean over a microbatch."""
+        return functional.cross_entropy(scores.flatten(0, 1), next_byte_ids.flatten())
 
     def step_fn(self, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
         """Clip, update, move the learning rate on, clear."""
@@ -70,7 +69,8 @@ def plain_gradients(model: nn.Module, task: Task, batch: Batch, device: torch.de
     inputs = batch.byte_ids.to(device).tensor_split(task.num_microbatch)
     labels = batch.next_byte_ids.to(device).tensor_split(task.num_microbatch)
     for byte_ids, next_byte_ids in zip(inputs, labels, strict=True):
-        loss = task.loss_fn(model(byte_ids), next_byte_ids)
+        share = len(byte_ids) / len(batch.byte_ids)
+        loss = task.loss_fn(model(byte_ids), next_byte_ids) * share
         loss.backward()
         losses.append(loss.detach().cpu())
     return sum(losses[1:], losses[0])
@@ -106,7 +106,7 @@ def plain_stale_losses(model: nn.Module, task: Task, num_step: int, device: torc
 def train_roundpipe(model: RoundPipe, task: Task, mode: StepMode) -> Meter:
     """The same loop, carried out by a pool of devices."""
     step = task.step_fn(model.optim_parameters())
-    config = RoundPipeRunConfig(num_microbatch=task.num_microbatch)
+    config = RoundPipeRunConfig(num_microbatch=task.num_microbatch, loss_reduction="mean")
     with Meter(f"RoundPipe {mode.value}", len(task.batches)) as meter:
         for batch in task.batches:
             loss = model.forward_backward(

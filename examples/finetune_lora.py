@@ -28,7 +28,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     network = get_peft_model(build(), LoraConfig(r=8, target_modules="all-linear"))
-    config = RoundPipeRunConfig(num_microbatch=4, whole_batch_loss=True)
+    config = RoundPipeRunConfig(num_microbatch=4)
     with wrap_model_to_roundpipe(network, model_run_config=config) as model, tempfile.TemporaryDirectory() as folder:
         optimizer = optim.AdamW(model.optim_parameters(), lr=1e-2)
 
@@ -37,7 +37,7 @@ def main() -> None:
             optimizer.zero_grad()
 
         for step in range(NUM_STEP):
-            loss = model.forward_backward(input_kwargs=batch(step))
+            loss = model.forward_backward(input_kwargs=batch(step))  # the mean over all labels of the batch
             model.step(step_fn, is_async=False)
             if step % 5 == 4:
                 print(f"step {step:3}  loss {loss.item():.4f}")

@@ -16,7 +16,8 @@ network = nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 4)).to(torch.b
 model = RoundPipe(
     network,
     optim_dtype=torch.float32,  # the optimizer keeps its own float32 copy of every weight
-    model_run_config=RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH),
+    # A mean over the rows of each microbatch becomes the mean over the batch, also where microbatches differ in size.
+    model_run_config=RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH, loss_reduction="mean"),
 )
 optimizer = optim.AdamW(model.optim_parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=NUM_STEP)
@@ -24,8 +25,7 @@ scaler = GradScaler(init_scale=2.0**10)
 
 
 def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    # The losses of the microbatches are summed; dividing makes the sum the mean over the batch.
-    return scaler.scale(functional.cross_entropy(outputs.float(), labels)) / NUM_MICROBATCH
+    return scaler.scale(functional.cross_entropy(outputs.float(), labels))
 
 
 def step_fn() -> None:
