@@ -8,9 +8,16 @@ SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-SOURCES := src tests demo examples benchmarks
+SOURCES := src tests demo examples benchmarks tools
+# Commands that compute run under this, with the instruction set that this processor survives.
+CANARY := $(BIN)/python tools/cpu_canary.py --folder .venv
+RUN := $(CANARY) $(BIN)/python
 ARCHITECTURE_TESTS := tests/test_architecture.py
 CONCURRENCY_SUITES := tests/faults tests/parity
+CPU_SUITES := tests/parity tests/unit/optim tests/faults/test_step_overlap.py
+# ATEN_CPU_CAPABILITY:ONEDNN_MAX_CPU_ISA:OMP_NUM_THREADS; every instruction set with one thread and with two.
+CPU_COMBINATIONS := default:AVX512_CORE_BF16:1 avx2:AVX2:1 avx512:AVX512_CORE:1 \
+  default:AVX2:2 avx2:AVX512_CORE:2 avx512:AVX512_CORE_BF16:2
 GPU_TESTS := tests/gpu
 MODEL_TESTS := tests/models/test_all_models.py
 ON_ALL_CORES := -n auto --dist worksteal
@@ -21,7 +28,7 @@ NEWEST_STAMP := .venv-newest/.installed-$(NEWEST_TRANSFORMERS)
 PINNED_RESULTS := build/models-pinned.jsonl
 NEWEST_RESULTS := build/models-newest.jsonl
 
-.PHONY: help demo test check bench test-20 test-models test-models-newest models-table clean
+.PHONY: help cpu demo test check bench test-20 test-cpus test-models test-models-newest models-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -38,7 +45,12 @@ $(STAMP): requirements-dev.txt pyproject.toml setup.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@rm -f .venv/.cpu-isa
 	@touch $@
+
+# Prints one line where torch's fastest instructions crash and slower ones are used; else nothing.
+cpu: $(STAMP)
+	@$(CANARY)
 
 # The pins but for transformers; torch is among them, so it is the same.
 $(NEWEST_STAMP): $(STAMP)
@@ -48,37 +60,48 @@ $(NEWEST_STAMP): $(STAMP)
 	$(NEWEST_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(STAMP)  ## train a small language model three ways; report and picture in demo-output/
-	$(BIN)/python -m demo.train_demo
+demo: cpu  ## train a small language model three ways; report and picture in demo-output/
+	$(RUN) -m demo.train_demo
 
 # The GPU's tests run alone, because they measure its memory, and first, so that the last line counts the tests of every machine.
 test: check  ## the checks, then every test (those of the GPU are skipped without CUDA; of the models, a subset)
-	$(BIN)/python -m pytest $(GPU_TESTS)
-	$(BIN)/python -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "not models"
+	$(RUN) -m pytest $(GPU_TESTS)
+	$(RUN) -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "not models"
 
-check: $(STAMP)  ## format, lint, strict types, architecture
+check: cpu  ## format, lint, strict types, architecture
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARCHITECTURE_TESTS)
+	$(RUN) -m pytest $(ARCHITECTURE_TESTS)
 
-bench: $(STAMP)  ## run every benchmark; each prints ratios measured side by side in one run
+bench: cpu  ## run every benchmark; each prints ratios measured side by side in one run
 	@shopt -s nullglob; \
-	for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+	for file in benchmarks/bench_*.py; do echo "== $$file"; $(RUN) "$$file"; done
 
-test-20: $(STAMP)  ## the concurrency suites, 20 times in a row
-	@for i in $$(seq 20); do echo "== round $$i of 20"; $(BIN)/python -m pytest $(ON_ALL_CORES) $(CONCURRENCY_SUITES); done
+test-20: cpu  ## the concurrency suites, 20 times in a row
+	@for i in $$(seq 20); do echo "== round $$i of 20"; $(RUN) -m pytest $(ON_ALL_CORES) $(CONCURRENCY_SUITES); done
 
-test-models: $(STAMP)  ## every model of transformers that is known, with the pinned release; minutes
+test-cpus: cpu  ## the parity and optimizer suites with other instruction sets, 1 and 2 threads; most of an hour
+	@failed=; for combination in $(CPU_COMBINATIONS); do \
+	  IFS=: read -r aten onednn threads <<< "$$combination"; \
+	  settings="ATEN_CPU_CAPABILITY=$$aten ONEDNN_MAX_CPU_ISA=$$onednn OMP_NUM_THREADS=$$threads"; \
+	  if [ $$aten != default ] && ! grep -qw "$${aten/avx512/avx512f}" /proc/cpuinfo; then \
+	    echo "== $$settings: skipped, this processor has no $$aten"; continue; fi; \
+	  echo "== $$settings"; \
+	  env $$settings $(RUN) -m pytest $(ON_ALL_CORES) $(CPU_SUITES) || failed="$$failed $$combination"; \
+	done; \
+	[ -z "$$failed" ] || { echo "error: tests failed with$$failed" >&2; exit 1; }
+
+test-models: cpu  ## every model of transformers that is known, with the pinned release; minutes
 	@mkdir -p build && rm -f $(PINNED_RESULTS)
-	ROUNDPIPE_MODELS_RESULTS=$(PINNED_RESULTS) $(BIN)/python -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
+	ROUNDPIPE_MODELS_RESULTS=$(PINNED_RESULTS) $(RUN) -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
 
-test-models-newest: $(NEWEST_STAMP)  ## the same with a newer release, in .venv-newest
+test-models-newest: $(NEWEST_STAMP) cpu  ## the same with a newer release, in .venv-newest
 	@mkdir -p build && rm -f $(NEWEST_RESULTS)
-	ROUNDPIPE_MODELS_RESULTS=$(NEWEST_RESULTS) $(NEWEST_BIN)/python -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
+	ROUNDPIPE_MODELS_RESULTS=$(NEWEST_RESULTS) $(CANARY) $(NEWEST_BIN)/python -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
 
-models-table: $(STAMP)  ## write docs/models.md from the results of the two
-	$(BIN)/python tests/models/table.py $(PINNED_RESULTS) $(NEWEST_RESULTS)
+models-table: cpu  ## write docs/models.md from the results of the two
+	$(RUN) tests/models/table.py $(PINNED_RESULTS) $(NEWEST_RESULTS)
 
 clean:  ## remove what was built and produced, .venv and .venv-newest included
 	rm -rf .venv .venv-newest build dist demo-output src/*.egg-info src/roundpipe/optim/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

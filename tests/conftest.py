@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,10 +11,10 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_per_kernel() -> Iterator[None]:
-    """The models are tiny; more threads only cost time. test_calling_context has one test with two."""
+def _threads_per_kernel() -> Iterator[None]:
+    """One, unless OMP_NUM_THREADS is set: the models are tiny, and more threads only cost time."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield
     torch.set_num_threads(before)
 
