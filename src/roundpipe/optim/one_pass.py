@@ -85,8 +85,8 @@ def _update_layer(
         segments = [_segment(one, update.target_of(one.source.record), optimizer) for one in ready]
         kernel.adam(segments)
         for one, segment in zip(ready, segments, strict=True):
-            if one.copy.split_value is not None and segment.weight is not None:
-                one.copy.split_value.weight = segment.weight
+            if segment.weight is not None:
+                one.copy.weight_was_written(segment.weight)
             update.was_updated(one.source.record)
             yield id(one.copy)
 
@@ -98,7 +98,7 @@ def _ready(optimizer: torch.optim.Optimizer, item: _Item, reserve: Reserve) -> _
         return None
     state = _state_of(optimizer, copy, reserve, amsgrad=group["amsgrad"])
     moments = [value for key, value in state.items() if key != "step"]
-    is_one_layout = _share_layout([copy, gradient, *moments])
+    is_one_layout = _share_layout([copy, gradient, *moments, source.record.weights])
     return _Ready(copy, source, group, gradient, factors, state) if is_one_layout else None
 
 
