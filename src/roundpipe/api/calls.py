@@ -5,7 +5,7 @@ Used by api.engine. Knows microbatches and runs, never devices or weights.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from roundpipe.runtime.bundle import Bundle
 from roundpipe.runtime.replica import LayerSettings
 from roundpipe.runtime.run import GradientParcel, Parcel, Recall, Run
 from roundpipe.runtime.transfer import check_movable
-from roundpipe.store import LayerStore, ParameterRecord
+from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.timeline import Span, Timeline
 
 _LOSS_KINDS = {False: "a tensor", True: "a sequence"}
@@ -219,6 +219,13 @@ def owned_records(
                 f"{model_name}: parameter {name!r} was added after wrapping; close() the model, then wrap it again."
             )
     return owned
+
+
+def one_by_one(named: Sequence[tuple[str, OptimizerCopy]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each copy may give its memory back before the next one is looked at, as when all are saved."""
+    for name, copy in named:
+        yield name, copy
+        copy.rest_between_steps()
 
 
 def timeline_of(run: Run) -> Timeline:

@@ -19,6 +19,7 @@ from roundpipe.api.calls import (
     CallInputs,
     merged,
     new_recall,
+    one_by_one,
     owned_records,
     require_grad_mode,
     split_inputs,
@@ -196,7 +197,7 @@ class ModelEngine(Member):
                 self._check_training()
                 for _, store, record in wanted:
                     store.masters.of(record)
-        return iter([(name, store.masters.of(record)) for name, store, record in wanted])
+        return one_by_one([(name, store.masters.of(record)) for name, store, record in wanted])
 
     def planning_profile(self) -> ModelProfile:
         with self._entered():

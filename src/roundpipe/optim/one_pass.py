@@ -197,8 +197,8 @@ def _update_layer(
         segments = [_segment(one, update.target_of(one.source.record), optimizer) for one in ready]
         kernel.adam(segments)
         for one, segment in zip(ready, segments, strict=True):
-            if one.copy.split_value is not None and segment.weight is not None:
-                one.copy.split_value.weight = segment.weight
+            if segment.weight is not None:
+                one.copy.weight_was_written(segment.weight)
             update.was_updated(one.source.record)
             yield id(one.copy)
 

@@ -76,7 +76,10 @@ class LayerUpdate:
         """Tell the optimizer's copies where their gradients come from, and take the memory the step will need."""
         self._store.when_landed(self._layer_id, self._generation, self._take)
         for record in self._records:
-            self._store.masters.of(record).begin_step(Source(self, record))
+            master = self._store.masters.of(record)
+            if not self.publishes_late:
+                master.rest_between_steps()
+            master.begin_step(Source(self, record))
         if self._is_async and not self.publishes_late:
             self._store.weights.keep_two(self._layer_id)
 
@@ -221,6 +224,7 @@ class LayerUpdate:
                     if record not in self._updated or master.was_touched():
                         master.write_weight(record.memory(target))
                         master.forget_touches()
+                    master.rest_after_step()
         finally:
             self._store.weights.end(self._layer_id, self._version, target)
 

@@ -5,13 +5,24 @@ asks for `.grad` waits for it and gets it in the copy's own precision; an optimi
 `low_gradient()`. Knows where its gradient comes from only by GradientSource.
 
 [Note: values without memory] A float32 copy of a bfloat16 weight begins as a SplitValue and has no memory of its own.
-The first operation that needs its values, by whomever, gives it memory for good; only questions about shape and type do
-not. The one-pass optimizer works on the split value under `lock`, so that nobody takes it away meanwhile.
+An operation that needs its values gives it memory; only questions about shape and type do not. The one-pass optimizer
+works on the split value under `lock`, so that no other thread joins it meanwhile.
+
+[Note: giving memory back] A copy becomes a SplitValue again when no operation runs on it, no other tensor or array
+shares its memory, and its weight still is its value rounded, so that no bit is lost. Splitting and joining cost time:
+a copy that is looked at in every step, as by an optimizer of torch, keeps its memory. A look is an operation that needs
+values; an interval reaches from the end of one step to the end of the next. Memory goes back
+- between steps and when a step begins, if the copy was looked at since the last one, unless that has become a habit;
+- when a step ends, if the copy was not looked at in this interval.
+An autograd graph refers to the copy itself, not to its memory. After an operation with gradients the memory therefore
+goes back at the end of a later interval only; backward through a graph that old raises, as after an update in place.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -20,8 +31,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from roundpipe.store.layout import dense_stride
 from roundpipe.store.split_value import SplitValue
 
+_HABIT = 8  # looks in a row after which a copy keeps its memory
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _ATTRIBUTES = (
@@ -95,55 +108,130 @@ class OptimizerCopy(nn.Parameter):
     _seen_version = 0
     _data_was_handed_out = False
     split_value: SplitValue | None = None  # the value, while there is no memory for it
-    lock = threading.RLock()  # of each split copy its own
+    lock = threading.RLock()  # of each copy that can be split its own
+    _weight: torch.Tensor | None = None  # of a copy that can be split: the weight that was last made of its value
+    _uses: list[None]  # one entry for each operation that runs on the memory of a copy that can be split
+    _was_looked_at = False  # in this interval
+    _looks_in_a_row = 0  # intervals before this one, without a gap, in which it was looked at
+    _may_be_in_graph = False  # an operation with gradients was applied to it in this interval
+    _address_is_known = False  # outside of Python's sight: its memory stays where it is
     when_training: Callable[[], None] | None = None  # called once, when its model begins to train
 
     @classmethod
     def of_weight(cls, weight: torch.Tensor, dtype: torch.dtype) -> OptimizerCopy:
         """A copy of a dense weight; without memory of its own where that can be."""
         is_split = weight.dtype is torch.bfloat16 and dtype is torch.float32 and weight.numel() > 0
+        is_split = is_split and dense_stride(weight) == tuple(weight.stride())
         memory = torch.empty_like(weight, dtype=dtype, memory_format=torch.preserve_format)
-        if is_split:
-            memory.untyped_storage().resize_(0)
-        else:
-            memory.copy_(weight)
-        copy = cls(memory)
+        copy = cls(_without_memory(memory) if is_split else memory.copy_(weight))
         if is_split:
             copy.split_value, copy.lock = SplitValue(weight), threading.RLock()
+            copy._weight, copy._uses = weight, []
         copy.forget_touches()
         return copy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _ABOUT_SHAPE_AND_TYPE:
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, OptimizerCopy):
-                    value.take_memory()
-                    value.mark_touched()  # not every kernel that writes leaves a trace in version counters
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        if func in _ABOUT_SHAPE_AND_TYPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        copies = [value for value in tree_leaves((args, kwargs)) if isinstance(value, OptimizerCopy)]
+        used: list[OptimizerCopy] = []
+        try:
+            for copy in copies:
+                copy._begin_use()
+                used.append(copy)
+                copy.mark_touched()  # not every kernel that writes leaves a trace in version counters
+                copy._address_is_known |= func is torch.Tensor.data_ptr
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if torch.is_grad_enabled() and _has_graph(result):
+                for copy in copies:
+                    copy._may_be_in_graph = True
+            return result
+        finally:
+            for copy in used:
+                copy._end_use()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the plain parameter it looks like: steps and locks are this process's."""
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
+    # Memory for its value. See [Note: giving memory back].
+
     def take_memory(self) -> None:
         """Be a tensor like any other."""
         with self.lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if self.split_value is not None:
-                value = self.split_value.joined()
-                self.untyped_storage().resize_(value.nbytes)
-                _DATA.__get__(self).copy_(value)
+                self.untyped_storage().resize_(self.nbytes)
+                self.split_value.join_into(_DATA.__get__(self))
                 self.split_value = None
+
+    def rest_between_steps(self) -> None:
+        """Give memory back that was taken since the last step, unless that is a habit."""
+        if self._was_looked_at and self._looks_in_a_row < _HABIT and not self._may_be_in_graph:
+            self._give_memory_back()
+
+    def rest_after_step(self) -> None:
+        if not self._was_looked_at:
+            self._give_memory_back()
+        self._looks_in_a_row = self._looks_in_a_row + 1 if self._was_looked_at else 0
+        self._was_looked_at = self._may_be_in_graph = False
+
+    def _begin_use(self) -> None:
+        """Have memory until `_end_use`. What the operation returns shares the memory, or does not need it."""
+        if self._weight is not None:
+            with self.lock:
+                self.take_memory()
+                self._uses.append(None)
+                self._was_looked_at = True
+
+    def _end_use(self) -> None:
+        if self._weight is not None:
+            self._uses.pop()
+
+    def _give_memory_back(self) -> None:
+        if self._weight is None or self.split_value is not None or not self.lock.acquire(blocking=False):
+            return
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                if self.split_value is None and not self._uses and self._could_be_split(self._weight):
+                    value = SplitValue(self._weight)
+                    if value.take(_DATA.__get__(self)):
+                        self._become_split(value)
+        finally:
+            self.lock.release()
+
+    def _could_be_split(self, weight: torch.Tensor) -> bool:
+        fits = self.dtype is torch.float32 and self.shape == weight.shape and self.stride() == weight.stride()
+        return fits and not self._address_is_known and _memory_users(self) == _memory_users_of_one_tensor()
+
+    def _become_split(self, value: SplitValue) -> None:
+        was_touched = self.was_touched()
+        self.split_value = value
+        _DATA.__set__(self, _without_memory(self))
+        torch.autograd.graph.increment_version(self)  # a graph that needs the value must not read what is not there
+        if not was_touched:
+            self.forget_touches()
+
+    # The weight.
 
     def write_weight(self, to: torch.Tensor) -> None:
         """Let `to` be the value, rounded."""
         with self.lock, torch.no_grad():
             if self.split_value is None:
-                to.copy_(self)
+                to.copy_(self.values())
             elif to is not self.split_value.weight:
                 to.copy_(self.split_value.weight)
-                self.split_value.weight = to
+            self.weight_was_written(to)
+
+    def weight_was_written(self, weight: torch.Tensor) -> None:
+        """`weight` is the value, rounded."""
+        with self.lock:
+            if self._weight is not None:
+                self._weight = weight
+            if self.split_value is not None:
+                self.split_value.weight = weight
 
     def lies_in(self, memory: torch.Tensor) -> bool:
         """Whether `memory` holds a part of the value."""
@@ -152,8 +240,8 @@ class OptimizerCopy(nn.Parameter):
     def weights_swapped(self, one: torch.Tensor, other: torch.Tensor) -> None:
         """The contents of two memories have changed places."""
         with self.lock:
-            if self.split_value is not None:
-                self.split_value.weight = other if self.split_value.weight is one else one
+            if self._weight is not None:
+                self.weight_was_written(other if self._weight is one else one)
 
     def follow_weight(self, weight: torch.Tensor) -> None:
         """The user has written into the weight: that is the value now."""
@@ -162,6 +250,7 @@ class OptimizerCopy(nn.Parameter):
                 self.copy_(weight)
             else:
                 self.split_value.become(weight)
+            self.weight_was_written(weight)
 
     # What the step does.
 
@@ -249,9 +338,9 @@ class OptimizerCopy(nn.Parameter):
             return self.split_value.low_bytes_to_come if in_one_pass else self.nbytes
 
     def values(self) -> torch.Tensor:
-        """Its memory as a plain tensor, for whoever needs no trace of what is written."""
-        self.take_memory()
-        with torch._C.DisableTorchFunctionSubclass():
+        """Its memory as a plain tensor, for whoever needs no trace of what is written. Does not count as a look."""
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            self.take_memory()
             plain: torch.Tensor = _DATA.__get__(self)
             return plain
 
@@ -281,15 +370,21 @@ class OptimizerCopy(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         self._data_was_handed_out = True  # writes through it leave no trace
-        self.take_memory()
-        data: torch.Tensor = _DATA.__get__(self)
-        return data
+        self._begin_use()
+        try:
+            data: torch.Tensor = _DATA.__get__(self)
+            return data
+        finally:
+            self._end_use()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self._data_was_handed_out = True
-        self.take_memory()
-        _DATA.__set__(self, value)
+        self._begin_use()
+        try:
+            _DATA.__set__(self, value)
+        finally:
+            self._end_use()
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -327,3 +422,30 @@ class OptimizerCopy(nn.Parameter):
         self.is_pending, self._is_shown, self._factors = False, False, ()
         if was_held and self.source is not None:
             self.source.release()
+
+
+def _without_memory(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, type and strides whose storage has no bytes yet."""
+    made = torch.empty_like(like, requires_grad=False, memory_format=torch.preserve_format)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def _has_graph(result: Any) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in tree_leaves(result))
+
+
+def _memory_users(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """A measure of how many tensors, arrays and storages share a tensor's memory; None where torch does not tell."""
+    storage = tensor.untyped_storage()
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else (count(storage._cdata), sys.getrefcount(storage))
+
+
+@functools.cache
+def _memory_users_of_one_tensor() -> tuple[int, int] | str:
+    """That measure for memory which one tensor alone has."""
+    with torch._C.DisableTorchFunctionSubclass():
+        alone = OptimizerCopy(torch.empty(1))
+        _memory_users(alone)  # torch may keep the storage's Python object from the first look on
+        return _memory_users(alone) or "unknown"

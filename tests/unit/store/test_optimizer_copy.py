@@ -161,7 +161,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("operation", VALUES)
-def test_values_are_right_and_take_memory_for_good(operation: str) -> None:
+def test_values_are_right_and_take_memory(operation: str) -> None:
     made, value = with_lower_bits()
     seen = VALUES[operation](made)
     expected = VALUES[operation](nn.Parameter(value.clone()))
@@ -253,6 +253,12 @@ def test_only_float32_copies_of_bfloat16_weights_do_without_memory(
     if not is_split:
         source.zero_()
         assert made.any(), "it has memory of its own"
+
+
+def test_a_copy_of_a_weight_with_gaps_has_memory() -> None:
+    made = OptimizerCopy.of_weight(weight()[:, ::2], torch.float32)
+    assert made.split_value is None
+    assert torch.equal(made, weight()[:, ::2].float())
 
 
 def test_strides_are_the_weights() -> None:

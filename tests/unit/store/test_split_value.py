@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roundpipe.optim.native.kernel import OnePassKernel, SplitMaster, one_pass_kernel
+from roundpipe.store import split_value
 from roundpipe.store.split_value import SplitValue
 
 UPPERS = torch.arange(0, 0x10000, dtype=torch.int64)  # every sign, exponent and leading bits there are
@@ -69,6 +70,47 @@ def test_every_lower_half_comes_back(upper: int) -> None:
 def test_numbers_by_name() -> None:
     names = [0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, -3.4028235e38, 1 / 3]
     assert_comes_back(torch.tensor(names))
+
+
+def assert_taken(values: Tensor) -> None:
+    """A value that was joined is split again without the kernel, from a weight that holds it rounded."""
+    made = SplitValue(split(values).weight)
+    weight = made.weight.clone()
+    assert made.take(values)
+    for joined in (joined_by_kernel(made), made.joined()):
+        assert torch.equal(bits_of(joined), bits_of(values))
+    assert torch.equal(made.weight.view(torch.int16), weight.view(torch.int16)), "devices may be reading it"
+
+
+@pytest.mark.parametrize("chunk", [16, 4096, 1 << 20])
+@pytest.mark.parametrize("lower", LOWERS, ids=hex)
+def test_what_was_joined_is_split_again(lower: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_value, "_CHUNK", chunk)
+    values = from_bits((UPPERS << 16) | lower)
+    values = values[~values.isnan()]
+    assert_taken(values if chunk > 16 else values[::61].contiguous())
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=70))
+def test_any_numbers_are_split_again(patterns: list[int]) -> None:
+    values = from_bits(torch.tensor(patterns))
+    assert_taken(values[~values.isnan()])
+
+
+def test_another_weight_than_the_rounded_value_is_noticed() -> None:
+    values = torch.randn(100, generator=torch.Generator().manual_seed(3))
+    for change in (-1, 1):
+        made = SplitValue(values.to(torch.bfloat16))
+        made.weight.view(torch.int16)[99] += change
+        low = made._low
+        assert not made.take(values)
+        assert made._low is low
+
+
+def test_a_nan_is_not_split_again() -> None:
+    """It would come back as another one."""
+    values = torch.tensor([1.0, float("nan")])
+    assert not SplitValue(values.to(torch.bfloat16)).take(from_bits(torch.tensor([0x3F800000, 0x7F800001])))
 
 
 def test_a_nan_stays_one() -> None:
