@@ -43,7 +43,7 @@ LEVELS = {
 ALLOWED_BESIDE = {("context", "errors"), ("waiting", "errors")}
 WITHOUT_TORCH = ("plan", "timeline")
 KNOWS_CUDA = "roundpipe.devices.cuda"
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 70
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
