@@ -629,6 +629,13 @@ def test_calling_the_model_from_inside_an_optimizer_is_refused(opened: list[Any]
     job.model.synchronize()
 
 
+def test_a_step_in_a_gradient_hook_is_refused(opened: list[Any]) -> None:
+    job = Job(opened)
+    job.network[0][0].weight.register_hook(lambda gradient: job.optimizer.step())
+    with pytest.raises(UsageError, match="in a gradient hook"):
+        job.loss(0).backward()
+
+
 def test_an_optimizer_of_a_closed_model_is_refused(opened: list[Any]) -> None:
     job = Job(opened)
     job.loss(0).backward()

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from roundpipe.context import current_iteration
+from roundpipe.context import current_iteration, in_gradient_hook
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.optim.adam import Adam, AdamW
 from roundpipe.optim.handed_step import Ending, HandedStep
@@ -129,6 +129,8 @@ class PlainLoop:
     def _is_inside(self) -> bool:
         """Whether this thread carries out a step or a call of these models already."""
         if self._step is not None and self._step.is_open and self._step.thread == threading.get_ident():
+            return True
+        if in_gradient_hook():
             return True
         return current_iteration() is not None or self._lead.stepper.is_current_thread() or self._lead.is_entered()
 
@@ -263,6 +265,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     held = _held_by(optimizer)
     if not held:
         return None
+    if in_gradient_hook():
+        raise UsageError(
+            "optimizer.step() was called in a gradient hook of a parameter; step in step_fn, or after backward()."
+        )
     if current_iteration() is not None:
         _check_inside_step_fn(optimizer, held)
         _check_memory(optimizer)
