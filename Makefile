@@ -88,7 +88,7 @@ test-cpus: cpu  ## the parity and optimizer suites with other instruction sets, 
 	  if [ $$aten != default ] && ! grep -qw "$${aten/avx512/avx512f}" /proc/cpuinfo; then \
 	    echo "== $$settings: skipped, this processor has no $$aten"; continue; fi; \
 	  echo "== $$settings"; \
-	  env $$settings $(RUN) -m pytest $(ON_ALL_CORES) $(CPU_SUITES) || failed="$$failed $$combination"; \
+	  env $$settings OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest $(ON_ALL_CORES) $(CPU_SUITES) || failed="$$failed $$combination"; \
 	done; \
 	[ -z "$$failed" ] || { echo "error: tests failed with$$failed" >&2; exit 1; }
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from roundpipe.optim.one_pass import all_states_match, step_in_one_pass, update_tensors
 from roundpipe.optim.reserve import Reserve
@@ -36,6 +37,7 @@ class _FusedByDefault(torch.optim.Optimizer):
     _unfused: Sequence[dict[str, Any]] = ()  # groups that take torch's default implementation in this step
     _reserve: Reserve | None = None  # until the first step
 
+    @_disable_dynamo  # a trace of it would contain what the kernel does not do
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step; a copy whose gradient is still on its way is waited for."""
         require_state_memory(self, self._reserve or (), in_one_pass=True)

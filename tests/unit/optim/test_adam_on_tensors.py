@@ -251,6 +251,18 @@ def test_a_scaler_of_torchs_lets_the_fused_optimizer_unscale(ours: Any, exact: A
     assert torch.equal(*made)
 
 
+@both
+def test_a_step_in_a_compiled_function_is_the_step(ours: Any, exact: Any, torchs: Any) -> None:
+    left, right = (nn.Parameter(randn(37, seed=0)) for _ in range(2))
+    optimizer, reference = ours([left], lr=0.1), exact([right], lr=0.1)
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    for step in range(3):
+        left.grad = right.grad = randn(37, seed=step + 1)
+        compiled()
+        reference.step()
+        assert torch.equal(left, right)
+
+
 # States that belong to another model.
 
 
