@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from roundpipe.store.host_buffer import host_zeros_like
 from roundpipe.store.layout import dense_stride
 from roundpipe.store.split_value import SplitValue
 
@@ -163,8 +164,9 @@ class OptimizerCopy(nn.Parameter):
         """Be a tensor like any other."""
         with self.lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if self.split_value is not None:
-                self.untyped_storage().resize_(self.nbytes)
-                self.split_value.join_into(_DATA.__get__(self))
+                value = host_zeros_like(self)
+                self.split_value.join_into(value)
+                _DATA.__set__(self, value)
                 self.split_value = None
 
     def rest_between_steps(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -91,6 +91,7 @@ def test_what_was_joined_is_split_again(lower: int, chunk: int, monkeypatch: pyt
     assert_taken(values if chunk > 16 else values[::61].contiguous())
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=70))
 def test_any_numbers_are_split_again(patterns: list[int]) -> None:
     values = from_bits(torch.tensor(patterns))
