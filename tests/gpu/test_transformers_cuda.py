@@ -47,12 +47,16 @@ def batch(rows: int = 4, length: int = 24) -> dict[str, torch.Tensor]:
 def plain_gradients(
     model: nn.Module, inputs: dict[str, torch.Tensor], parts: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients on the GPU, one microbatch after the other."""
+    """Loss and gradients of the whole batch on the GPU, one microbatch of as many rows after the other.
+
+    A microbatch divides by its share of all labels; what is no mean over labels (routers) counts by its share.
+    """
     device_model = copy.deepcopy(model).cuda()
     total = torch.zeros(())
+    num_labels = int((inputs["labels"][:, 1:] != -100).sum())
     for j in range(parts):
         part = {name: tensor.tensor_split(parts)[j].cuda() for name, tensor in inputs.items()}
-        loss = device_model(**part, use_cache=False).loss
+        loss = device_model(**part, use_cache=False, num_items_in_batch=num_labels / parts).loss / parts
         loss.backward()
         total = total + loss.detach().cpu()
     return total, {n: p.grad.cpu() for n, p in device_model.named_parameters() if p.grad is not None}
