@@ -72,8 +72,7 @@ class AutoRoundPipe(ModelFace):
                 "an AutoRoundPipe takes no roundpipe_run_config in a call, since its parts are called one by one; give "
                 "model_run_config or override_config to wrap_model_to_roundpipe."
             )
-        with self._engine.host_forward():
-            return self.model(*args, **kwargs)
+        return self._engine.host_forward(lambda: self.model(*args, **kwargs))
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not possible here: see the error it raises."""
@@ -110,11 +109,13 @@ class AutoRoundPipe(ModelFace):
         So a backward that comes too late is refused, as it is after a step of an optimizer in place.
         """
         version = self._engine.stepper.visible_version
-        yield
-        if self._engine.stepper.visible_version != version:
-            for record in self._engine.store.parameters:
-                torch.autograd.graph.increment_version(record.param)
-                record.seen_version = record.param._version
+        try:
+            yield
+        finally:
+            if self._engine.stepper.visible_version != version:
+                for record in self._engine.store.parameters:
+                    torch.autograd.graph.increment_version(record.param)
+                    record.seen_version = record.param._version
 
 
 def outside_of(model: nn.Module, parts: Container[nn.Module]) -> nn.Module:
