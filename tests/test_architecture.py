@@ -40,7 +40,7 @@ LEVELS = {
     "cli": 8,
     "__main__": 9,
 }
-ALLOWED_BESIDE = {("context", "errors"), ("waiting", "errors")}
+ALLOWED_BESIDE = {("context", "errors"), ("context", "waiting"), ("waiting", "errors")}
 WITHOUT_TORCH = ("plan", "timeline")
 KNOWS_CUDA = "roundpipe.devices.cuda"
 MAX_FILE_LINES = 600

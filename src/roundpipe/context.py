@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import threading
 import weakref
 from collections.abc import Iterator
 from contextvars import Context, ContextVar, copy_context
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from roundpipe.errors import RecomputeError
+from roundpipe.waiting import Latch
 
 
 class LayerPhase(enum.Enum):
@@ -44,7 +44,7 @@ class Iteration:
     """
 
     def __init__(self) -> None:
-        self.step_finished = threading.Event()
+        self.step_finished = Latch()
         self.loss_scales: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
 

@@ -8,6 +8,7 @@ Knows no tensor, device or schedule.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import ctypes
 import logging
 import math
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from roundpipe.errors import ConfigError
@@ -48,13 +50,15 @@ def watchdog_limit_s() -> float:
 class Monitor(_thread.RLock):  # type: ignore[misc]
     """A re-entrant lock with one condition; every change of the guarded state ends in `changed()`.
 
-    It is a lock, and does not have one, because entering and leaving must be the interpreter's own: a Ctrl-C that
-    struck inside of a method of ours, when the lock is taken and the block not yet entered, would leave it taken.
+    [Note: locks and Ctrl-C] A signal handler's exception strikes the main thread between two instructions of Python
+    code, never inside C code. A Monitor subclasses RLock because a Python-level `__enter__` that is struck after it has
+    acquired would leak the lock; the C one cannot be. `threading.Condition`, `threading.Event` and `queue.Queue` enter
+    their locks in Python code, so nothing that the main thread touches may use them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._condition = threading.Condition(self)
+        self._sleepers: deque[_thread.LockType] = deque()  # one lock per sleeping thread, released to wake it
         self._waits: dict[int, str] = {}
 
     def is_held(self) -> bool:
@@ -62,8 +66,10 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         return self._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def changed(self) -> None:
-        """Wake everybody who waits; the caller holds the lock."""
-        self._condition.notify_all()
+        """Wake every thread that waits; the caller holds the lock."""
+        with contextlib.suppress(IndexError):  # a finalizer may do the same in between
+            while self._sleepers:
+                self._sleepers.popleft().release()
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
         """Block until `ready()`; give up after `timeout_s`, report after the watchdog limit. Returns `ready()`."""
@@ -71,13 +77,21 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
             return True
         alarm = _Alarm(what, self._waits)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with self._announced(what):
+        ident = _thread.get_ident()
+        outer = self._waits.get(ident)
+        try:
+            self._waits[ident] = what
             while not ready():
                 now = time.monotonic()
                 if now >= deadline:
                     return False
-                self._condition.wait(min(deadline - now, alarm.due_in_s(), _LONGEST_SLEEP_S))
+                self._sleep(min(deadline - now, alarm.due_in_s(), _LONGEST_SLEEP_S))
                 alarm.ring_if_due()
+        finally:
+            if outer is None:
+                self._waits.pop(ident, None)
+            else:
+                self._waits[ident] = outer
         return True
 
     def idle_until(self, ready: Callable[[], bool]) -> None:
@@ -87,26 +101,112 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         what that changes wakes nobody.
         """
         while not ready():
-            self._condition.wait(IDLE_SLEEP_S)
+            self._sleep(IDLE_SLEEP_S)
 
-    def _announced(self, what: str) -> _Announcement:
-        return _Announcement(self._waits, what)
+    def _sleep(self, timeout_s: float) -> None:
+        """Give the lock up until `changed()`, at most for `timeout_s`.
+
+        Whatever strikes, the lock is held again when this returns or raises, as the `with` around it expects: after
+        `release` nothing is executed outside of the `try`, and `restore` is C code that no signal interrupts.
+        """
+        sleeper = _thread.allocate_lock()
+        sleeper.acquire()
+        self._sleepers.append(sleeper)
+        held = (_depth_of(self), _thread.get_ident())
+        release, restore = self._release_save, self._acquire_restore  # type: ignore[attr-defined]
+        try:
+            release()
+            woken = sleeper.acquire(True, timeout_s)
+        finally:
+            restore(held)
+        if not woken:
+            with contextlib.suppress(ValueError):
+                self._sleepers.remove(sleeper)
 
 
-class _Announcement:
-    def __init__(self, waits: dict[int, str], what: str) -> None:
-        self._waits, self._what = waits, what
+def _depth_of(lock: _thread.RLock) -> int:
+    """How often the calling thread has entered a lock that it holds."""
+    count: Callable[[], int] = getattr(lock, "_recursion_count", lambda: 1)  # early releases of 3.11 lack it
+    return count()
 
-    def __enter__(self) -> None:
-        ident = threading.get_ident()
-        self._outer = self._waits.get(ident)
-        self._waits[ident] = self._what
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._outer is None:
-            self._waits.pop(threading.get_ident(), None)
-        else:
-            self._waits[threading.get_ident()] = self._outer
+class Latch:
+    """An event that happens once. Unlike `threading.Event` it has no lock that an interrupted waiter could keep."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._sleepers: deque[_thread.LockType] = deque()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        with contextlib.suppress(IndexError):
+            while self._sleepers:
+                self._sleepers.popleft().release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until it is set, at most for `timeout_s`; returns whether it is."""
+        if not self._is_set:
+            sleeper = _thread.allocate_lock()
+            sleeper.acquire()
+            self._sleepers.append(sleeper)
+            if not self._is_set and not sleeper.acquire(True, max(timeout_s, 0.0)):
+                with contextlib.suppress(ValueError):
+                    self._sleepers.remove(sleeper)
+        return self._is_set
+
+
+def shielded(action: Callable[[], object]) -> None:
+    """Run a short `action` to its end even if a signal handler raises meanwhile; that exception is raised afterwards.
+
+    Only the main thread runs signal handlers, so there the action runs on another thread. Where no thread can be
+    started it runs without the shield.
+    """
+    if _thread.get_ident() != threading.main_thread().ident:
+        action()
+        return
+    turn, outcome, done = [None], list[BaseException | None](), Latch()
+
+    def run() -> bool:
+        """Returns whether it was its turn."""
+        try:
+            turn.pop()
+        except IndexError:
+            return False
+        error: BaseException | None = None
+        try:
+            action()
+        except BaseException as raised:
+            error = raised
+        outcome.append(error)
+        done.set()
+        return True
+
+    begun, interrupt = False, None
+    while not outcome:
+        try:
+            if not begun:
+                begun = True
+                _thread.start_new_thread(run, ())  # `threading.Thread.start` waits for a `threading.Event`
+            done.wait(_LONGEST_SLEEP_S)
+        except BaseException as error:
+            if not (isinstance(error, RuntimeError) and run()):
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def has_started(thread: threading.Thread) -> bool:
+    return thread.ident is not None or thread in threading.enumerate()
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start it, or raise as `Thread.start` does; a Ctrl-C comes through as itself, and then it may have started."""
+    shielded(thread.start)
 
 
 class _Alarm:
@@ -135,7 +235,7 @@ def end_threads(threads: Sequence[threading.Thread], timeout_s: float) -> None:
     the process with an abort. So when the process ends, one that still runs the user's Python code gets an exception
     there. One that sleeps is left alone.
     """
-    others = [thread for thread in threads if thread is not threading.current_thread()]
+    others = [thread for thread in threads if thread.is_alive() and thread is not threading.current_thread()]
     process_ends = not threading.main_thread().is_alive()
     _join(others, min(timeout_s, _LAST_JOIN_S) if process_ends else timeout_s)
     if process_ends:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
 import time
@@ -14,7 +15,9 @@ import torch
 from helpers_faults import DROPPED, Bench, Boom, batch, bench, notes_of, raised_by, wait_for
 from helpers_parity import assert_same
 from roundpipe import ModelExecutePlan
+from roundpipe.optim import stepper
 from roundpipe.runtime.run import Run
+from roundpipe.runtime.worker import Worker
 
 LIMIT_S = 2.0  # the contract's
 
@@ -237,3 +240,95 @@ def test_ctrl_c_in_inference(stuck: Stuck) -> None:
         stuck.release.set()
         made.traps.disarm()
         made.model(x)
+
+
+def throwing_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException) -> None:
+    """The next call of `owner.name` raises after it has done its work; later ones do their work."""
+    real, left = getattr(owner, name), [error]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        if left:
+            raise left.pop()
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("moment", ["job", "start"])
+def test_an_interrupt_while_a_step_is_being_issued(
+    is_async: bool, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its job is queued there is no step: the next one takes the gradients."""
+    with bench(2) as made:
+        made.train_right(1)
+        assert_same(made.call(2), made.call_reference(2))
+        interrupt = KeyboardInterrupt()
+        owner, name = (stepper.StepJob, "__init__") if moment == "job" else (stepper.Stepper, "_start")
+        with monkeypatch.context() as patch:
+            throwing_once(patch, owner, name, interrupt)
+            assert raised_by(lambda: made.step(is_async)) is interrupt
+        made.step()
+        made.step_reference()
+        made.assert_state_right()
+        made.train_right(3)
+
+
+def test_an_interrupt_between_the_tasks_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bench(2) as made:
+        made.train_right(1)
+        before = made.snapshot()
+        interrupt = KeyboardInterrupt()
+        with monkeypatch.context() as patch:
+            throwing_once(patch, Worker, "submit", interrupt)
+            assert raised_by(lambda: made.call(2)) is interrupt
+        assert_same(made.snapshot(), before, "after the interrupt")
+        made.train_right(3)
+
+
+def test_signals_at_any_time() -> None:
+    """One for each call, at a moment that chance decides: it comes through or the call returns, and none hangs."""
+    chance = random.Random(7)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with bench(2) as made:
+            made.train_right(1)
+            operations: list[Callable[[], object]] = [
+                lambda: made.call(2),
+                lambda: made.step(True),
+                lambda: made.step(False),
+                made.model.synchronize,
+                made.model.state_dict,
+                made.model.zero_grad,
+            ]
+            for _ in range(300):
+                operation = chance.choice(operations)
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 2e-2))
+                    operation()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    pass
+            made.model.synchronize()
+            made.model.zero_grad()
+            made.reference.load_state_dict(made.model.state_dict())
+            assert_same(made.call(3), made.call_reference(3))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def test_an_error_of_a_step_is_not_lost_when_its_issue_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step was queued, so it runs; the caller was interrupted before it could wait for it."""
+    with bench(2) as made:
+        made.train_right(1)
+        made.call(2)
+        interrupt, error = KeyboardInterrupt(), Boom("in the step")
+        made.traps.arm("step_fn", None, 0, error)
+        with monkeypatch.context() as patch:
+            throwing_once(patch, stepper.Stepper, "issue", interrupt)
+            assert raised_by(made.step) is interrupt
+        assert raised_by(made.model.synchronize) is error
+        made.reference.load_state_dict(made.model.state_dict())
+        assert_same(made.call(3), made.call_reference(3))

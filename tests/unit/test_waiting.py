@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +15,10 @@ from roundpipe.errors import ConfigError
 from roundpipe.waiting import (
     DEFAULT_WATCHDOG_S,
     THREAD_PREFIX,
+    Latch,
     Monitor,
     end_threads,
+    shielded,
     stall_report,
     wait_for_event,
     watchdog_limit_s,
@@ -179,3 +183,96 @@ def test_a_monitor_is_entered_and_left_by_the_interpreter_alone() -> None:
     lock = type(threading.RLock())
     assert Monitor.__enter__ is lock.__enter__
     assert Monitor.__exit__ is lock.__exit__
+
+
+def test_a_latch_wakes_those_who_wait() -> None:
+    latch, seen = Latch(), []
+    assert not latch.wait(0.01)
+    threads = [start(lambda: seen.append(latch.wait(WAIT_S))) for _ in range(3)]
+    latch.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert seen == [True] * 3
+    assert latch.is_set()
+    assert latch.wait(0.0)
+
+
+def test_a_wait_inside_of_a_monitor_that_was_entered_twice() -> None:
+    monitor, state = Monitor(), {"ready": False}
+
+    def change() -> None:
+        with monitor:
+            state["ready"] = True
+            monitor.changed()
+
+    with monitor, monitor:
+        thread = start(change)
+        assert monitor.wait_until(lambda: state["ready"], "the change", timeout_s=WAIT_S)
+        assert monitor.is_held()
+    assert not monitor.is_held()
+    thread.join(WAIT_S)
+
+
+def test_an_interrupted_wait_leaves_the_monitor_as_it_was() -> None:
+    """Signals come while the main thread sleeps, wakes and takes the lock that others hold most of the time."""
+    monitor, over = Monitor(), threading.Event()
+
+    def disturb() -> None:
+        while not over.is_set():
+            with monitor:
+                monitor.changed()
+
+    threads = [start(disturb) for _ in range(2)]
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupts = 0
+    try:
+        for _ in range(200):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-3)
+                with monitor:
+                    monitor.wait_until(lambda: False, "a signal", timeout_s=WAIT_S)
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert not monitor.is_held()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        over.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert interrupts == 200
+
+
+def test_a_shielded_action_ends_before_the_interrupt_is_raised() -> None:
+    ended = []
+
+    def action() -> None:
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGINT)
+        time.sleep(0.05)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        shielded(action)
+    assert ended == [True]
+
+
+def test_a_shielded_action_raises_its_own_error_and_runs_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        shielded(fail)
+
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    ran: list[int] = []
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    shielded(lambda: ran.append(1))
+    with pytest.raises(ValueError, match="its own"):
+        shielded(fail)
+    assert ran == [1]

@@ -128,9 +128,10 @@ class AutoRoundPipe(ModelFace):
                 "an AutoRoundPipe takes no roundpipe_run_config in a call, since its parts are called one by one; give "
                 "model_run_config or override_config to wrap_model_to_roundpipe."
             )
+        forward = self._engine.host_forward
         try:
-            with self._engine.host_forward(), merging_late():
-                return merged_now(self.model(*args, **kwargs))
+            with merging_late():
+                return forward(lambda: merged_now(self.model(*args, **kwargs)))
         except (ConfigError, TypeError, RuntimeError) as error:
             if self._advice is not None:
                 add_note(error, f"{self.name}: {self._advice}")

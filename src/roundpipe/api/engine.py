@@ -1,7 +1,7 @@
 """Everything behind one wrapped model: its store, its share of the pool, its optimizer thread, its calls.
 
 Owned by api.model.RoundPipe, and outlives it only until its finalizer has closed it. Methods are the verbs of the
-public API; each enters through `_entered`, which serialises calls and surfaces failures of the background.
+public API; each enters `call_lock` and begins with `_begin_call`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from roundpipe.api.calls import (
     summed_losses,
     timeline_of,
 )
-from roundpipe.api.entering import entering
 from roundpipe.api.member import Member
 from roundpipe.api.planning import CallKind
 from roundpipe.api.scheduling import Scheduler
@@ -41,10 +40,11 @@ from roundpipe.models.replay import CallOrderChanged
 from roundpipe.plan import ModelProfile, RunType, StageTask, TaskKind
 from roundpipe.runtime.autograd import attach
 from roundpipe.runtime.pool import DevicePool
-from roundpipe.runtime.run import GradientParcel, Parcel, Recall, Run, RunCancelled
+from roundpipe.runtime.run import GradientParcel, Recall, Run
 from roundpipe.runtime.seeds import draw_call_seed
 from roundpipe.store import LayerStore, PinMode
 from roundpipe.timeline import Timeline
+from roundpipe.waiting import shielded
 
 logger = logging.getLogger("roundpipe")
 _PROBE_SEED = 0  # what it draws is not looked at, and the user's generator must not notice
@@ -80,8 +80,10 @@ class ModelEngine(Member):
         additions: Mapping[str, Any] = {},
     ) -> Any:
         """`additions`: keyword arguments for every microbatch, whatever the inputs are cut into."""
-        with self._entered():
-            batches = split_inputs(args, kwargs, None, dataclasses.replace(config, split_label=None))
+        with self.call_lock() as is_outermost:
+            self._begin_call(is_outermost)
+            without_label = dataclasses.replace(config, split_label=None)
+            batches = self._lock.run_user_code(lambda: split_inputs(args, kwargs, None, without_label))
             batches = self._weighed(batches.with_kwargs(additions), config, None)
             if config.requires_grad:
                 self._check_training()
@@ -102,10 +104,11 @@ class ModelEngine(Member):
         config: ResolvedRunConfig,
         additions: Mapping[str, Any] = {},
     ) -> Any:
-        with self._entered():
+        with self.call_lock() as is_outermost:
+            self._begin_call(is_outermost)
             require_grad_mode(config)
-            batches = split_inputs(args, kwargs, label, config).with_kwargs(additions)
-            batches = self._weighed(batches, config, loss_fn)
+            batches = self._lock.run_user_code(lambda: split_inputs(args, kwargs, label, config))
+            batches = self._weighed(batches.with_kwargs(additions), config, loss_fn)
             self._check_training()
             self._admit(batches, True)
             seed = draw_call_seed()
@@ -118,7 +121,8 @@ class ModelEngine(Member):
             )
 
     def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
-        with self._entered(*self._members):
+        with self.call_lock() as is_outermost:
+            self._begin_call(is_outermost, *self._members)
             for member in self._members:
                 member.store.gradients.conceal()
                 member._steps_are_exact = not is_async
@@ -134,46 +138,50 @@ class ModelEngine(Member):
                 except BaseException:
                     self.stepper.forsake(job)
                     raise
-                if job.error is not None:
-                    raise job.error
+                job.raise_error()
                 self.raise_failures("the step was not carried out")
             finally:
                 self.end_host_graphs()
 
     def synchronize(self) -> None:
-        with self._entered(*self._members):
+        with self.call_lock() as is_outermost:
+            self._begin_call(is_outermost, *self._members)
             self.show_newest()
             self.end_host_graphs()
 
     def wait_for_visible_weights(self) -> None:
         """Until the weights in host memory are of one version: the one calls read now."""
-        with self._entered(*self._members):
+        with self.call_lock() as is_outermost:
+            self._begin_call(is_outermost, *self._members)
             self._wait_for_visible_weights()
 
-    @entering
-    def host_forward(self) -> Iterator[None]:
-        """Around a forward on the host that calls other members and reads this engine's parameters where they lie.
+    def host_forward(self, forward: Callable[[], Any]) -> Any:
+        """Run a forward on the host that calls other members and reads this engine's parameters where they lie.
 
         Gradients that autograd has put on the latter stay with it until a step takes them, so that they are summed in
         its order.
         """
-        with self._serialised():
+        with self.call_lock() as is_outermost:
+            self._surface_failures(is_outermost)
+            self._plain_loop.leave()
             self.store.check_unchanged()
             self._follow_writes()
             self._wait_for_visible_weights()
             if torch.is_grad_enabled():
                 self._check_training()
-            with self._recovery.undoing_buffers([member.store for member in self._members]):
-                yield
+            return self._recovery.undoing_buffers(
+                [member.store for member in self._members], lambda: self._lock.run_user_code(forward)
+            )
 
     def zero_grad(self) -> None:
-        with self._entered(*self._members):
+        with self.call_lock() as is_outermost:
+            self._begin_call(is_outermost, *self._members)
             for member in self._members:
                 member.store.wait_until_landed(self.stepper.generation)
             self.stepper.wait_until_idle()  # a step that runs has gradients in hand
             self.raise_failures("gradients were dropped")
+            self._recovery.drop_gradients(self.stepper.generation)
             for member in self._members:
-                member.store.gradients.drop()
                 for copy in member.store.masters.existing():
                     copy.drop_gradient()
 
@@ -183,7 +191,8 @@ class ModelEngine(Member):
         if is_busy or any(member.store.masters.exist for member in self._members):
             return
         if self._has_gradients():
-            with self._entered(*self._members):
+            with self.call_lock() as is_outermost:
+                self._begin_call(is_outermost, *self._members)
                 for member in self._members:
                     member.store.wait_until_landed(self.stepper.generation)
                     member.store.gradients.expose()
@@ -193,19 +202,22 @@ class ModelEngine(Member):
         owned = owned_records(named, [member.store for member in self._members], self.name)
         wanted = [(name, *owned[id(param)]) for name, param in named if param.requires_grad]
         if any(record.master is None for _, _, record in wanted) and not self.stepper.is_current_thread():
-            with self._entered(*self._members):
+            with self.call_lock() as is_outermost:
+                self._begin_call(is_outermost, *self._members)
                 self._check_training()
                 for _, store, record in wanted:
                     store.masters.of(record)
         return one_by_one([(name, store.masters.of(record)) for name, store, record in wanted])
 
     def planning_profile(self) -> ModelProfile:
-        with self._entered():
+        with self.call_lock() as is_outermost:
+            self._begin_call(is_outermost)
             return self._scheduler.profile()
 
     def timeline(self) -> Timeline:
         """What ran when in the most recent call, as the devices measured it."""
-        with self._entered():
+        with self.call_lock() as is_outermost:
+            self._begin_call(is_outermost)
             run = self._last_run
             if run is None:
                 return Timeline(())
@@ -236,9 +248,12 @@ class ModelEngine(Member):
                     self._rearrange(self.split_model.layers)
 
     def _rearrange(self, layers: Sequence[nn.Module]) -> None:
-        self.store.rearrange(layers, visible=self.stepper.visible_version, newest=self.stepper.steps_issued)
-        self._scheduler = Scheduler(self.store, self._pool, self.name)
-        self._last_run = None
+        def rearrange() -> None:
+            self.store.rearrange(layers, visible=self.stepper.visible_version, newest=self.stepper.steps_issued)
+            self._scheduler = Scheduler(self.store, self._pool, self.name)
+            self._last_run = None
+
+        shielded(rearrange)
 
     def _until_it_fits(
         self, carry_out: Callable[[], Any], batches: MicrobatchInputs, *, with_grad: bool, may_repeat: bool
@@ -278,17 +293,24 @@ class ModelEngine(Member):
         inputs = CallInputs(batches)
         run.labels = inputs.label_bundles()
         run.signature = (tasks, run.tail, config.recompute_grain, inputs.shapes())
-        with self._carried_out(run, inputs):
+
+        def finish() -> Any:
             run.wait_for_losses()
             losses = summed_losses(run)
-            outputs = merged(run.take_outputs(), config, batches.shares) if return_outputs else None
+            parcels = run.take_outputs() if return_outputs else []
             self._recovery.commit_buffers(run)
+            outputs = (
+                self._lock.run_user_code(lambda: merged(parcels, config, batches.shares)) if return_outputs else None
+            )
             if inputs.any_requires_grad or (self._scheduler.memory_is_limited and not self._recovery.is_proven(run)):
                 run.wait_until_finished()  # the first of its kind may run out of memory, and is then repeated
                 run.check()
             if inputs.any_requires_grad:
-                inputs.backward([run.input_gradients[j] for j in range(run.num_microbatch)])
-        return (losses, outputs) if return_outputs else losses
+                gradients = [run.input_gradients[j] for j in range(run.num_microbatch)]
+                self._lock.run_user_code(lambda: inputs.backward(gradients))
+            return (losses, outputs) if return_outputs else losses
+
+        return self._carry_out(run, inputs, finish)
 
     def _has_gradients(self) -> bool:
         """Whether anything was gathered since the last step, or is on its way."""
@@ -312,9 +334,12 @@ class ModelEngine(Member):
         run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD, is_probe=True)
         inputs = CallInputs(batches.first())
         run.loss_fn, run.wants_outputs, run.labels = loss_fn, False, inputs.label_bundles()
-        with self._carried_out(run, inputs):
+
+        def finish() -> None:
             run.wait_until_finished()
             run.check()
+
+        self._carry_out(run, inputs, finish)
         self._last_run = None
         self._learn()
 
@@ -322,10 +347,13 @@ class ModelEngine(Member):
         kind = CallKind.of(RunType.INFER, batches, config)
         recall = new_recall(self.store, (), config, seed, batches.shares)
         run = self._new_run(self._schedule(kind, batches, config), kind, recall, LayerPhase.INFERENCE)
-        with self._carried_out(run, CallInputs(batches)):
+
+        def finish() -> Any:
             outputs = run.take_outputs()
             self._recovery.commit_buffers(run)
-            return merged(outputs, config, batches.shares)
+            return self._lock.run_user_code(lambda: merged(outputs, config, batches.shares))
+
+        return self._carry_out(run, CallInputs(batches), finish)
 
     def _forward_with_grad(self, batches: MicrobatchInputs, config: ResolvedRunConfig, seed: int) -> Any:
         kind = CallKind.of(RunType.TRAIN, batches, config)
@@ -334,7 +362,8 @@ class ModelEngine(Member):
         recall = new_recall(self.store, tasks, config, seed, batches.shares)
         run = self._new_run(forward_tasks, kind, recall, LayerPhase.FORWARD)
         inputs = CallInputs(batches)
-        with self._carried_out(run, inputs):
+
+        def finish() -> Any:
             outputs = run.take_outputs()
             self._recovery.commit_buffers(run)
             with_grad = [t for p in outputs for t, flag in zip(p.bundle.tensors, p.requires_grad, strict=True) if flag]
@@ -353,7 +382,9 @@ class ModelEngine(Member):
             for j, parcel in enumerate(outputs):
                 pairs = zip(parcel.bundle.tensors, parcel.requires_grad, strict=True)
                 outputs[j] = parcel.with_tensors([next(attached) if flag else tensor for tensor, flag in pairs])
-            return merged(outputs, config, batches.shares)
+            return self._lock.run_user_code(lambda: merged(outputs, config, batches.shares))
+
+        return self._carry_out(run, inputs, finish)
 
     def _backward(
         self,
@@ -366,7 +397,8 @@ class ModelEngine(Member):
         gradients: tuple[torch.Tensor | None, ...],
     ) -> list[torch.Tensor | None]:
         """Called by autograd with the gradients of all microbatches' outputs; returns those of the inputs."""
-        with self._entered():
+        with self.call_lock() as is_outermost:
+            self._begin_call(is_outermost)
             if weights_read != (self.stepper.visible_version, self._num_writes):
                 raise StaleGraphError(
                     f"{self.name}: the weights were updated between this forward (version {weights_read[0]}) and "
@@ -376,16 +408,14 @@ class ModelEngine(Member):
             given = iter(gradients)
             parcels = [GradientParcel(tuple(next(given) if flag else None for flag in flags)) for flags in output_flags]
 
-            def carry_out() -> list[torch.Tensor | None]:
-                with self._carried_out(run, parcels):
-                    run.wait_until_finished()
-                    run.check()
-                    gradients_of_inputs = [run.input_gradients[j] for j in range(run.num_microbatch)]
+            def finish() -> list[torch.Tensor | None]:
+                run.wait_until_finished()
+                run.check()
                 self.store.gradients.expose()  # as autograd fills `.grad`
-                return inputs.select_gradients(gradients_of_inputs)
+                return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
 
             try:
-                return carry_out()
+                return self._carry_out(run, parcels, finish)
             except torch.OutOfMemoryError:
                 self._scheduler.plan_smaller()
                 raise
@@ -422,27 +452,3 @@ class ModelEngine(Member):
         )
         self._scheduler.prepare(run, kind)
         return run
-
-    @entering
-    def _carried_out(self, run: Run, inputs: CallInputs | Sequence[GradientParcel]) -> Iterator[None]:
-        """Start the run; whatever goes wrong until the block is left, here or on a worker, ends it and is raised."""
-        self._last_run = run
-        own: BaseException | None = None
-        try:
-            self._recovery.watch(run)
-            run.check()
-            run.announce()
-            self._pool.submit(run)
-            parcels: Sequence[Parcel | GradientParcel] = inputs.parcels() if isinstance(inputs, CallInputs) else inputs
-            for microbatch, parcel in enumerate(parcels):
-                run.post(run.first_task_index, microbatch, parcel)
-            yield
-            return
-        except RunCancelled:
-            pass
-        except BaseException as error:
-            run.fail(error)
-            own = error
-        # Outside the handlers, so that the failure is raised as it came and not as a consequence of our own signal.
-        self._last_run = None
-        self._recovery.raise_failures(None, own)

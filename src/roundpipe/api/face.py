@@ -70,6 +70,18 @@ class ModelFace(nn.Module):
         """Drop the gradients gathered since the optimizer last took them."""
         self._engine.zero_grad()
 
+    def request_stop(self) -> None:
+        """Ask the training loop to end; it looks at `stop_requested` after each step.
+
+        Safe at any moment, from a signal handler or another thread: it takes no lock and interrupts nothing.
+        """
+        self._engine.request_stop()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether `request_stop()` was called, on this model or on one that is stepped together with it."""
+        return self._engine.stop_requested
+
     def close(self) -> None:
         """Finish pending work and let go of threads and pinned memory; the weights stay in the wrapped model."""
         self._engine.close()

@@ -1,18 +1,20 @@
 """One model among those that are stepped together: it shares their lock, their steps and their failures.
 
-The base of api.engine.ModelEngine; a model that is alone is a group of one. Every public verb enters through
-`_entered`, which serialises calls and surfaces failures of the background.
+The base of api.engine.ModelEngine; a model that is alone is a group of one. Every public verb enters `call_lock`,
+which serialises calls, and begins with `_begin_call`, which surfaces failures of the background.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 
-from roundpipe.api.entering import entering
+from roundpipe.api.call_lock import CallLock
+from roundpipe.api.calls import CallInputs
 from roundpipe.api.plain_loop import PlainLoop
 from roundpipe.api.recovery import Recovery
 from roundpipe.api.scheduling import Scheduler
@@ -21,11 +23,12 @@ from roundpipe.devices import DeviceSpec
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.optim.stepper import Stepper
 from roundpipe.runtime.pool import DevicePool
-from roundpipe.runtime.run import Run
+from roundpipe.runtime.run import GradientParcel, Parcel, Run, RunCancelled
 from roundpipe.store import LayerStore, ParameterRecord
 from roundpipe.waiting import watchdog_limit_s
 
 logger = logging.getLogger("roundpipe")
+_Result = TypeVar("_Result")
 _FAILURES_HEARD_OUT = 10  # by close(), which logs failures of the background one after the other
 
 
@@ -40,14 +43,16 @@ class Member:
         self._recovery = Recovery(self.stepper, pool.monitor)
         self._plain_loop = PlainLoop(self)
         store.gradient_owner = self._plain_loop
-        self._lock = threading.RLock()
+        self._lock = CallLock()
         self._last_run: Run | None = None
         self._num_writes = 0  # how often parameters were written by others than our own steps
         self._steps_are_exact = False  # the last one was; the next one most likely is what that was
         self._joined: list[Member] = []  # all that share steps, failures and lock; empty where this one is alone
-        self._closed = False
+        self._closed = False  # no call is accepted any more
+        self._is_shut_down = False  # nothing is left to be let go
         self._unreachable = False
         self._has_warned_of_precision = False
+        self.stop_requested = False
 
     def join(self, lead: Member) -> None:
         """Be stepped together with `lead` and its members, fail and close with them. Only before the first call."""
@@ -73,6 +78,11 @@ class Member:
     def _members(self) -> list[Member]:
         return self._joined or [self]
 
+    def request_stop(self) -> None:
+        """Only sets flags: a signal handler may interrupt any call to do this."""
+        for member in self._members:
+            member.stop_requested = True
+
     @property
     def is_closed(self) -> bool:
         return self._closed
@@ -80,12 +90,13 @@ class Member:
     def close(self) -> None:
         """Finish what is pending, then let go of threads and pinned memory. Never raises what the background did."""
         self._refuse_inside_user_code("closed")
-        with self._lock:
-            if self._closed:
+        with self._lock.for_call(self.name):
+            if self._is_shut_down:
                 return
             self._plain_loop.close()
             try:
-                for _ in range(_FAILURES_HEARD_OUT):
+                self._recovery.settle_interrupted()
+                for _ in range(0 if self._closed else _FAILURES_HEARD_OUT):
                     if self._settles():
                         break
             finally:  # also when interrupted: then nothing more is waited for
@@ -95,30 +106,59 @@ class Member:
     def abort(self) -> None:
         """Close without finishing anything: for a model nobody can reach any more, and at exit."""
         self._unreachable = True
-        if not self._closed and all(member._unreachable for member in self._members):
+        if not self._is_shut_down and all(member._unreachable for member in self._members):
             self._recovery.log_failures("when nobody could reach the model any more")
             self._recovery.cancel_all(ClosedError(f"{self.name} was closed while this was running"))
             self._shut_down()
 
     # Entering and leaving.
 
-    @entering
-    def _entered(self, *members: Member) -> Iterator[None]:
-        """`members`: whose parameters and gradients the call is about; this engine's alone by default."""
-        with self._serialised():
-            self._plain_loop.leave()
-            self._follow(members or (self,))
-            yield
-
-    @entering
-    def _serialised(self) -> Iterator[None]:
+    def call_lock(self) -> AbstractContextManager[bool]:
+        """To be entered around every call; gives True if no other call is around it. See [Note: calls inside calls]."""
         self._refuse_inside_user_code("called")
         watchdog_limit_s()  # a limit that cannot be read is refused here, before any thread meets it
-        with self._lock:
-            if self._closed:
-                raise ClosedError(f"{self.name} was closed; wrap the model again to go on using it.")
-            self.raise_failures("it happened in the background after the call that caused it had returned")
-            yield
+        return self._lock.for_call(self.name)
+
+    def _begin_call(self, is_outermost: bool, *members: Member) -> None:
+        """`members`: whose parameters and gradients the call is about; this engine's alone by default."""
+        self._surface_failures(is_outermost)
+        self._plain_loop.leave()
+        self._follow(members or (self,))
+
+    def _surface_failures(self, is_outermost: bool) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name} was closed; wrap the model again to go on using it.")
+        if is_outermost:
+            self._lock.runs_user_code = False
+            self._recovery.settle_interrupted()
+        self.raise_failures("it happened in the background after the call that caused it had returned")
+
+    def _carry_out(
+        self, run: Run, inputs: CallInputs | Sequence[GradientParcel], finish: Callable[[], _Result]
+    ) -> _Result:
+        """Start the run and return `finish()`; whatever goes wrong until then, here or on a worker, ends the run."""
+        self._last_run = run
+        own: BaseException | None = None
+        try:
+            self._recovery.watch(run)
+            run.check()
+            run.announce()
+            self._pool.submit(run)
+            parcels: Sequence[Parcel | GradientParcel] = inputs.parcels() if isinstance(inputs, CallInputs) else inputs
+            for microbatch, parcel in enumerate(parcels):
+                run.post(run.first_task_index, microbatch, parcel)
+            result = finish()
+            run.has_returned = True  # if this is not reached the next call settles the run
+            return result
+        except RunCancelled:
+            pass
+        except BaseException as error:
+            run.fail(error)
+            own = error
+        # Outside the handlers, so that the failure is raised as it came and not as a consequence of our own signal.
+        self._last_run = None
+        self._recovery.raise_failures(None, own, run)
+        raise AssertionError(f"{run!r} was cancelled without a failure")
 
     def _follow(self, members: Sequence[Member]) -> None:
         for member in members:
@@ -129,12 +169,10 @@ class Member:
 
     # What the plain loop needs of its models.
 
-    @entering
-    def entered_by_loop(self) -> Iterator[None]:
-        """As `_entered` for all members, but views of gradients and an open step stay as they are."""
-        with self._serialised():
-            self._follow(self._members)
-            yield
+    def begin_loop_call(self, is_outermost: bool) -> None:
+        """As `_begin_call` for all members, but views of gradients and an open step stay as they are."""
+        self._surface_failures(is_outermost)
+        self._follow(self._members)
 
     def is_entered(self) -> bool:
         """Whether the calling thread is inside a call."""
@@ -258,13 +296,18 @@ class Member:
             raise
 
     def _shut_down(self) -> None:
+        """Can be repeated if it was interrupted."""
+        for member in self._members:
+            member._closed = True
         self.stepper.close()
         self._recovery.forget_finished()
         for member in self._members:
-            member._closed = True
             member._last_run = None
             member.store.close()
-            del member._pool, member._scheduler  # the last model to let go of a pool closes it
+        for member in self._members:
+            member._is_shut_down = True
+            for attribute in ("_pool", "_scheduler"):  # the last model to let go of a pool closes it
+                member.__dict__.pop(attribute, None)
 
     def _learn(self) -> None:
         for run in self._recovery.take_finished(self.store):

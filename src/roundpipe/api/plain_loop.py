@@ -56,8 +56,11 @@ class StepGroup(Protocol):
     def is_entered(self) -> bool:
         """Whether the calling thread is inside a call."""
 
-    def entered_by_loop(self) -> AbstractContextManager[None]:
-        """Enter the models; views of gradients and an open step stay as they are."""
+    def call_lock(self) -> AbstractContextManager[bool]:
+        """To be entered around a call; gives True if no other call is around it."""
+
+    def begin_loop_call(self, is_outermost: bool) -> None:
+        """Begin a call that leaves views of gradients and an open step as they are."""
 
     def raise_failures(self, remark: str | None) -> None:
         """Raise what went wrong in the background."""
@@ -94,7 +97,8 @@ class PlainLoop:
         """
         if self._lead.is_closed or self._is_inside() or self._looked_at == self._gathered_so_far():
             return
-        with self._lead.entered_by_loop():
+        with self._lead.call_lock() as is_outermost:
+            self._lead.begin_loop_call(is_outermost)
             self._end_forsaken_step()
             if self._step is None:
                 self._view()
@@ -141,7 +145,8 @@ class PlainLoop:
         if self._calls and self._calls[-1].is_running_on_this_thread():
             self._calls.append(_StepCall(frame))  # an optimizer that steps another one
             return
-        with self._lead.entered_by_loop():
+        with self._lead.call_lock() as is_outermost:
+            self._lead.begin_loop_call(is_outermost)
             self._end_forsaken_step()
             self._calls.append(_StepCall(frame))
             self._begin(own)
@@ -150,19 +155,22 @@ class PlainLoop:
         if self._calls:
             self._calls.pop()
         if not self._calls:
-            with self._lead.entered_by_loop():
+            with self._lead.call_lock() as is_outermost:
+                self._lead.begin_loop_call(is_outermost)
                 self._end(Ending.STEPPED)
 
     def run_closure(self, closure: Callable[[], Any]) -> Any:
         """Run what the optimizer calls during its step, on weights and gradients that are up to date."""
         own = self._own
         calls, self._calls = self._calls, []
-        with self._lead.entered_by_loop():
+        with self._lead.call_lock() as is_outermost:
+            self._lead.begin_loop_call(is_outermost)
             self._end(Ending.STEPPED)
         try:
             return closure()
         finally:
-            with self._lead.entered_by_loop():
+            with self._lead.call_lock() as is_outermost:
+                self._lead.begin_loop_call(is_outermost)
                 self._calls = calls
                 self._begin(own)
 
@@ -182,9 +190,9 @@ class PlainLoop:
     def close(self) -> None:
         """The model is being closed: an open step ends."""
         self._viewed.clear()
-        step, self._step = self._step, None
-        if step is not None:
-            step.end(Ending.FAILED)
+        if self._step is not None and self._lead.stepper.was_issued(self._step):
+            self._step.end(Ending.FAILED)
+        self._step = None
 
     def _begin(self, own: Sequence[ParameterRecord]) -> None:
         lead = self._lead
@@ -209,7 +217,8 @@ class PlainLoop:
             self._lead.adopt_own(self._own)
             self._own = ()
         if step is not None:
-            step.end(ending)
+            if self._lead.stepper.was_issued(step):
+                step.end(ending)
             self._step = None
             if step.error is not None:
                 raise step.error

@@ -6,14 +6,14 @@ Owned by api.member, one for a group. After a failure weights, buffers and optim
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
-from roundpipe.api.entering import raise_as_it_came
+from roundpipe.api.call_lock import raise_as_it_came
 from roundpipe.errors import ClosedError, add_note
 from roundpipe.optim.stepper import Stepper
 from roundpipe.runtime.run import Run
@@ -60,10 +60,12 @@ class Recovery:
         """Later runs stand on sand, and what others of this generation gather is lost: end them."""
         assert bad.failure is not None
         self._dragging = True
-        for other in self._runs:
-            if other.trains and other.generation >= bad.generation:
-                other.fail(bad.failure)
-        self._dragging = False
+        try:
+            for other in self._runs:
+                if other is not bad and other.trains and other.generation >= bad.generation:
+                    other.fail(bad.failure)
+        finally:
+            self._dragging = False
 
     def wait_for_runs(self) -> None:
         for run in list(self._runs):
@@ -71,7 +73,9 @@ class Recovery:
 
     def take_finished(self, store: LayerStore) -> list[Run]:
         with self._monitor:
-            finished = [run for run in self._runs if run.store is store and run.finished and not run.failed]
+            finished = [
+                run for run in self._runs if run.store is store and run.finished and run.has_returned and not run.failed
+            ]
             self._runs = [run for run in self._runs if run not in finished]
         for run in finished:
             self._written.pop(run.number, None)
@@ -116,13 +120,12 @@ class Recovery:
                 undo.append((record, record.frozen()))
                 record.write(value)
 
-    @contextlib.contextmanager
-    def undoing_buffers(self, stores: Sequence[LayerStore]) -> Iterator[None]:
-        """What is written into buffers inside it, by whomever, counts only if it ends well."""
+    def undoing_buffers(self, stores: Sequence[LayerStore], function: Callable[[], Any]) -> Any:
+        """Call the function; if it raises, roll back what it has written into buffers."""
         records = [record for store in stores for layer in store.layers for record in layer.buffers]
         before = [record.frozen() for record in records]
         try:
-            yield
+            return function()
         except BaseException:
             for record, value in zip(records, before, strict=True):
                 if record.frozen() is not value:
@@ -131,14 +134,34 @@ class Recovery:
 
     # Failures.
 
-    def raise_failures(self, remark: str | None, own: BaseException | None = None) -> None:
+    def settle_interrupted(self) -> None:
+        """Put right what calls have left that were interrupted so that they could not do it themselves.
+
+        No call is in progress. The caller has got an exception from them: nothing is raised again.
+        """
+        if all(run.has_returned for run in self._runs):
+            return
+        for run in [run for run in self._runs if not run.has_returned]:
+            run.fail(run.failure or RuntimeError("the call was interrupted"))
+        with self._monitor:
+            causes = [run.failure for run in self._runs if not run.has_returned]
+            failed = [run for run in self._runs if any(run.failure is cause for cause in causes)]
+        self._clean_up(failed)
+
+    def drop_gradients(self, generation: int) -> None:
+        """Forget what calls of this generation have gathered; what an interrupt leaves the next call drops."""
+        self._drop_generation = generation
+        self._drop_overdue_gradients()
+
+    def raise_failures(self, remark: str | None, own: BaseException | None = None, run: Run | None = None) -> None:
         """Raise what went wrong since the last look, once, after putting everything right.
 
-        `own`: what the caller itself met, raised even if it is not the failure of any run.
+        `own`: what the caller itself met, raised even if it is not the failure of any run. `run`: the one that the
+        caller carries out; others whose calls have not returned are theirs to settle.
         """
         self._drop_overdue_gradients()
         with self._monitor:
-            failed = [run for run in self._runs if run.failed]
+            failed = [one for one in self._runs if one.failed and (one.has_returned or run is not None)]
         errors = [run.failure for run in failed if run.failure is not None] + ([own] if own is not None else [])
         if errors:
             lost_gradients = self._clean_up(failed)
@@ -152,42 +175,47 @@ class Recovery:
             if remark:
                 add_note(first, remark)
             raise_as_it_came(first)
-        if self._stepper.errors:
-            first, *others = self._stepper.errors
-            self._stepper.errors.clear()
-            for other in others:
-                logger.error("another optimizer step failed too", exc_info=other)
-            raise_as_it_came(first)
+        with self._monitor:
+            of_steps, self._stepper.errors = self._stepper.errors, []
+        for other in of_steps[1:]:
+            logger.error("another optimizer step failed too", exc_info=other)
+        if of_steps:
+            raise_as_it_came(of_steps[0])
 
     def log_failures(self, when: str) -> None:
         """For failures that nobody will ask for any more."""
-        errors = [run.failure for run in self._runs if run.failure is not None] + self._stepper.errors
+        failures = [run.failure for run in self._runs if run.has_returned and run.failure is not None]
+        errors = failures + self._stepper.errors
         for error in {id(error): error for error in errors if not isinstance(error, ClosedError)}.values():
             logger.error("a failure in the background came to light %s", when, exc_info=error)
 
     def _clean_up(self, failed: Sequence[Run]) -> bool:
-        """Put right what failed runs have done; returns whether gradients were lost. Takes at most `_UNWIND_S`."""
+        """Put right what failed runs have done; returns whether gradients were lost. Takes at most `_UNWIND_S`.
+
+        A run is forgotten last: what is interrupted before is repeated by the next call.
+        """
         deadline = time.monotonic() + _UNWIND_S
         for run in failed:
             run.wait_until_finished(max(deadline - time.monotonic(), 0.0))
         self._undo_writes(failed)
-        with self._monitor:  # one that has failed meanwhile stays for the next call to meet
-            self._runs = [run for run in self._runs if run not in failed]
         trained = [run for run in failed if run.trains]
         if trained:
             self._drop_generation = min(run.generation for run in trained)
+        with self._monitor:  # one that has failed meanwhile stays for the next call to meet
+            self._runs = [run for run in self._runs if run not in failed]
+        for run in failed:
+            self._written.pop(run.number, None)
+        self._failed_by_themselves -= {run.number for run in failed}
+        if trained:
             self._drop_overdue_gradients(max(deadline - time.monotonic(), 0.0))
         return bool(trained)
 
     def _undo_writes(self, failed: Sequence[Run]) -> None:
         """The youngest first. A call before the one that failed was only dragged along: what it wrote stays."""
-        numbers = {run.number for run in failed}
-        first_bad = min(self._failed_by_themselves & numbers, default=0)
-        self._failed_by_themselves -= numbers
+        first_bad = min(self._failed_by_themselves & {run.number for run in failed}, default=0)
         for run in reversed(failed):
-            written = self._written.pop(run.number, [])
             if run.number >= first_bad or not run.trains:
-                for record, before in reversed(written):
+                for record, before in reversed(self._written.get(run.number, [])):
                     record.write(before)
 
     def _drop_overdue_gradients(self, timeout_s: float | None = None) -> None:

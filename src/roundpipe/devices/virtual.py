@@ -19,6 +19,7 @@ import torch
 
 from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
 from roundpipe.devices.poison import poisoned
+from roundpipe.waiting import shielded
 
 # One lock for all virtual devices: a copy may have to force events of another device first.
 _fabric_lock = threading.RLock()
@@ -55,9 +56,16 @@ class VirtualEvent:
         return True
 
     def wait(self) -> None:
-        if self._stream.ran < self._position:
-            with _fabric_lock:
-                self._stream.run_until(self._position)
+        if self._stream.ran >= self._position:
+            return
+        if _fabric_lock._is_owned():  # type: ignore[attr-defined]
+            self._force()
+        else:
+            shielded(self._force)  # a copy that an interrupt had cut short would count as done
+
+    def _force(self) -> None:
+        with _fabric_lock:
+            self._stream.run_until(self._position)
 
 
 class _Passed:

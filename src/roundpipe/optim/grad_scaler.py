@@ -44,6 +44,7 @@ from roundpipe.optim.scale_window import (
     wait_for_steps,
 )
 from roundpipe.optim.unscaling import unscale
+from roundpipe.waiting import shielded
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _NOT_COPIED = ("_lock", "_window", "_records", "_main_record", "_loss_factor")  # made by GradScaler._open
@@ -196,6 +197,9 @@ class GradScaler:
             awaited = list(self._deferred.window.running) if self._deferred else []
             awaited += [] if is_async else self._window.running
         wait_for_steps("update", awaited)
+        shielded(lambda: self._update(given_scale, is_async))
+
+    def _update(self, given_scale: float | None, is_async: bool) -> None:
         with self._lock:
             if self._deferred:
                 self._apply(self._deferred)

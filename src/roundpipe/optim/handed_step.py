@@ -32,7 +32,6 @@ class HandedStep:
     def __init__(self, monitor: Monitor) -> None:
         self.thread = threading.get_ident()
         self.error: BaseException | None = None
-        self.is_issued = False  # the optimizer thread has it, or will
         self.is_open = False  # the gradients are there and the caller has its turn
         self.is_over = False  # the optimizer thread is done with it
         self._monitor = monitor
@@ -53,7 +52,7 @@ class HandedStep:
             if self._ending is None:
                 self._ending = ending
             self._monitor.changed()
-            self._monitor.wait_until(lambda: self.is_over or not self.is_issued, "the optimizer thread to end a step")
+            self._monitor.wait_until(lambda: self.is_over, "the optimizer thread to end a step")
 
     def abandon(self) -> None:
         """End the step as failed without waiting: the model is being closed. Called under the monitor."""

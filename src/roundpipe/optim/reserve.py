@@ -15,7 +15,7 @@ from roundpipe.optim.native.kernel import usable_cores
 from roundpipe.store import OptimizerCopy
 from roundpipe.store.host_buffer import HUGE_PAGE_BYTES, host_zeros_like, make_pages_ready
 from roundpipe.store.host_memory import available_host_bytes
-from roundpipe.waiting import THREAD_PREFIX
+from roundpipe.waiting import THREAD_PREFIX, start_thread
 
 _MOST_THREADS = 4
 _CORES_PER_THREAD = 4  # where there are few, the first call needs them itself
@@ -39,7 +39,11 @@ class Reserve:
             memory += [*self._moments[id(copy)], *copy.memory_of_step()]
         for first in range(num_threads if memory else 0):
             name = f"{THREAD_PREFIX}pages-{first}"
-            threading.Thread(target=_make_ready, args=(memory[first::num_threads],), name=name, daemon=True).start()
+            thread = threading.Thread(target=_make_ready, args=(memory[first::num_threads],), name=name, daemon=True)
+            try:
+                start_thread(thread)
+            except RuntimeError:  # no more threads can be started: the first step makes the pages
+                return
 
     def __contains__(self, copy_id: object) -> bool:
         return copy_id in self._moments

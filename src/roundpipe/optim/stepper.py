@@ -16,6 +16,7 @@ A step that fails makes a void version: it is numbered, and is what the one befo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import deque
@@ -27,7 +28,7 @@ from roundpipe.context import Iteration, OptimizerCtx, within_iteration
 from roundpipe.errors import add_note
 from roundpipe.optim.handed_step import HandedStep, StepFailed
 from roundpipe.store import LayerStore, LayerUpdate, StepAbandoned
-from roundpipe.waiting import THREAD_PREFIX, end_threads
+from roundpipe.waiting import THREAD_PREFIX, end_threads, shielded, start_thread
 
 logger = logging.getLogger("roundpipe")
 _JOIN_S = 5.0
@@ -41,7 +42,7 @@ class StepJob:
         is_async: bool,
         may_overlap: bool,
         iteration: Iteration,
-        handed: HandedStep | None,
+        handed: HandedStep | None = None,
     ) -> None:
         self.number = number
         self.step_fn = step_fn
@@ -51,21 +52,35 @@ class StepJob:
         self.handed = handed
         self.num_threads = torch.get_num_threads()  # sums on the CPU depend on it
         self.publishes = not is_async
+        self.visible_version = number - 1 if is_async else number  # what calls read after it was issued
+        self.next_iteration = Iteration()  # of calls after it was issued
         self.abandoned = False  # a call it depends on failed; step_fn will not run
         self.begun = False  # step_fn runs or has run
         self.done = False
+        self.is_awaited = (
+            handed is not None
+        )  # by a caller, who raises the error; any other error is raised by the next call
         self.error: BaseException | None = None
+
+    @classmethod
+    def before_the_first(cls) -> StepJob:
+        job = cls(0, _nothing, False, False, Iteration())
+        job.done = True
+        return job
+
+    def raise_error(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
 
 class Stepper:
     def __init__(self, store: LayerStore) -> None:
         self.stores = [store]
         self._monitor = store.monitor
-        self.steps_issued = 0
-        self.visible_version = 0  # what calls read from now on
-        self.iteration = Iteration()
-        self.errors: list[BaseException] = []  # of asynchronous steps, to be raised by the next call
-        self._jobs: deque[StepJob] = deque()  # the first one may be running
+        self.errors: list[BaseException] = []  # of steps that nobody awaits, to be raised by the next call
+        # In the order of issue. The last one stays when it is done: all that `issue` changes is derived from it.
+        self._jobs: deque[StepJob] = deque([StepJob.before_the_first()])
         self._void_versions: set[int] = set()
         self._lost_since: int | None = None  # the first generation whose gradients are lost and not yet dropped
         self.half_done: str | None = None  # what an abandoned step has left, for whoever reports the failure
@@ -81,6 +96,20 @@ class Stepper:
         self.stores.append(store)
 
     @property
+    def steps_issued(self) -> int:
+        return self._jobs[-1].number
+
+    @property
+    def visible_version(self) -> int:
+        """What calls read from now on."""
+        return self._jobs[-1].visible_version
+
+    @property
+    def iteration(self) -> Iteration:
+        """The iteration of calls from now on."""
+        return self._jobs[-1].next_iteration
+
+    @property
     def generation(self) -> int:
         """The generation calls issued now belong to."""
         return self.steps_issued
@@ -88,16 +117,15 @@ class Stepper:
     def issue(
         self, step_fn: Callable[[], object], is_async: bool, may_overlap: bool, handed: HandedStep | None = None
     ) -> StepJob:
+        """Hand a step to the optimizer thread.
+
+        The append alone makes it a step: an interrupt before it leaves nothing of the step, a later one all of it.
+        """
         with self._monitor:
-            self.steps_issued += 1
-            job = StepJob(self.steps_issued, step_fn, is_async, may_overlap, self.iteration, handed)
-            job.abandoned = self._lost_since is not None and job.number - 1 >= self._lost_since
-            self.visible_version = job.number - 1 if is_async else job.number
-            self.iteration = Iteration()
-            if handed is not None:
-                handed.is_issued = True
-            self._jobs.append(job)
             self._start()
+            job = StepJob(self.steps_issued + 1, step_fn, is_async, may_overlap, self.iteration, handed)
+            job.abandoned = self._lost_since is not None and job.number - 1 >= self._lost_since
+            self._jobs.append(job)
             self._monitor.changed()
         return job
 
@@ -105,25 +133,31 @@ class Stepper:
         """Issue a step that the caller carries out; it opens when all gradients have landed."""
         self.issue(handed.wait_for_caller, False, False, handed)
 
+    def was_issued(self, handed: HandedStep) -> bool:
+        return handed.is_over or any(job.handed is handed for job in list(self._jobs))
+
     def wait_for(self, job: StepJob) -> None:
+        """Its error is the caller's to raise from now on."""
         with self._monitor:
+            job.is_awaited = True
             self._monitor.wait_until(lambda: job.done, f"optimizer step {job.number}")
+            self.errors = [error for error in self.errors if error is not job.error]
 
     def forsake(self, job: StepJob) -> None:
-        """The caller stopped waiting for a synchronous step: what becomes of it is the next call's to hear."""
+        """The caller stopped waiting for a synchronous step: its error is the next call's to raise."""
         with self._monitor:
-            job.is_async = True
-            if job.done and job.error is not None:
+            job.is_awaited = False
+            if job.error is not None and job.error not in self.errors:
                 self.errors.append(job.error)
 
     def wait_until_idle(self) -> None:
         with self._monitor:
-            self._monitor.wait_until(lambda: not self._jobs, "the optimizer's pending steps")
+            self._monitor.wait_until(lambda: self._pending() is None, "the optimizer's pending steps")
 
     def publish_latest(self) -> None:
         """Make the newest update what calls and the user see. Only while idle."""
         self._publish_late(self.steps_issued)
-        self.visible_version = self.steps_issued
+        self._jobs[-1].visible_version = self.steps_issued
         for store in self.stores:
             store.weights.show(self.visible_version)
 
@@ -142,7 +176,7 @@ class Stepper:
         with self._monitor:
             self._lost_since = generation if self._lost_since is None else min(generation, self._lost_since)
             for job in self._jobs:
-                if job.number - 1 >= generation:
+                if not job.done and job.number - 1 >= generation:
                     job.abandoned = True
             self._monitor.changed()
 
@@ -154,7 +188,9 @@ class Stepper:
     def wait_until_abandoned_are_gone(self, timeout_s: float | None) -> None:
         with self._monitor:
             self._monitor.wait_until(
-                lambda: not any(job.abandoned for job in self._jobs), "abandoned optimizer steps", timeout_s
+                lambda: not any(job.abandoned and not job.done for job in self._jobs),
+                "abandoned optimizer steps",
+                timeout_s,
             )
 
     def is_current_thread(self) -> bool:
@@ -176,8 +212,13 @@ class Stepper:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}optimizer", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}optimizer", daemon=True)
+            self._thread = thread
+            try:
+                start_thread(thread)
+            except BaseException:
+                self._thread = None  # one that has come up all the same sees this and ends
+                raise
 
     def _loop(self) -> None:
         while (job := self._next()) is not None:
@@ -191,20 +232,29 @@ class Stepper:
 
     def _next(self) -> StepJob | None:
         with self._monitor:
-            self._monitor.idle_until(lambda: bool(self._jobs) or self._closing)
-            return self._jobs[0] if self._jobs else None
+            self._monitor.idle_until(
+                lambda: self._pending() is not None or self._closing or not self.is_current_thread()
+            )
+            return self._pending() if self.is_current_thread() else None
+
+    def _pending(self) -> StepJob | None:
+        """The first step that is not done; it may be running."""
+        return next((job for job in self._jobs if not job.done), None)
 
     def _finish(self, job: StepJob) -> None:
         # What the user's function holds is not ours to keep, and may be a model: let go of it outside the monitor.
         step_fn, job.step_fn = job.step_fn, _nothing
         with self._monitor:
-            if job.error is not None and job.is_async:
+            if job.error is not None and not job.is_awaited:
                 self.errors.append(job.error)
+                if job.is_async:
+                    job.error = None  # the job may be kept for long
             job.done = True
             if job.handed is not None:
                 job.handed.finished(job.error)
             job.iteration.step_finished.set()
-            self._jobs.popleft()
+            while len(self._jobs) > 1 and self._jobs[0].done:
+                self._jobs.popleft()
             self._monitor.changed()
         del step_fn
 
@@ -289,8 +339,10 @@ class Stepper:
 
     def _publish_late(self, version: int) -> None:
         """Where this could not be done by the step that made it."""
+        copy = version not in self._void_versions
         for store, layer_id in self._all_layers():
-            store.weights.publish(layer_id, version, copy=version not in self._void_versions)
+            if store.slots[layer_id].newest_version < version:
+                shielded(functools.partial(store.weights.publish, layer_id, version, copy=copy))
         self._void_versions.discard(version - 1)
 
     def _all_layers(self) -> list[tuple[LayerStore, int]]:

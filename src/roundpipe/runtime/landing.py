@@ -33,9 +33,6 @@ class LandingThread:
         self._stopping = False
         self.thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}landing", daemon=True)
 
-    def start(self) -> None:
-        self.thread.start()
-
     def submit(self, landing: Landing) -> None:
         with self._monitor:
             self._waiting.append(landing)

@@ -14,7 +14,7 @@ from roundpipe.plan import deal
 from roundpipe.runtime.landing import LandingThread
 from roundpipe.runtime.run import Run
 from roundpipe.runtime.worker import Worker
-from roundpipe.waiting import Monitor, end_threads
+from roundpipe.waiting import Monitor, end_threads, has_started, start_thread
 
 _JOIN_S = 3.0
 _pools: weakref.WeakValueDictionary[tuple[DeviceSpec, ...], DevicePool] = weakref.WeakValueDictionary()
@@ -66,24 +66,40 @@ class DevicePool:
         with self._lock:
             if self._open is None:
                 self._open = _OpenPool(self)
-            return self._open
+            opened = self._open
+            if not opened.is_running:
+                try:
+                    opened.start()
+                except BaseException:
+                    self._open = None
+                    opened.finalizer()
+                    raise
+            return opened
 
 
 class _OpenPool:
     def __init__(self, pool: DevicePool) -> None:
-        landing = LandingThread(pool.monitor)
-        self.workers = [Worker(device, landing) for device in open_devices(pool.specs)]
-        landing.start()
-        for worker in self.workers:
-            worker.start()
+        """Opens the devices; no thread runs before `start`."""
+        self._landing = LandingThread(pool.monitor)
+        self.workers = [Worker(device, self._landing) for device in open_devices(pool.specs)]
+        self.is_running = False
         # At exit too, before the interpreter takes the threads' ground away.
-        self.finalizer = weakref.finalize(pool, _stop, pool.monitor, landing, self.workers)
+        self.finalizer = weakref.finalize(pool, _stop, pool.monitor, self._landing, self.workers)
         self.finalizer.atexit = True
+
+    def start(self) -> None:
+        """Can be repeated if it was interrupted."""
+        for thread in [self._landing.thread, *(worker.thread for worker in self.workers)]:
+            if not has_started(thread):
+                start_thread(thread)
+        self.is_running = True
 
 
 def _stop(monitor: Monitor, landing: LandingThread, workers: list[Worker]) -> None:
     for worker in workers:
         worker.stop()
+        if not has_started(worker.thread):
+            worker.device.close()  # as its thread does
     landing.stop()
     if monitor.is_held():  # a finalizer may come at any point of any thread, and the others need the monitor to end
         return

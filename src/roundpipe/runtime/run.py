@@ -144,6 +144,8 @@ class Run:
         self.first_task_index = tasks[0].index if tasks else 0
 
         self.failure: BaseException | None = None
+        self._failure_is_known = False  # to the store and to recovery
+        self.has_returned = False  # the call that made it has returned normally to the user
         self.losses: dict[int, tuple[bool, HostValues]] = {}
         self.outputs: dict[int, Parcel] = {}
         self.input_gradients: dict[int, GradientParcel] = {}
@@ -217,16 +219,21 @@ class Run:
         return self.failure is not None
 
     def fail(self, error: BaseException) -> None:
-        """Record the first failure and wake everybody who waits for this run."""
+        """Record the first failure and wake everybody who waits for this run.
+
+        Every part of it can be repeated, so a second call completes one that was interrupted.
+        """
         # Frames that are done must not keep device memory alive for as long as somebody keeps the exception.
         traceback.clear_frames(error.__traceback__)
         with self.monitor:
-            if self.failure is not None:
+            if self._failure_is_known:
                 return
-            self.failure = error
+            if self.failure is None:
+                self.failure = error
             self._on_failure(self)  # before the store lets go of us: nobody may take our gradients for complete
             self._mail.clear()
             self.store.cancel(self)
+            self._failure_is_known = True
             self.monitor.changed()
 
     def task_done(self) -> None:

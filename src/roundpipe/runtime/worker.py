@@ -18,7 +18,7 @@ from roundpipe.runtime.landing import LandingThread
 from roundpipe.runtime.place import Place
 from roundpipe.runtime.run import Run, RunCancelled
 from roundpipe.runtime.stage import StageRunner
-from roundpipe.waiting import IDLE_SLEEP_S, THREAD_PREFIX
+from roundpipe.waiting import THREAD_PREFIX, Monitor
 
 _Job = tuple[Run, StageTask]
 
@@ -30,18 +30,15 @@ class Worker:
         self._current: Run | None = None
         self._stopping = False
         self._is_to_release = False
-        self._ready = threading.Condition()
+        self._queue = Monitor()
         self._images = LayerImages(device)
         self._runner = StageRunner(device, landing, self._images, self._prefetch_next)
         self.thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}{device.name}", daemon=True)
 
-    def start(self) -> None:
-        self.thread.start()
-
     def submit(self, run: Run, task: StageTask) -> None:
-        with self._ready:
+        with self._queue:
             self._jobs.append((run, task))
-            self._ready.notify()
+            self._queue.changed()
 
     def release_unused(self) -> None:
         """Before the next task."""
@@ -49,18 +46,17 @@ class Worker:
 
     def stop(self) -> None:
         """End after the present layer; what was still to be done fails."""
-        with self._ready:
+        with self._queue:
             self._stopping = True
             runs = [run for run, _ in self._jobs] + ([self._current] if self._current is not None else [])
-            self._ready.notify()
+            self._queue.changed()
         for run in runs:
             run.fail(ClosedError("the device pool was closed while this call was running"))
 
     def _next(self) -> _Job | None:
-        with self._ready:
+        with self._queue:
             self._current = None  # an idle worker keeps no run, and so no model, alive
-            while not self._jobs and not self._stopping:
-                self._ready.wait(IDLE_SLEEP_S)  # for the same reason as Monitor.idle_until
+            self._queue.idle_until(lambda: bool(self._jobs) or self._stopping)
             if self._stopping:
                 return None
             self._current = self._jobs[0][0]
@@ -98,7 +94,7 @@ class Worker:
 
     def _prefetch_next(self, within_room: bool) -> None:
         """What goes wrong here concerns the next task; the present one goes on."""
-        with self._ready:
+        with self._queue:
             job = self._jobs[0] if self._jobs else None
         if job is None:
             return

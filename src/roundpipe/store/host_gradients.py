@@ -83,16 +83,20 @@ class HostGradients:
         return [record for record in self._parameters if record.param.grad is not _shown(record)]
 
     def adopt_touched(self, records: Sequence[ParameterRecord]) -> None:
-        """Follow the user: a cleared gradient is dropped, a replaced one taken, a new one added."""
+        """Follow the user: a cleared gradient is dropped, a replaced one taken, a new one added.
+
+        One assignment makes each of them the host's: after an interrupt none is lost or counted twice.
+        """
         with self._lock, torch.no_grad():
             for record in records:
-                users = record.param.grad
-                if record.exposed:
-                    self._forget(record)
+                users, old = record.param.grad, record.gathered
+                new = None if record.exposed else old
                 if users is not None:
                     own = torch.empty_like(record.weights, memory_format=torch.preserve_format).copy_(users)
-                    self._add_one(GradientPart(record, own))
-                record.param.grad, record.exposed = None, False
+                    new = Gathered(own if new is None else new.tensor + own)
+                record.gathered, record.param.grad, record.exposed = new, None, False
+                if old is not None and new is not old:
+                    old.let_go()
 
     def _add_one(self, part: GradientPart) -> None:
         record = part.record

@@ -167,8 +167,10 @@ class LayerStore:
     def _let_take(self, layer_id: int) -> None:
         slot = self.slots[layer_id]
         while slot.can_consume(slot.open_generation) and (layer_id, slot.open_generation) in self._takers:
-            self._takers.pop((layer_id, slot.open_generation))()
-            slot.consumed(slot.open_generation)
+            generation = slot.open_generation
+            self._takers[layer_id, generation]()
+            slot.consumed(generation)
+            del self._takers[layer_id, generation]  # last: what is interrupted before is repeated
             self.monitor.changed()
 
     def wait_for_step(self, ready: Callable[[], bool], abandoned: Callable[[], bool], layer_id: int) -> None:

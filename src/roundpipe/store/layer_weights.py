@@ -6,6 +6,7 @@ monitor; the rules themselves are LayerSlot's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from roundpipe.store.layer_slot import LayerSlot, WeightBuffer
 from roundpipe.store.layout import lay_out
 from roundpipe.store.optimizer_copy import OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord
-from roundpipe.waiting import Monitor
+from roundpipe.waiting import Monitor, shielded
 
 _ADVICE = (
     "Asynchronous steps keep the weights twice, to write one version while the other is read; step with "
@@ -163,13 +164,12 @@ class LayerWeights:
                 if slot.buffer_of(version) is WeightBuffer.FRONT:
                     continue
                 self._monitor.wait_until(slot.can_move, f"uploads of layer {layer.layer_id} to be issued")
-                events = [event for buffer in WeightBuffer for event in slot.take_upload_events(buffer)]
-            failure = _wait_for_all(events)
-            self._bring_to_front(layer, slot, keep_old=version != slot.newest_version)
-            if failure is not None:
-                raise failure
+            shielded(functools.partial(self._bring_to_front, layer, slot, keep_old=version != slot.newest_version))
 
     def _bring_to_front(self, layer: LayerRecord, slot: LayerSlot, *, keep_old: bool) -> None:
+        with self._monitor:
+            events = [event for buffer in WeightBuffer for event in slot.take_upload_events(buffer)]
+        failure = _wait_for_all(events)
         for record in layer.at_home:
             if record.back is not None:
                 _exchange(record, keep_old=keep_old)
@@ -178,6 +178,8 @@ class LayerWeights:
                 slot.swapped()
             else:
                 slot.moved_to_front()
+        if failure is not None:
+            raise failure
 
     def _give_second_memory(self, layer: LayerRecord, missing: Sequence[ParameterRecord]) -> None:
         """The first of a layer is empty until a version is written into it; a later one joins what the others hold."""
