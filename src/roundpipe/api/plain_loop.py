@@ -10,7 +10,7 @@ over as they are, so that clipping and unscaling before it cost no float32 gradi
 
 [Note: an optimizer that raises] Hooks are not told when `optimizer.step()` raises. So a step remembers the frame of the
 `step()` call it belongs to; once that frame is no longer on its thread's stack, the next call into the model ends the
-step as failed.
+step. As in torch, what the optimizer has changed by then counts, and gradients stay until they are cleared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from roundpipe.context import current_iteration, in_gradient_hook
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.optim.adam import Adam, AdamW
-from roundpipe.optim.handed_step import Ending, HandedStep
+from roundpipe.optim.handed_step import HandedStep
 from roundpipe.optim.state_memory import require_state_memory
 from roundpipe.optim.stepper import Stepper
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
@@ -157,7 +157,7 @@ class PlainLoop:
         if not self._calls:
             with self._lead.call_lock() as is_outermost:
                 self._lead.begin_loop_call(is_outermost)
-                self._end(Ending.STEPPED)
+                self._end()
 
     def run_closure(self, closure: Callable[[], Any]) -> Any:
         """Run what the optimizer calls during its step, on weights and gradients that are up to date."""
@@ -165,7 +165,7 @@ class PlainLoop:
         calls, self._calls = self._calls, []
         with self._lead.call_lock() as is_outermost:
             self._lead.begin_loop_call(is_outermost)
-            self._end(Ending.STEPPED)
+            self._end()
         try:
             return closure()
         finally:
@@ -191,7 +191,7 @@ class PlainLoop:
         """The model is being closed: an open step ends."""
         self._viewed.clear()
         if self._step is not None and self._lead.stepper.was_issued(self._step):
-            self._step.end(Ending.FAILED)
+            self._step.end()
         self._step = None
 
     def _begin(self, own: Sequence[ParameterRecord]) -> None:
@@ -211,14 +211,14 @@ class PlainLoop:
             raise step.error or ClosedError(f"{lead.name} was closed during optimizer.step().")
         self._viewed.clear()  # the step has taken them over
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         step, self._looked_at = self._step, None
         if self._own:
             self._lead.adopt_own(self._own)
             self._own = ()
         if step is not None:
             if self._lead.stepper.was_issued(step):
-                step.end(ending)
+                step.end()
             self._step = None
             if step.error is not None:
                 raise step.error
@@ -236,7 +236,7 @@ class PlainLoop:
                 )
         if self._calls or self._step is not None or self._own:
             self._calls.clear()
-            self._end(Ending.FAILED)
+            self._end()
 
 
 class _StepCall:

@@ -7,25 +7,14 @@ and waits until the caller says how the step ended. So a Ctrl-C in the caller ne
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from roundpipe.store import StepAbandoned
 from roundpipe.waiting import Monitor
 
 T = TypeVar("T")
-
-
-class Ending(enum.Enum):
-    """How the caller ends a handed step."""
-
-    STEPPED = "stepped"  # the optimizer has updated the copies: publish them
-    FAILED = "failed"  # the optimizer raised: publish nothing, keep the gradients
-
-
-class StepFailed(BaseException):
-    """Ends a handed step whose optimizer raised on the caller's thread. Never reaches a user."""
 
 
 class HandedStep:
@@ -35,7 +24,8 @@ class HandedStep:
         self.is_open = False  # the gradients are there and the caller has its turn
         self.is_over = False  # the optimizer thread is done with it
         self._monitor = monitor
-        self._ending: Ending | None = None
+        self._has_ended = False  # the caller has had its turn
+        self._is_abandoned = False  # the model is being closed
         self._work: Callable[[], object] | None = None
 
     # The caller's side.
@@ -46,17 +36,16 @@ class HandedStep:
             self._monitor.wait_until(lambda: self.is_open or self.is_over, "gradients of the pending calls")
             return self.is_open and not self.is_over
 
-    def end(self, ending: Ending) -> None:
-        """End the step; returns when the optimizer thread is done with it. Safe to call again after an interrupt."""
+    def end(self) -> None:
+        """End the caller's turn; returns when the optimizer thread has published the step. Can be repeated."""
         with self._monitor:
-            if self._ending is None:
-                self._ending = ending
+            self._has_ended = True
             self._monitor.changed()
             self._monitor.wait_until(lambda: self.is_over, "the optimizer thread to end a step")
 
     def abandon(self) -> None:
-        """End the step as failed without waiting: the model is being closed. Called under the monitor."""
-        self._ending = self._ending or Ending.FAILED
+        """End the step without publishing it and without waiting: the model is being closed. Under the monitor."""
+        self._is_abandoned = True
 
     def carry_out(self, work: Callable[[], T]) -> T:
         """Run `work` on the optimizer thread, where no signal handler can interrupt it; returns its result."""
@@ -89,12 +78,12 @@ class HandedStep:
             with self._monitor:
                 self._monitor.changed()
             del work
-        if self._ending is not Ending.STEPPED:
-            raise StepFailed
+        if self._is_abandoned:
+            raise StepAbandoned
 
     def _next_work(self) -> Callable[[], Any] | None:
         with self._monitor:
-            self._monitor.idle_until(lambda: self._work is not None or self._ending is not None)
+            self._monitor.idle_until(lambda: self._work is not None or self._has_ended or self._is_abandoned)
             work, self._work = self._work, None
             return work
 

@@ -26,7 +26,7 @@ import torch
 
 from roundpipe.context import Iteration, OptimizerCtx, within_iteration
 from roundpipe.errors import add_note
-from roundpipe.optim.handed_step import HandedStep, StepFailed
+from roundpipe.optim.handed_step import HandedStep
 from roundpipe.store import LayerStore, LayerUpdate, StepAbandoned
 from roundpipe.waiting import THREAD_PREFIX, end_threads, shielded, start_thread
 
@@ -271,9 +271,6 @@ class Stepper:
             self._run_step_fn(job)
             self._for_all(updates, LayerUpdate.end_step)
             self._for_all(updates, LayerUpdate.publish)
-        except StepFailed:
-            self._void_versions.add(job.number)
-            self._for_all(updates, LayerUpdate.revoke_but_keep_gradients)
         except BaseException as error:
             self._void_versions.add(job.number)
             replaced = sum(update.has_replaced_weights for update in updates)

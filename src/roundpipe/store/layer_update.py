@@ -182,15 +182,6 @@ class LayerUpdate:
         if not self.publishes_late:
             self._revoke_weights()
 
-    def revoke_but_keep_gradients(self) -> None:
-        """The caller's optimizer raised: as `revoke`, but its copies keep their gradients, as torch's parameters do."""
-        self._settled = True
-        for master in self._existing_masters():
-            master.end_step(keeps_source=True)
-            master.mark_touched()
-        if not self.publishes_late:
-            self._revoke_weights()
-
     def _existing_masters(self) -> list[OptimizerCopy]:
         return [record.master for record in self._records if record.master is not None]
 
