@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from roundpipe.config import LossReduction, ResolvedRunConfig
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, ModelSplitError
 from roundpipe.microbatch import Arriving, MicrobatchInputs
 from roundpipe.microbatch.shares import LossShares, Shares
 from roundpipe.models.counting import BY_ROWS, NUM_ITEMS, LossForm, LossKind, count_all, loss_form
@@ -74,8 +74,11 @@ class OwnLoss:
         self._forget_if_replaced()
         if key not in self._forms:
             come_to_rest()
-            with self._on_the_host():
-                self._forms[key] = loss_form(self._model, cut_down(given) or given)
+            try:
+                with self._on_the_host():
+                    self._forms[key] = loss_form(self._model, cut_down(given) or given)
+            except ModelSplitError:  # it cannot run on the host
+                self._forms[key] = BY_ROWS
         return self._forms[key]
 
     def _forget_if_replaced(self) -> None:

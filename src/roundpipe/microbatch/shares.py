@@ -40,7 +40,8 @@ class LossShares:
         if self.own is None:
             return value
         loss = own_loss(value, self.place)
-        if loss is None or loss.dim() > 0 or not loss.is_floating_point():
+        node = open_node(value)
+        if loss is None or node is None or loss.dim() > 0 or not loss.is_floating_point():
             return value
         share = self.own[microbatch]
         if share is None:
@@ -49,8 +50,6 @@ class LossShares:
                 "was cut, so the losses cannot be averaged. Set whole_batch_loss=False to add them up, or cut the call "
                 "with split_input specs such as Chunk(0)."
             )
-        node = open_node(value)
-        assert node is not None
         changed = [weighted(loss, share) if child is loss else child for child in node.children]
         return node.rebuild(changed)
 
