@@ -47,16 +47,17 @@ def batch(rows: int = 4, length: int = 24) -> dict[str, torch.Tensor]:
 def plain_gradients(
     model: nn.Module, inputs: dict[str, torch.Tensor], parts: int
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the whole batch on the GPU, one microbatch of as many rows after the other.
-
-    A microbatch divides by its share of all labels; what is no mean over labels (routers) counts by its share.
-    """
+    """Loss and gradients of the whole batch on the GPU, one microbatch after the other; routers' losses by rows."""
     device_model = copy.deepcopy(model).cuda()
+    count = int((inputs["labels"][:, 1:] != -100).sum())
     total = torch.zeros(())
-    num_labels = int((inputs["labels"][:, 1:] != -100).sum())
     for j in range(parts):
         part = {name: tensor.tensor_split(parts)[j].cuda() for name, tensor in inputs.items()}
-        loss = device_model(**part, use_cache=False, num_items_in_batch=num_labels / parts).loss / parts
+        output = device_model(**part, use_cache=False, num_items_in_batch=count)
+        loss = output.loss
+        if output.get("aux_loss") is not None:
+            share = len(part["labels"]) / len(inputs["labels"])
+            loss = loss - (1 - share) * device_model.router_aux_loss_coef * output.aux_loss
         loss.backward()
         total = total + loss.detach().cpu()
     return total, {n: p.grad.cpu() for n, p in device_model.named_parameters() if p.grad is not None}

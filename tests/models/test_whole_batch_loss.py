@@ -279,17 +279,18 @@ def test_without_the_switch_each_microbatch_has_a_mean_of_its_own() -> None:
 def test_with_a_loss_fn_each_microbatch_has_a_mean_of_its_own_unless_the_switch_is_on() -> None:
     plain, batch = small("llama"), ragged("llama")
     with wrapped(copy.deepcopy(plain), 3) as model:
-        for switch, expected in (
-            ({}, added_loss(plain, batch, 4)),
-            ({"whole_batch_loss": True}, plain(**batch).loss.detach()),
-            ({"loss_reduction": "mean"}, plain_loss(plain, batch, 4)),
+        added = added_loss(plain, batch, 4)
+        for switch, expected, in_outputs in (
+            ({}, added, added / 4),  # an output like any other: averaged
+            ({"whole_batch_loss": True}, plain(**batch).loss.detach(), plain(**batch).loss.detach()),
+            ({"loss_reduction": "mean"}, plain_loss(plain, batch, 4), plain_loss(plain, batch, 4)),
         ):
             config = RoundPipeRunConfig(**switch, num_microbatch=4)
             loss, outputs = model.forward_backward(
                 input_kwargs=batch, loss_fn=lambda output, _: output.loss, return_outputs=True, run_config=config
             )
             torch.testing.assert_close(loss, expected, atol=0.0, rtol=1e-6)
-            assert_same(outputs.loss.detach(), loss, "outputs.loss")
+            torch.testing.assert_close(outputs.loss.detach(), in_outputs, atol=0.0, rtol=1e-6)
 
 
 def test_a_model_may_have_the_switch_for_all_its_calls() -> None:

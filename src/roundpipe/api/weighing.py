@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from roundpipe.config import LossReduction, ResolvedRunConfig
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, ModelSplitError
 from roundpipe.microbatch import Arriving, MicrobatchInputs
 from roundpipe.microbatch.shares import LossShares, Shares
 from roundpipe.models.counting import BY_ROWS, NUM_ITEMS, LossForm, LossKind, count_all, loss_form
@@ -74,8 +74,11 @@ class OwnLoss:
         self._forget_if_replaced()
         if key not in self._forms:
             come_to_rest()
-            with self._on_the_host():
-                self._forms[key] = loss_form(self._model, cut_down(given) or given)
+            try:
+                with self._on_the_host():
+                    self._forms[key] = loss_form(self._model, cut_down(given) or given)
+            except ModelSplitError:  # it cannot run on the host
+                self._forms[key] = BY_ROWS
         return self._forms[key]
 
     def _forget_if_replaced(self) -> None:
@@ -96,7 +99,8 @@ def weighed(
     has_loss_fn = loss_fn is not None and loss_fn is not outputs_alone
     covers_own = config.whole_batch_loss is True or (config.whole_batch_loss is None and not has_loss_fn)
     rows = _shares_of_rows(batches)
-    shares = LossShares(rows=rows, covers_own=covers_own)
+    added = (1.0,) * len(batches)
+    shares = LossShares(rows=rows, covers_own=covers_own, merged=None if has_loss_fn and not covers_own else added)
     if config.loss_reduction is LossReduction.MEAN and len(batches) > 1:
         if has_loss_fn and covers_own:
             raise ConfigError(
@@ -109,7 +113,7 @@ def weighed(
                 "how this call was cut: neither its labels nor its inputs are tensors of one size along the dimension "
                 'that was cut. Use loss_reduction="sum" and weigh the losses in loss_fn.'
             )
-        shares = dataclasses.replace(shares, returned=rows)
+        shares = dataclasses.replace(shares, returned=rows, merged=added if covers_own else rows)
     if own_loss is not None:
         named = [own_loss.named(args, kwargs) for args, kwargs in zip(batches.args, batches.kwargs, strict=True)]
         shares = dataclasses.replace(shares, place=own_loss.place(named[0]))

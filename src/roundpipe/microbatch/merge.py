@@ -72,10 +72,10 @@ class _AutomaticMerge:
         if not all(value.is_floating_point() for value in values):
             return _mean(values, path)
         if path == f"{ROOT}[{self._shares.place!r}]":  # the model's own loss
-            return _sum(values, None if self._shares.covers_own else self._shares.returned)
-        if _OTHER_LOSS.fullmatch(path) and self._shares.rows is not None:
-            return _sum(values, self._shares.rows)
-        return _mean(values, path)
+            shares = self._shares.merged
+        else:
+            shares = self._shares.rows if _OTHER_LOSS.fullmatch(path) else None
+        return _mean(values, path) if shares is None else _sum(values, shares)
 
 
 def _merge(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) -> Any:
@@ -174,11 +174,10 @@ def _mean(values: Sequence[torch.Tensor], path: str) -> torch.Tensor:
     return first
 
 
-def _sum(values: Sequence[torch.Tensor], shares: Sequence[float] | None) -> torch.Tensor:
+def _sum(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
     """In the order of the microbatches, as the losses of forward_backward are added."""
-    if shares is not None:
-        values = [weighted(value, share) for value, share in zip(values, shares, strict=True)]
-    return reduce(torch.add, values)
+    pairs = zip(values, shares, strict=True)
+    return reduce(torch.add, [value if share == 1 else weighted(value, share) for value, share in pairs])
 
 
 def _reduce(values: Sequence[Any], reducer: Reducer, path: str) -> Any:

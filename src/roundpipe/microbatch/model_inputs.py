@@ -140,6 +140,7 @@ class ModelInputSplit:
 
     def __init__(self, config: Any) -> None:
         self._config = config
+        self.__qualname__ = split_model_inputs.__qualname__  # in notes to what it raises
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
         pieces = split_model_inputs(kwargs, num_microbatch, self._config)

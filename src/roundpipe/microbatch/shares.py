@@ -23,9 +23,10 @@ class LossShares:
     """Factors by microbatch; None instead of a tuple: every loss counts as it is.
 
     own: of the loss that a model computes itself, applied to its output. An entry None: it is needed and unknown.
-    returned: of what loss_fn returns; of the model's own loss, too, where `covers_own` is False.
+    returned: of what loss_fn returns.
     rows: the share of the batch's rows; None where they are unknown.
     covers_own: the model's own losses, with their factors, add up to the loss of the batch.
+    merged: of the model's own loss where outputs are merged; None: it is averaged like any number.
     place: the key or position of the model's own loss in its output.
     """
 
@@ -33,6 +34,7 @@ class LossShares:
     returned: Shares | None = None
     rows: Shares | None = None
     covers_own: bool = False
+    merged: Shares | None = None
     place: str | int = "loss"
 
     def apply_to_output(self, value: Any, microbatch: int) -> Any:
@@ -40,7 +42,8 @@ class LossShares:
         if self.own is None:
             return value
         loss = own_loss(value, self.place)
-        if loss is None or loss.dim() > 0 or not loss.is_floating_point():
+        node = open_node(value)
+        if loss is None or node is None or loss.dim() > 0 or not loss.is_floating_point():
             return value
         share = self.own[microbatch]
         if share is None:
@@ -49,8 +52,6 @@ class LossShares:
                 "was cut, so the losses cannot be averaged. Set whole_batch_loss=False to add them up, or cut the call "
                 "with split_input specs such as Chunk(0)."
             )
-        node = open_node(value)
-        assert node is not None
         changed = [weighted(loss, share) if child is loss else child for child in node.children]
         return node.rebuild(changed)
 

@@ -371,7 +371,7 @@ def _call_arguments(layer_id: int, value: Any) -> tuple[tuple[Any, ...], dict[st
 
 
 def checked_losses(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value.get("loss") is None:
         raise ArgumentTypeError(
             f"there is no loss in the {type(value).__name__} with {', '.join(map(str, value))}: give the model labels, "
             "so that it computes one, or give forward_backward() a loss_fn that returns a tensor."
