@@ -6,6 +6,7 @@ Called once by LayerStore. After it a parameter is a view of memory the store kn
 from __future__ import annotations
 
 import enum
+import os
 import weakref
 from collections.abc import Sequence
 
@@ -129,8 +130,10 @@ def refuse_owned(model: nn.Module) -> None:
 
 
 def _owner_of(param: nn.Parameter) -> object | None:
+    """None also for an owner that a forked child has inherited and cannot use."""
     reference = getattr(param, _OWNER_ATTRIBUTE, None)
-    return reference() if reference is not None else None
+    owner = reference() if reference is not None else None
+    return owner if getattr(owner, "pid", None) == os.getpid() else None
 
 
 def _home_and_foreign(

@@ -6,6 +6,7 @@ All waiting goes through the monitor; the rules themselves are LayerSlot's. Know
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
@@ -40,6 +41,7 @@ class LayerStore:
         pinner: HostPinner,
         monitor: Monitor,
     ) -> None:
+        self.pid = os.getpid()
         refuse_unusable(layers, names)
         adoption.check_memory(layers, optim_dtype, pin_mode)
         self.monitor = monitor

@@ -12,7 +12,6 @@ not. The one-pass optimizer works on the split value under `lock`, so that nobod
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from roundpipe.store.split_value import SplitValue
+from roundpipe.waiting import process_rlock
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -79,7 +79,7 @@ class OptimizerCopy(nn.Parameter):
     _seen_version = 0
     _data_was_handed_out = False
     split_value: SplitValue | None = None  # the value, while there is no memory for it
-    lock = threading.RLock()  # of each split copy its own
+    lock = process_rlock()  # of each split copy its own
     when_training: Callable[[], None] | None = None  # called once, when its model begins to train
 
     @classmethod
@@ -93,7 +93,7 @@ class OptimizerCopy(nn.Parameter):
             memory.copy_(weight)
         copy = cls(memory)
         if is_split:
-            copy.split_value, copy.lock = SplitValue(weight), threading.RLock()
+            copy.split_value, copy.lock = SplitValue(weight), process_rlock()
         copy.forget_touches()
         return copy
 
