@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import weakref
 from collections.abc import Iterator
 from contextvars import Context, ContextVar, copy_context
@@ -45,6 +46,7 @@ class Iteration:
 
     def __init__(self) -> None:
         self.step_finished = Latch()
+        self.pid = os.getpid()  # a step that a forked child has inherited never finishes there
         self.loss_scales: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
 

@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from roundpipe.errors import ConfigError
 
@@ -31,6 +33,37 @@ _LONGEST_SLEEP_S = 0.5  # the main thread looks for signals when it wakes, and o
 _LAST_JOIN_S = 1.0
 _POLL_FIRST_S = 20e-6
 _POLL_LAST_S = 1e-3
+
+
+_process_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_follows_forks = False
+
+
+def process_lock() -> _thread.LockType:
+    """A lock that a forked child finds free, even if a thread of the parent held it."""
+    lock = _thread.allocate_lock()
+    _process_locks.add(lock)
+    return lock
+
+
+def process_rlock() -> _thread.RLock:
+    """The same, re-entrant."""
+    lock = _thread.RLock()
+    _process_locks.add(lock)
+    return lock
+
+
+def follow_forks() -> None:
+    """Called before the first thread is started: from then on locks may be held when a process forks."""
+    global _follows_forks
+    if not _follows_forks and hasattr(os, "register_at_fork"):
+        _follows_forks = True
+        os.register_at_fork(after_in_child=_free_locks)
+
+
+def _free_locks() -> None:
+    for lock in list(_process_locks):
+        lock._at_fork_reinit()
 
 
 def watchdog_limit_s() -> float:

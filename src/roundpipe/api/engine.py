@@ -199,6 +199,7 @@ class ModelEngine(Member):
 
     def named_masters(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's copies of those parameters that require grad, made where they do not exist yet."""
+        self._refuse_inherited()
         owned = owned_records(named, [member.store for member in self._members], self.name)
         wanted = [(name, *owned[id(param)]) for name, param in named if param.requires_grad]
         if any(record.master is None for _, _, record in wanted) and not self.stepper.is_current_thread():

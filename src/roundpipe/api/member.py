@@ -7,6 +7,7 @@ which serialises calls, and begins with `_begin_call`, which surfaces failures o
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -35,6 +36,7 @@ _FAILURES_HEARD_OUT = 10  # by close(), which logs failures of the background on
 class Member:
     def __init__(self, name: str, store: LayerStore, pool: DevicePool) -> None:
         self.name = name
+        self._pid = os.getpid()
         self.store = store
         self._pool = pool
         self.specs: Sequence[DeviceSpec] = pool.specs
@@ -89,6 +91,8 @@ class Member:
 
     def close(self) -> None:
         """Finish what is pending, then let go of threads and pinned memory. Never raises what the background did."""
+        if self._is_inherited:
+            return  # nothing of it is this process's
         self._refuse_inside_user_code("closed")
         with self._lock.for_call(self.name):
             if self._is_shut_down:
@@ -106,7 +110,7 @@ class Member:
     def abort(self) -> None:
         """Close without finishing anything: for a model nobody can reach any more, and at exit."""
         self._unreachable = True
-        if not self._is_shut_down and all(member._unreachable for member in self._members):
+        if not self._is_inherited and not self._is_shut_down and all(member._unreachable for member in self._members):
             self._recovery.log_failures("when nobody could reach the model any more")
             self._recovery.cancel_all(ClosedError(f"{self.name} was closed while this was running"))
             self._shut_down()
@@ -115,6 +119,7 @@ class Member:
 
     def call_lock(self) -> AbstractContextManager[bool]:
         """To be entered around every call; gives True if no other call is around it. See [Note: calls inside calls]."""
+        self._refuse_inherited()
         self._refuse_inside_user_code("called")
         watchdog_limit_s()  # a limit that cannot be read is refused here, before any thread meets it
         return self._lock.for_call(self.name)
@@ -211,6 +216,22 @@ class Member:
         for member in self._members:
             member.store.adopt_written([record for record in records if member.store.owns(record.param)])
         self._num_writes += 1
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process is a forked child of the one that made the model.
+
+        Then its threads do not exist, and its locks may be held by threads that do not: none may be touched.
+        """
+        return os.getpid() != self._pid
+
+    def _refuse_inherited(self) -> None:
+        if self._is_inherited:
+            raise UsageError(
+                f"{self.name} was made in process {self._pid} and cannot be used in process {os.getpid()}, a forked "
+                'child: its threads do not exist here. Wrap the model again in the child, or use the "spawn" start '
+                "method and build it there."
+            )
 
     def _refuse_inside_user_code(self, what: str) -> None:
         """Whoever calls from there would wait for itself."""

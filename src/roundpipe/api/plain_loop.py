@@ -35,6 +35,7 @@ from roundpipe.optim.stepper import Stepper
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.adoption import owner_of
 from roundpipe.store.host_gradients import GatheredGradient
+from roundpipe.waiting import process_lock
 
 _IN_BACKGROUND = "it happened in the background after the call that caused it had returned"
 
@@ -258,7 +259,7 @@ class _StepCall:
 
 # Hooks around every optimizer's step().
 
-_hooks_lock = threading.Lock()
+_hooks_lock = process_lock()
 _hooks: list[Any] = []
 
 

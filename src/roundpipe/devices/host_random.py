@@ -7,7 +7,6 @@ Entered by the runtime around a layer's forward. Knows no layer.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe.errors import UsageError
+from roundpipe.waiting import process_lock
 
 _aten = torch.ops.aten
-_default_generator_lock = threading.Lock()
+_default_generator_lock = process_lock()
 
 
 class HostRandomStream(TorchDispatchMode):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +18,10 @@ import torch
 
 from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
 from roundpipe.devices.poison import poisoned
-from roundpipe.waiting import shielded
+from roundpipe.waiting import process_rlock, shielded
 
 # One lock for all virtual devices: a copy may have to force events of another device first.
-_fabric_lock = threading.RLock()
+_fabric_lock = process_rlock()
 _EARLY_SHARE = 0.2  # of all calls that queue something, how many also run something ahead of need
 
 

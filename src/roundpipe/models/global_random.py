@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-_lock = threading.RLock()
+from roundpipe.waiting import process_rlock
+
+_lock = process_rlock()
 
 
 def state_of_generators() -> Any:

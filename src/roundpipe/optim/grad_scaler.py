@@ -12,7 +12,6 @@ What steps decide and when it counts: [Note: windows] in optim.scale_window.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, overload
@@ -44,7 +43,7 @@ from roundpipe.optim.scale_window import (
     wait_for_steps,
 )
 from roundpipe.optim.unscaling import unscale
-from roundpipe.waiting import shielded
+from roundpipe.waiting import process_lock, shielded
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _NOT_COPIED = ("_lock", "_window", "_records", "_main_record", "_loss_factor")  # made by GradScaler._open
@@ -76,7 +75,7 @@ class GradScaler:
 
     def _open(self) -> None:
         """Make what is neither copied nor saved, and listen for steps."""
-        self._lock = threading.Lock()  # guards every field; never held while gradients are worked on or steps awaited
+        self._lock = process_lock()  # guards every field; never held while gradients are worked on or steps awaited
         self._window = Window()
         self._records: weakref.WeakKeyDictionary[Iteration, StepRecord] = weakref.WeakKeyDictionary()
         self._main_record: StepRecord = {}  # of steps outside any iteration; they are done when they return

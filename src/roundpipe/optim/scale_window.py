@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ def wait_for_steps(method: str, iterations: Iterable[Iteration]) -> None:
     """Block, holding no lock, until all steps are done; each watchdog limit that passes is reported."""
     limit_s = watchdog_limit_s()
     what = f"an optimizer step that was issued and has not finished, in GradScaler.{method}()"
-    for iteration in iterations:
+    for iteration in [iteration for iteration in iterations if iteration.pid == os.getpid()]:
         begin_s = time.monotonic()
         due_s = begin_s + limit_s
         while not iteration.step_finished.wait(min(due_s - time.monotonic(), _WAIT_SLICE_S)):

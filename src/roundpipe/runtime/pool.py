@@ -5,6 +5,7 @@ One pool per set of devices. It opens at first use and closes when the last mode
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from roundpipe.plan import deal
 from roundpipe.runtime.landing import LandingThread
 from roundpipe.runtime.run import Run
 from roundpipe.runtime.worker import Worker
-from roundpipe.waiting import Monitor, end_threads, has_started, start_thread
+from roundpipe.waiting import Monitor, end_threads, follow_forks, has_started, process_lock, start_thread
 
 _JOIN_S = 3.0
-_pools: weakref.WeakValueDictionary[tuple[DeviceSpec, ...], DevicePool] = weakref.WeakValueDictionary()
-_pools_lock = threading.Lock()
+_pools: weakref.WeakValueDictionary[tuple[int, tuple[DeviceSpec, ...]], DevicePool] = weakref.WeakValueDictionary()
+_pools_lock = process_lock()
 
 
 class DevicePool:
@@ -84,7 +85,7 @@ class _OpenPool:
         self.workers = [Worker(device, self._landing) for device in open_devices(pool.specs)]
         self.is_running = False
         # At exit too, before the interpreter takes the threads' ground away.
-        self.finalizer = weakref.finalize(pool, _stop, pool.monitor, self._landing, self.workers)
+        self.finalizer = weakref.finalize(pool, _stop, os.getpid(), pool.monitor, self._landing, self.workers)
         self.finalizer.atexit = True
 
     def start(self) -> None:
@@ -95,7 +96,9 @@ class _OpenPool:
         self.is_running = True
 
 
-def _stop(monitor: Monitor, landing: LandingThread, workers: list[Worker]) -> None:
+def _stop(pid: int, monitor: Monitor, landing: LandingThread, workers: list[Worker]) -> None:
+    if os.getpid() != pid:  # the threads are the parent's, and so may be the locks
+        return
     for worker in workers:
         worker.stop()
         if not has_started(worker.thread):
@@ -107,10 +110,14 @@ def _stop(monitor: Monitor, landing: LandingThread, workers: list[Worker]) -> No
 
 
 def shared_pool(specs: Sequence[DeviceSpec]) -> DevicePool:
-    """The pool of these devices: the same one for every model that names the same devices."""
-    key = tuple(specs)
+    """The pool of these devices: the same one for every model of this process that names the same devices.
+
+    A forked child has none of its parent's threads, so it gets pools of its own.
+    """
+    follow_forks()
+    key = (os.getpid(), tuple(specs))
     with _pools_lock:
         pool = _pools.get(key)
         if pool is None:
-            pool = _pools[key] = DevicePool(key)
+            pool = _pools[key] = DevicePool(specs)
         return pool

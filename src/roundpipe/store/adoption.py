@@ -6,6 +6,7 @@ Called once by LayerStore. After it a parameter is a view of memory the store kn
 from __future__ import annotations
 
 import enum
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -116,7 +117,7 @@ def release(records: Sequence[ParameterRecord], owner: object) -> None:
 
 def refuse_owned(model: nn.Module) -> None:
     for name, param in model.named_parameters():
-        if id(param) in _owners:
+        if owner_of(param) is not None:
             raise OwnershipError(
                 f"parameter {name!r} (shape {tuple(param.shape)}) already belongs to another RoundPipe; close that one "
                 "first, or wrap the models that share it as one model."
@@ -124,8 +125,9 @@ def refuse_owned(model: nn.Module) -> None:
 
 
 def owner_of(param: torch.Tensor) -> object | None:
-    """The LayerStore that a parameter belongs to, if any."""
-    return _owners.get(id(param))
+    """The LayerStore that a parameter belongs to, if any; one that a forked child has inherited does not count."""
+    owner = _owners.get(id(param))
+    return owner if getattr(owner, "pid", None) == os.getpid() else None
 
 
 def _home_and_foreign(

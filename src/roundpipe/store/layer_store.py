@@ -6,6 +6,7 @@ All waiting goes through the monitor; the rules themselves are LayerSlot's. Know
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -43,6 +44,7 @@ class LayerStore:
         pinner: HostPinner,
         monitor: Monitor,
     ) -> None:
+        self.pid = os.getpid()
         refuse_unusable(layers, names)
         self._training_fits = torch.is_grad_enabled()  # without grad: for inference, as long as no call trains
         require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits)

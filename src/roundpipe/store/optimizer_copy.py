@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -34,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from roundpipe.store.host_buffer import host_zeros_like
 from roundpipe.store.layout import dense_stride
 from roundpipe.store.split_value import SplitValue
+from roundpipe.waiting import process_rlock
 
 _HABIT = 8  # looks in a row after which a copy keeps its memory
 _DATA: Any = torch.Tensor.data
@@ -109,7 +109,7 @@ class OptimizerCopy(nn.Parameter):
     _seen_version = 0
     _data_was_handed_out = False
     split_value: SplitValue | None = None  # the value, while there is no memory for it
-    lock = threading.RLock()  # of each copy that can be split its own
+    lock = process_rlock()  # of each copy that can be split its own
     _weight: torch.Tensor | None = None  # of a copy that can be split: the weight that was last made of its value
     _uses: list[None]  # one entry for each operation that runs on the memory of a copy that can be split
     _was_looked_at = False  # in this interval
@@ -126,7 +126,7 @@ class OptimizerCopy(nn.Parameter):
         memory = torch.empty_like(weight, dtype=dtype, memory_format=torch.preserve_format)
         copy = cls(_without_memory(memory) if is_split else memory.copy_(weight))
         if is_split:
-            copy.split_value, copy.lock = SplitValue(weight), threading.RLock()
+            copy.split_value, copy.lock = SplitValue(weight), process_rlock()
             copy._weight, copy._uses = weight, []
         copy.forget_touches()
         return copy
