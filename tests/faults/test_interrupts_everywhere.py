@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 PACKAGE = str(Path(roundpipe.__file__).parent)
 WATCHED_LIBRARY = (threading.__file__, contextlib.__file__)
 PURE = tuple(f"{PACKAGE}/{part}" for part in ("config.py", "microbatch/", "plan/", "store/composition.py"))
-SAMPLES = 40  # places per test, spread evenly
+SAMPLES = 25  # places per test, spread evenly
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_INTRINSIC_1"}
 
 
