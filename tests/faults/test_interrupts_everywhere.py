@@ -33,7 +33,7 @@ WATCHED_LIBRARY = (threading.__file__, contextlib.__file__)
 PURE = tuple(f"{PACKAGE}/{part}" for part in ("config.py", "microbatch/", "plan/", "store/composition.py"))
 # An optimizer on the main thread that is interrupted between two parameters has updated one of them, as in torch.
 INSIDE_OF_OPTIMIZERS = (f"{PACKAGE}/store/optimizer_copy.py",)
-SAMPLES = 40  # places per test, spread evenly
+SAMPLES = 25  # places per test, spread evenly
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_INTRINSIC_1"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -134,3 +135,17 @@ def test_making_pages_ready_leaves_values_alone() -> None:
     make_pages_ready(tensor[5:-7])
     make_pages_ready(torch.empty(0))
     assert torch.equal(tensor, torch.arange(3 * HUGE_PAGE_BYTES // 4, dtype=torch.int32))
+
+
+def test_training_goes_on_where_no_thread_can_be_started(
+    model: RoundPipe, made_ready: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(reserve, "start_thread", refuse)
+    optimizer = optim.AdamW(model.optim_parameters())
+    call(model)
+    model.step(optimizer.step, False)
+    assert not made_ready
+    assert len(optimizer.state) == 4
