@@ -130,7 +130,7 @@ def test_a_weight_that_cannot_travel_is_refused_by_name(kind: str, wrap: Any) ->
 def test_a_buffer_that_cannot_travel_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     model[0].register_buffer("table", torch.eye(WIDTH).as_subclass(FunctionTensor))
-    with refused(ConfigError, "buffer 'table'", "FunctionTensor"):
+    with refused(ConfigError, "buffer '0.table'", "FunctionTensor"):
         RoundPipe(model, devices=DEVICES)
 
 

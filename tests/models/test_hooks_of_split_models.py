@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from small_models import VOCAB, labelled, own_loss, plain_loss, small, wrapped
+from small_models import VOCAB, added_loss, labelled, own_loss, small, wrapped
 from torch import Tensor, nn
 
 from helpers_parity import assert_same, assert_same_grads, microbatches
@@ -47,7 +47,7 @@ def test_rows_of_an_embedding_are_masked(num_devices: int) -> None:
     try:
         for seed in (5, 6):
             batch = labelled("llama", seed=seed)
-            plain_loss(reference, batch)
+            added_loss(reference, batch)
             model.forward_backward(input_kwargs=batch, loss_fn=own_loss, run_config=microbatches(2))
             model.synchronize()
         assert_same(noted, expected, "what hooks were given; wrapping and planning run none")

@@ -178,8 +178,8 @@ class ModelEngine(Member):
             self._begin_call(is_outermost, *self._members)
             for member in self._members:
                 member.store.wait_until_landed(self.stepper.generation)
-            self.stepper.wait_until_idle()  # a step that runs has gradients in hand
             self.raise_failures("gradients were dropped")
+            self.stepper.wait_until_idle()  # a step that runs has gradients in hand
             self._recovery.drop_gradients(self.stepper.generation)
             for member in self._members:
                 for copy in member.store.masters.existing():

@@ -327,7 +327,8 @@ class Member:
             member.store.close()
         for member in self._members:
             member._is_shut_down = True
-            for attribute in ("_pool", "_scheduler"):  # the last model to let go of a pool closes it
+            # The last model to let go of a pool closes it; the loop refers back to us.
+            for attribute in ("_pool", "_scheduler", "_plain_loop"):
                 member.__dict__.pop(attribute, None)
 
     def _learn(self) -> None:
