@@ -94,12 +94,13 @@ class Member:
         if self._is_inherited:
             return  # nothing of it is this process's
         self._refuse_inside_user_code("closed")
-        with self._lock.for_call(self.name):
+        with self._lock.for_call(self.name) as is_outermost:
             if self._is_shut_down:
                 return
             self._plain_loop.close()
             try:
-                self._recovery.settle_interrupted()
+                if is_outermost:
+                    self._recovery.settle_interrupted()
                 for _ in range(0 if self._closed else _FAILURES_HEARD_OUT):
                     if self._settles():
                         break
