@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from roundpipe.api.call_lock import CallLock
+from roundpipe.api.call_lock import CallLock, restoring_grad_mode
 from roundpipe.api.calls import CallInputs
 from roundpipe.api.recovery import Recovery
 from roundpipe.api.scheduling import Scheduler
@@ -71,6 +71,7 @@ class Member:
     def is_closed(self) -> bool:
         return self._closed
 
+    @restoring_grad_mode
     def close(self) -> None:
         """Finish what is pending, then let go of threads and pinned memory. Never raises what the background did."""
         if self._is_inherited:
@@ -235,9 +236,10 @@ class Member:
             member._last_run = None
             member.store.close()
         for member in self._members:
-            member._is_shut_down = True
             for attribute in ("_pool", "_scheduler"):  # the last model to let go of a pool closes it
                 member.__dict__.pop(attribute, None)
+        for member in self._members:
+            member._is_shut_down = True
 
     def _learn(self) -> None:
         for run in self._recovery.take_finished(self.store):
