@@ -2,7 +2,7 @@
 
 A signal handler runs on the main thread where the interpreter looks for signals: at the start of a function, after a
 call and when a loop goes on. `Strike` raises at the n-th of these places, of all that lie in our package or in the
-parts of the standard library that handle locks, threads and contexts. Code that changes nothing is left out.
+parts of the standard library and of torch that handle locks, threads and contexts. Code without effects is left out.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import torch
 import roundpipe
 from helpers_faults import Background, Bench, batch, caught_from, wait_for_no_threads
 from helpers_parity import assert_same
+from roundpipe import RoundPipeRunConfig
 
 logger = logging.getLogger(__name__)
 PACKAGE = str(Path(roundpipe.__file__).parent)
-WATCHED_LIBRARY = (threading.__file__, contextlib.__file__)
+WATCHED_LIBRARY = (threading.__file__, contextlib.__file__, str(torch.autograd.grad_mode.__file__))
 PURE = tuple(f"{PACKAGE}/{part}" for part in ("config.py", "microbatch/", "plan/", "store/composition.py"))
 # An optimizer on the main thread that is interrupted between two parameters has updated one of them, as in torch.
 INSIDE_OF_OPTIMIZERS = (f"{PACKAGE}/store/optimizer_copy.py",)
@@ -139,8 +140,7 @@ OPERATIONS: dict[str, Callable[[Bench], object]] = {
 
 
 def infer(made: Bench) -> None:
-    with torch.no_grad():
-        made.model(batch(8)[0])
+    made.model(batch(8)[0], roundpipe_run_config=RoundPipeRunConfig(requires_grad=False))
 
 
 def prepared(operation: str) -> Bench:
@@ -206,6 +206,7 @@ def test_an_interrupted_call_is_whole_or_was_not_made(operation: str) -> None:
         caught = struck(functools.partial(OPERATIONS[operation], made), strike)
         logger.info("%s, place %d of %d: %s", operation, number, places, strike.where)
         assert caught is (KeyboardInterrupt if strike.has_struck else None)
+        assert torch.is_grad_enabled(), strike.where
         Background(made.model.timeline).result()  # no lock was left taken
         result = outcome(made)
         assert any(equals(result, one) for one in possible), f"struck at {strike.where}"

@@ -10,11 +10,17 @@ host, autograd behind the inputs. They do so through `run_user_code`, and there 
 from __future__ import annotations
 
 import _thread
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import torch
 
 from roundpipe.errors import UsageError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class CallLock(_thread.RLock):  # type: ignore[misc]
@@ -54,6 +60,24 @@ class _InnerCall(AbstractContextManager[bool]):
 
     def __exit__(self, *exc_info: object) -> None:
         self._lock.runs_user_code = True
+
+
+def restoring_grad_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Give the calling thread its grad mode back when the call raises.
+
+    `torch.no_grad()` is left by Python code: a Ctrl-C inside of it leaves gradients off. What restores them here is C.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        is_enabled = torch.is_grad_enabled()
+        try:
+            return function(*args, **kwargs)
+        except BaseException:
+            torch._C._set_grad_enabled(is_enabled)
+            raise
+
+    return call
 
 
 def raise_as_it_came(error: BaseException) -> NoReturn:

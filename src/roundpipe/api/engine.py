@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.api.call_lock import restoring_grad_mode
 from roundpipe.api.calls import (
     CallInputs,
     merged,
@@ -72,6 +73,7 @@ class ModelEngine(Member):
 
     # The calls.
 
+    @restoring_grad_mode
     def forward(
         self,
         args: tuple[Any, ...],
@@ -94,6 +96,7 @@ class ModelEngine(Member):
                 lambda: carry_out(batches, config, seed), batches, with_grad=config.requires_grad, may_repeat=True
             )
 
+    @restoring_grad_mode
     def forward_backward(
         self,
         args: tuple[Any, ...],
@@ -120,6 +123,7 @@ class ModelEngine(Member):
                 may_repeat=not self._has_gradients(),  # a failed call drops them
             )
 
+    @restoring_grad_mode
     def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
         with self.call_lock() as is_outermost:
             self._begin_call(is_outermost, *self._members)
@@ -143,18 +147,21 @@ class ModelEngine(Member):
             finally:
                 self.end_host_graphs()
 
+    @restoring_grad_mode
     def synchronize(self) -> None:
         with self.call_lock() as is_outermost:
             self._begin_call(is_outermost, *self._members)
             self.show_newest()
             self.end_host_graphs()
 
+    @restoring_grad_mode
     def wait_for_visible_weights(self) -> None:
         """Until the weights in host memory are of one version: the one calls read now."""
         with self.call_lock() as is_outermost:
             self._begin_call(is_outermost, *self._members)
             self._wait_for_visible_weights()
 
+    @restoring_grad_mode
     def host_forward(self, forward: Callable[[], Any]) -> Any:
         """Run a forward on the host that calls other members and reads this engine's parameters where they lie.
 
@@ -173,6 +180,7 @@ class ModelEngine(Member):
                 [member.store for member in self._members], lambda: self._lock.run_user_code(forward)
             )
 
+    @restoring_grad_mode
     def zero_grad(self) -> None:
         with self.call_lock() as is_outermost:
             self._begin_call(is_outermost, *self._members)
@@ -197,6 +205,7 @@ class ModelEngine(Member):
                     member.store.wait_until_landed(self.stepper.generation)
                     member.store.gradients.expose()
 
+    @restoring_grad_mode
     def named_masters(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's copies of those parameters that require grad, made where they do not exist yet."""
         self._refuse_inherited()
@@ -387,6 +396,7 @@ class ModelEngine(Member):
 
         return self._carry_out(run, inputs, finish)
 
+    @restoring_grad_mode
     def _backward(
         self,
         kind: CallKind,

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from roundpipe.api.call_lock import CallLock
+from roundpipe.api.call_lock import CallLock, restoring_grad_mode
 from roundpipe.api.calls import CallInputs
 from roundpipe.api.plain_loop import PlainLoop
 from roundpipe.api.recovery import Recovery
@@ -89,6 +89,7 @@ class Member:
     def is_closed(self) -> bool:
         return self._closed
 
+    @restoring_grad_mode
     def close(self) -> None:
         """Finish what is pending, then let go of threads and pinned memory. Never raises what the background did."""
         if self._is_inherited:
@@ -97,7 +98,8 @@ class Member:
         with self._lock.for_call(self.name) as is_outermost:
             if self._is_shut_down:
                 return
-            self._plain_loop.close()
+            if not self._closed:
+                self._plain_loop.close()
             try:
                 if is_outermost:
                     self._recovery.settle_interrupted()
@@ -327,10 +329,11 @@ class Member:
             member._last_run = None
             member.store.close()
         for member in self._members:
-            member._is_shut_down = True
             # The last model to let go of a pool closes it; the loop refers back to us.
             for attribute in ("_pool", "_scheduler", "_plain_loop"):
                 member.__dict__.pop(attribute, None)
+        for member in self._members:
+            member._is_shut_down = True
 
     def _learn(self) -> None:
         for run in self._recovery.take_finished(self.store):
