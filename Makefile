@@ -78,7 +78,8 @@ bench: cpu  ## run every benchmark; each prints ratios measured side by side in 
 	@shopt -s nullglob; \
 	for file in benchmarks/bench_*.py; do echo "== $$file"; $(RUN) "$$file"; done
 
-test-20: cpu  ## the concurrency suites, 20 times in a row
+test-20: export ROUNDPIPE_INTERRUPT_SAMPLES = 40
+test-20: cpu  ## the concurrency suites, 20 times in a row, with more places to interrupt
 	@for i in $$(seq 20); do echo "== round $$i of 20"; $(RUN) -m pytest $(ON_ALL_CORES) $(CONCURRENCY_SUITES); done
 
 test-cpus: cpu  ## the parity and optimizer suites with other instruction sets, 1 and 2 threads; most of an hour

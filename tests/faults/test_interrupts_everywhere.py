@@ -12,6 +12,7 @@ import dis
 import functools
 import gc
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -34,7 +35,7 @@ WATCHED_LIBRARY = (threading.__file__, contextlib.__file__, str(torch.autograd.g
 PURE = tuple(f"{PACKAGE}/{part}" for part in ("config.py", "microbatch/", "plan/", "store/composition.py"))
 # An optimizer on the main thread that is interrupted between two parameters has updated one of them, as in torch.
 INSIDE_OF_OPTIMIZERS = (f"{PACKAGE}/store/optimizer_copy.py",)
-SAMPLES = 25  # places per test, spread evenly
+SAMPLES = int(os.environ.get("ROUNDPIPE_INTERRUPT_SAMPLES", "12"))  # places per test, spread evenly
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_INTRINSIC_1"}
 
 
