@@ -34,7 +34,8 @@ PACKAGE = str(Path(roundpipe.__file__).parent)
 WATCHED_LIBRARY = (threading.__file__, contextlib.__file__, str(torch.autograd.grad_mode.__file__))
 PURE = tuple(f"{PACKAGE}/{part}" for part in ("config.py", "microbatch/", "plan/", "store/composition.py"))
 # An optimizer on the main thread that is interrupted between two parameters has updated one of them, as in torch.
-INSIDE_OF_OPTIMIZERS = (f"{PACKAGE}/store/optimizer_copy.py",)
+# One that is interrupted while torch leaves no_grad() leaves gradients off, as in torch.
+INSIDE_OF_OPTIMIZERS = (f"{PACKAGE}/store/optimizer_copy.py", str(torch.autograd.grad_mode.__file__))
 SAMPLES = int(os.environ.get("ROUNDPIPE_INTERRUPT_SAMPLES", "12"))  # places per test, spread evenly
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_INTRINSIC_1"}
 
@@ -90,7 +91,8 @@ class Strike:
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
         is_ours = name.startswith(PACKAGE) and not name.startswith(self._left_out)
-        if self.has_struck or not (is_ours or name in WATCHED_LIBRARY):
+        is_watched = name in WATCHED_LIBRARY and name not in self._left_out
+        if self.has_struck or not (is_ours or is_watched):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._trace

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from roundpipe.api.call_lock import restoring_grad_mode
 from roundpipe.context import current_iteration, in_gradient_hook
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.optim.adam import Adam, AdamW
@@ -91,6 +92,7 @@ class PlainLoop:
 
     # Gradients outside steps.
 
+    @restoring_grad_mode
     def gradients_wanted(self) -> None:
         """Let all copies show what was gathered; see [Note: gradients outside steps]. Waits for gradients on their way.
 
@@ -141,6 +143,7 @@ class PlainLoop:
 
     # Steps.
 
+    @restoring_grad_mode
     def before_step(self, frame: FrameType, own: Sequence[ParameterRecord]) -> None:
         """An optimizer begins to step; `own`: the parameters it holds, if they are the model's own and not copies."""
         if self._calls and self._calls[-1].is_running_on_this_thread():
@@ -152,6 +155,7 @@ class PlainLoop:
             self._calls.append(_StepCall(frame))
             self._begin(own)
 
+    @restoring_grad_mode
     def after_step(self) -> None:
         if self._calls:
             self._calls.pop()
@@ -160,6 +164,7 @@ class PlainLoop:
                 self._lead.begin_loop_call(is_outermost)
                 self._end()
 
+    @restoring_grad_mode
     def run_closure(self, closure: Callable[[], Any]) -> Any:
         """Run what the optimizer calls during its step, on weights and gradients that are up to date."""
         own = self._own

@@ -410,10 +410,12 @@ class OptimizerCopy(nn.Parameter):
     def _materialise(self) -> None:
         assert self.source is not None
         tensor, own = self.source.get(), _GRAD.__get__(self)
-        if tensor is not None:
-            with torch.no_grad():
-                value = LowGradient(tensor, self._factors).materialised(self.dtype)
-                _GRAD.__set__(self, value if own is None else own.add_(value))
+        if tensor is not None:  # without no_grad(): a Ctrl-C while that is left would leave gradients off
+            value = LowGradient(tensor, self._factors).materialised(self.dtype)
+            if own is None:
+                _GRAD.__set__(self, value)
+            else:
+                own.detach().add_(value)
         if self._is_viewed and tensor is not None and own is None and not self._factors:
             self.is_pending, self._is_shown = False, True
         else:
