@@ -111,7 +111,7 @@ class Member:
                 self._shut_down()
 
     def abort(self) -> None:
-        """Close without finishing anything: for a model nobody can reach any more, and at exit."""
+        """Close without finishing anything: when the model is collected, and at exit."""
         self._unreachable = True
         if not self._is_inherited and not self._is_shut_down and all(member._unreachable for member in self._members):
             self._recovery.log_failures("when nobody could reach the model any more")
@@ -237,7 +237,7 @@ class Member:
             )
 
     def _refuse_inside_user_code(self, what: str) -> None:
-        """Whoever calls from there would wait for itself."""
+        """A call from step_fn, loss_fn or a layer would wait for the call that runs it."""
         if self.stepper.is_current_thread() or current_iteration() is not None:
             raise UsageError(f"{self.name} was {what} from inside step_fn, loss_fn or a layer; do that outside.")
 

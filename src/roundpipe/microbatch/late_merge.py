@@ -60,7 +60,7 @@ def merged_now(value: Any) -> Any:
 
 
 def as_microbatches(value: Any, num_microbatch: int) -> Any:
-    """A RoundPipe's inputs with packed data for each LateMerge that nobody has read and that is cut as wanted."""
+    """A RoundPipe's inputs, with packed data in place of each LateMerge that is unread and cut as wanted."""
 
     def opened(leaf: Any) -> Any:
         return leaf.microbatches(num_microbatch) if isinstance(leaf, LateMerge) else leaf
@@ -108,7 +108,7 @@ class LateMerge(torch.Tensor):
         return self._merged
 
     def microbatches(self, num_microbatch: int) -> RoundPipePackedData | torch.Tensor:
-        """The microbatches, if they are that many and nobody has read the whole; else the whole."""
+        """The microbatches, if their number is right and the merged tensor is unread; else the merged tensor."""
         packed = self._packed
         return packed if packed is not None and len(packed) == num_microbatch else self.merged()
 

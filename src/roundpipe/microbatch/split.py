@@ -65,7 +65,7 @@ class MicrobatchInputs:
         return self.with_each_kwargs([more] * len(self))
 
     def with_each_kwargs(self, more: Sequence[Mapping[str, Any]]) -> MicrobatchInputs:
-        """Each microbatch with further keyword arguments of its own."""
+        """Each microbatch with the further keyword arguments that are given for it."""
         pairs = zip(self.kwargs, more, strict=True)
         return replace(self, kwargs=tuple({**kwargs, **added} for kwargs, added in pairs))
 
