@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.models.split_layers import BlockLayer
-from roundpipe.models.splitter import ModelSplitter
+from roundpipe.split.layers import BlockLayer
+from roundpipe.split.splitter import ModelSplitter
 
 
 def build(num_layers: int) -> nn.Module:

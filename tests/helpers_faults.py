@@ -27,7 +27,7 @@ from helpers_parity import assert_same, call_reference
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, doing_recompute
 from roundpipe.devices.interface import StreamKind
 from roundpipe.devices.virtual import VirtualDevice
-from roundpipe.waiting import THREAD_PREFIX, stall_report
+from roundpipe.monitor import THREAD_PREFIX, stall_report
 
 WAIT_S = 30.0  # for what must come; a test that waits longer is stuck
 WIDTH = 4

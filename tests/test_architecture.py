@@ -23,9 +23,11 @@ SOURCE = Path(__file__).parents[1] / "src"
 LEVELS = {
     "errors": 0,
     "context": 0,
-    "waiting": 0,
-    "timeline": 1,
+    "monitor": 0,
+    "module_copy": 0,
     "models": 1,
+    "timeline": 1,
+    "split": 1,
     "plan": 2,
     "config": 3,
     "devices": 3,
@@ -40,7 +42,7 @@ LEVELS = {
     "cli": 8,
     "__main__": 9,
 }
-ALLOWED_BESIDE = {("context", "errors"), ("context", "waiting"), ("waiting", "errors")}
+ALLOWED_BESIDE = {("context", "errors"), ("context", "monitor"), ("monitor", "errors")}
 WITHOUT_TORCH = ("plan", "timeline")
 KNOWS_CUDA = "roundpipe.devices.cuda"
 MAX_FILE_LINES = 600

@@ -2,7 +2,7 @@
 
 from roundpipe import optim
 from roundpipe.api.auto import AutoRoundPipe
-from roundpipe.api.model import RoundPipe
+from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.api.wrap import wrap_model_to_roundpipe
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx, doing_recompute, get_recompute_data, save_for_recompute
@@ -24,8 +24,8 @@ from roundpipe.errors import (
     UsageError,
 )
 from roundpipe.microbatch import RoundPipePackedData
-from roundpipe.optim.clip import clip_grad_norm_
 from roundpipe.optim.grad_scaler import GradScaler
+from roundpipe.optim.gradients import clip_grad_norm_
 from roundpipe.plan import ModelExecutePlan
 
 __all__ = [

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from roundpipe.errors import RecomputeError
-from roundpipe.waiting import Latch
+from roundpipe.monitor import Latch
 
 
 class LayerPhase(enum.Enum):

@@ -21,7 +21,7 @@ from roundpipe.errors import (
     RoundPipeError,
     UsageError,
 )
-from roundpipe.store.adoption import refuse_owned
+from roundpipe.store.adopt import refuse_owned
 
 pytestmark = pytest.mark.usefixtures("bystander")
 
@@ -230,7 +230,7 @@ def test_host_memory_that_ends_while_weights_move(monkeypatch: pytest.MonkeyPatc
     model, plain = build(), build()
     with monkeypatch.context() as patch:
         patch.setattr("roundpipe.store.host_memory.available_host_bytes", lambda: next(answers, 10))
-        patch.setattr("roundpipe.api.model.host_pinner", lambda specs: pinner)
+        patch.setattr("roundpipe.api.roundpipe.host_pinner", lambda specs: pinner)
         with refused(HostMemoryError, "needed in all", "missing"):
             wrap(model)
     assert pinner.pinned == []

@@ -27,11 +27,11 @@ from helpers_faults import (
 )
 from helpers_parity import assert_same
 from roundpipe import RoundPipeRunConfig
-from roundpipe.api import planning
+from roundpipe.api import planner as planning
 from roundpipe.devices.interface import StreamKind
-from roundpipe.runtime.stage_mail import StageMail
-from roundpipe.store.host_gradients import HostGradients
-from roundpipe.store.masters import Masters
+from roundpipe.runtime.mailbox import StageMail
+from roundpipe.store.gradients import HostGradients
+from roundpipe.store.store import Masters
 
 DEVICE_COUNTS = (1, 2, 3)
 USER_POINTS: list[tuple[str, Any, str]] = [

@@ -16,8 +16,8 @@ from helpers_faults import DROPPED, Bench, Boom, batch, bench, notes_of, raised_
 from helpers_parity import assert_same
 from roundpipe import ModelExecutePlan
 from roundpipe.optim import stepper
+from roundpipe.runtime.pool import Worker
 from roundpipe.runtime.run import Run
-from roundpipe.runtime.worker import Worker
 
 LIMIT_S = 2.0  # the contract's
 

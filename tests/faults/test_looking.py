@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from helpers_faults import Background, Boom, raised_by, wait_for, wait_for_no_threads, wait_until
 from helpers_parity import assert_same
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, optim
-from roundpipe.store.layer_weights import LayerWeights
+from roundpipe.store.weights import LayerWeights
 
 NUM_LAYERS, WIDTH, NUM_MICROBATCH = 9, 4, 3
 STAGES = [range(i, i + 1) for i in range(NUM_LAYERS)]

@@ -31,15 +31,15 @@ from helpers_faults import (
 )
 from helpers_parity import StalenessReference, assert_same, call_reference
 from roundpipe import GradScaler, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, clip_grad_norm_
-from roundpipe.api.planning import Planner
-from roundpipe.optim import Adam, one_pass
+from roundpipe.api.planner import Planner
+from roundpipe.optim import Adam, adam
 from roundpipe.optim.native import kernel as native
 from roundpipe.optim.native.kernel import OnePassKernel, Segment
-from roundpipe.runtime import landing
-from roundpipe.store.host_gradients import HostGradients
-from roundpipe.store.layer_update import LayerUpdate
-from roundpipe.store.layer_weights import LayerWeights
-from roundpipe.store.optimizer_copy import OptimizerCopy
+from roundpipe.runtime import gradients as landing
+from roundpipe.store.gradients import HostGradients
+from roundpipe.store.master import OptimizerCopy
+from roundpipe.store.update import LayerUpdate
+from roundpipe.store.weights import LayerWeights
 
 WIDTH, NUM_LAYERS, NUM_MICROBATCH = 16, 4, 3
 LAST_MICROBATCH = NUM_MICROBATCH - 1
@@ -78,7 +78,7 @@ def mse(output: Tensor, label: Tensor) -> Tensor:
 
 def plain_adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The arithmetic of the kernel; without one, torch's fused optimizer updates."""
-    if one_pass.one_pass_kernel() is None:
+    if adam.one_pass_kernel() is None:
         return torch.optim.Adam(params, lr=0.01, fused=True)
     return NumpyAdam(params, lr=0.01)
 
@@ -558,8 +558,8 @@ class FailsOnce:
 INSIDE_THE_STEP = {
     "the target of a weight": patched(LayerUpdate, "target_of"),
     "the wait for uploads": patched(LayerWeights, "begin"),
-    "the state of a parameter": patched(one_pass, "_state_of"),
-    "the memory of the lower bits": patched(one_pass, "_master_of"),
+    "the state of a parameter": patched(adam, "_state_of"),
+    "the memory of the lower bits": patched(adam, "_master_of"),
     "the source of a gradient": patched(OptimizerCopy, "begin_step"),
     "a gradient": patched(OptimizerCopy, "low_gradient"),
 }
@@ -677,7 +677,7 @@ def test_without_a_kernel_everything_is_the_same(plan: str, is_async: bool, monk
 @pytest.mark.parametrize("held", [0, 2])
 def test_without_a_kernel_a_failing_call_leaves_everything(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's optimizer meets all gradients before it updates anything."""
-    monkeypatch.setattr(one_pass, "one_pass_kernel", lambda: None)
+    monkeypatch.setattr(adam, "one_pass_kernel", lambda: None)
     with overlap() as made:
         made.prove()
         before = made.snapshot()

@@ -12,7 +12,7 @@ import pytest
 from helpers_faults import Bench, bench, caught_from, our_threads, wait_for_no_threads, wait_until
 from helpers_parity import assert_same
 from roundpipe.devices.virtual import VirtualDevice
-from roundpipe.waiting import THREAD_PREFIX
+from roundpipe.monitor import THREAD_PREFIX
 
 MESSAGE = "can't start new thread"
 NUM_DEVICES = 3

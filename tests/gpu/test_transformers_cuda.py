@@ -93,13 +93,13 @@ def test_experts_and_their_auxiliary_loss() -> None:
 
 def test_head_and_loss_together(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr("roundpipe.models.fused_loss.LOGITS_BYTES", 1000)
+    monkeypatch.setattr("roundpipe.split.head_loss.LOGITS_BYTES", 1000)
     check(llama(), WORKERS[0], 1e-5)
 
 
 def test_tiles_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundpipe.models.tiling.LONG_TOKENS", 16)
-    monkeypatch.setattr("roundpipe.models.tiling.TILE_TOKENS", 16)
+    monkeypatch.setattr("roundpipe.split.tiling.LONG_TOKENS", 16)
+    monkeypatch.setattr("roundpipe.split.tiling.TILE_TOKENS", 16)
     check(llama(), WORKERS[0], 1e-5)
 
 

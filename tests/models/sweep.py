@@ -18,7 +18,7 @@ from tiny_cases import Batch, Case, seed_everything
 from torch import Tensor, nn
 
 from roundpipe import AutoRoundPipe, ModelSplitError, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.microbatch.model_inputs import split_model_inputs
+from roundpipe.microbatch.hf_inputs import split_model_inputs
 
 RUNS = ((1, 1), (3, 2))  # (devices, microbatches) that every case is to be checked with
 CALL_SEED = 11  # some forwards draw numbers

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from helpers_parity import assert_same, assert_same_grads, grads_of, split
 from roundpipe import ModelExecutePlan, doing_recompute
-from roundpipe.models import split_layers
+from roundpipe.split import layers as split_layers
 
 pytest.importorskip("transformers")
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from helpers_parity import assert_same, assert_same_grads, grads_of, microbatches
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.models import fused_loss, tiling
+from roundpipe.split import head_loss, tiling
 
 pytest.importorskip("transformers")
 
@@ -246,7 +246,7 @@ def test_packed_rows_are_cut_into_microbatches_row_by_row() -> None:
 
 def test_logits_of_a_packed_row_are_dropped_as_those_of_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are too large: packed rows are the long ones."""
-    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 1)
+    monkeypatch.setattr(head_loss, "LOGITS_BYTES", 1)
     plain, batch = small("llama"), packed(**sequence_lengths())
     seen = []
 

@@ -14,7 +14,7 @@ import torch
 from tiny_cases import Batch, Case, case_named, decode_batch, load_cases
 from torch import Tensor, nn
 
-from roundpipe.microbatch.model_inputs import split_model_inputs
+from roundpipe.microbatch.hf_inputs import split_model_inputs
 
 pytest.importorskip("transformers")
 

@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from helpers_parity import assert_same, assert_same_grads, call_reference, microbatches
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.models import fused_loss, linear_loss
 from roundpipe.runtime.stage import StageRunner
+from roundpipe.split import head_loss
 
 pytest.importorskip("transformers")
 
@@ -49,8 +49,8 @@ Labels = list[Tensor | None]
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any logits are too large, and are made a few rows at a time."""
-    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 1)
-    monkeypatch.setitem(linear_loss.linear_cross_entropy.__kwdefaults__, "logits_bytes", 5 * 8 * VOCAB)
+    monkeypatch.setattr(head_loss, "LOGITS_BYTES", 1)
+    monkeypatch.setitem(head_loss.linear_cross_entropy.__kwdefaults__, "logits_bytes", 5 * 8 * VOCAB)
 
 
 def call_seeing_logits(model: RoundPipe, batch: Batch, **options: Any) -> tuple[Any, Labels]:
@@ -189,7 +189,7 @@ def test_outputs_without_logits_are_merged_where_only_some_microbatches_were_lar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, batch = small("llama"), labelled("llama", num_rows=5)
-    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", 2 * 7 * 8 * VOCAB)  # of three rows, but not of two
+    monkeypatch.setattr(head_loss, "LOGITS_BYTES", 2 * 7 * 8 * VOCAB)  # of three rows, but not of two
     with wrapped(copy.deepcopy(plain)) as model:
         (loss, outputs), _ = call_seeing_logits(model, batch, keep_logits=False, return_outputs=True)
     torch.testing.assert_close(loss, added_loss(plain, batch), atol=0.0, rtol=1e-6)
@@ -204,7 +204,7 @@ def half(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tens
 def test_a_loss_function_set_after_wrapping_is_the_one_that_counts(
     logits_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_loss, "LOGITS_BYTES", logits_bytes)
+    monkeypatch.setattr(head_loss, "LOGITS_BYTES", logits_bytes)
     plain, batch = small("llama"), labelled("llama")
     with wrapped(copy.deepcopy(plain)) as model:
         train_call(model, batch)

@@ -30,7 +30,7 @@ from helpers_split import (
     train_call,
 )
 from roundpipe import ModelSplitError, RoundPipe, RoundPipeRunConfig
-from roundpipe.models.splitter import ModelSplitter
+from roundpipe.split.splitter import ModelSplitter
 
 BLOCK_NAMES = [f"blocks.{i}.{name}" for i in range(3) for name in dict(Block().named_parameters())]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers_split import WIDTH, Block, SplitModels, Toy, check_split, rows
-from roundpipe.models import verification
+from roundpipe.split import verify as verification
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from helpers_split import WIDTH, Block, SplitModels, Toy, check_split, layer_kinds, rows
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.models import discovery
+from roundpipe.split import discovery as discovery
 
 
 class _Reversed(torch.autograd.Function):

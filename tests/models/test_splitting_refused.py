@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers_parity import assert_same
 from helpers_split import WIDTH, Block, Inputs, SplitModels, Toy, own_loss, rows
 from roundpipe import AutoRoundPipe, wrap_model_to_roundpipe
-from roundpipe.store.adoption import refuse_owned
+from roundpipe.store.adopt import refuse_owned
 
 
 class Inner(nn.Module):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from helpers_parity import assert_same, assert_same_grads, call_reference, microbatches
 from helpers_split import WIDTH, Block, SplitModels, Toy, check_split
 from roundpipe.errors import ModelSplitError
-from roundpipe.models import splitter, verification
-from roundpipe.models.trial import refusing, succeeds
+from roundpipe.split import splitter, verify
+from roundpipe.split.determinism import refusing, succeeds
 
 
 class Pairwise(nn.Module):
@@ -100,7 +100,7 @@ def test_interrupts_and_exhausted_memory_are_no_answer(error: type[BaseException
         fails()
 
 
-@pytest.mark.parametrize("place", [(verification, "_find_tokenwise"), (splitter, "verify")], ids=["inside", "whole"])
+@pytest.mark.parametrize("place", [(verify, "_find_tokenwise"), (splitter, "verify")], ids=["inside", "whole"])
 def test_an_examination_that_fails_is_a_refusal(
     models: SplitModels, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]
 ) -> None:

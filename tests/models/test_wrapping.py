@@ -25,7 +25,7 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from roundpipe import models as presets
-from roundpipe.models import registry
+from roundpipe import models as registry
 from roundpipe.optim import Adam
 
 transformers = pytest.importorskip("transformers")

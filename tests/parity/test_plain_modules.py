@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from helpers_parity import assert_same, assert_same_grads, assert_same_state, batch, seeded
 from roundpipe import AutoRoundPipe, MergeError, RoundPipePackedData, RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.microbatch.late_merge import LateMerge
+from roundpipe.microbatch.merge import LateMerge
 
 WHOLE = RoundPipeRunConfig(num_microbatch=1)  # as plain torch runs a batch
 

@@ -25,7 +25,7 @@ from helpers_parity import (
     seeded,
 )
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.api.planning import Planner
+from roundpipe.api.planner import Planner
 from roundpipe.runtime import stage
 
 WIDTH, ROWS, NUM_MICROBATCH, NUM_LAYERS = 6, 9, 4, 4

@@ -2,30 +2,80 @@
 
 Made by api.wrap. All RoundPipes inside it and the parameters outside them are stepped as one: an engine of its own
 keeps the outside parameters, which never travel, and the engines of the RoundPipes join it.
+
+The loss of a Hugging Face model, computed on a device although the model's own forward runs on the host.
+
+Used by api.wrap. A `PreTrainedModel` calls `self.loss_function(...)` on whole logits, which is slow on a CPU.
+Recognises such models by name: transformers is not imported.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Container, Mapping, Sequence
+import operator
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from roundpipe.api.device_loss import DeviceLoss
 from roundpipe.api.engine import ModelEngine
-from roundpipe.api.face import ModelFace
-from roundpipe.api.model import RoundPipe, call_site, check_options
+from roundpipe.api.proxy import ModelFace
+from roundpipe.api.roundpipe import RoundPipe, call_site, check_options
 from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DeviceSpec, host_pinner, parse_devices
 from roundpipe.errors import ClosedError, ConfigError, UsageError, add_note
-from roundpipe.microbatch.late_merge import merged_now, merging_late
+from roundpipe.microbatch.merge import merged_now, merging_late
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.store import PinMode
-from roundpipe.store.adoption import refuse_owned
-from roundpipe.store.names import user_names
+from roundpipe.store.adopt import refuse_owned
+from roundpipe.store.records import user_names
+
+
+class LossModule(nn.Module):
+    """A loss function as a module, so that a RoundPipe can run it."""
+
+    def __init__(self, loss_function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._loss_function = loss_function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loss_function(*args, **kwargs)
+
+
+class DeviceLoss:
+    """What stands for the model's loss function. No nn.Module, so that it adds nothing to the model's modules."""
+
+    def __init__(self, run: nn.Module, plain: Callable[..., Any]) -> None:
+        self._run, self._plain = run, plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A copy of the model has the plain loss function, and so has a pickle of it."""
+        return copy.deepcopy(self._plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return operator.itemgetter(0), ((self._plain,),)
+
+    def put_into(self, model: Any) -> None:
+        model.loss_function = self
+
+    def take_out_of(self, model: Any) -> None:
+        if model.loss_function is self:
+            model.loss_function = self._plain
+
+
+def loss_function_of(model: nn.Module) -> Callable[..., Any] | None:
+    """The loss function of a Hugging Face model; None for any other model, and for one without."""
+    if not any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__):
+        return None
+    loss_function = getattr(model, "loss_function", None)
+    return loss_function if callable(loss_function) else None
+
 
 logger = logging.getLogger("roundpipe")
 

@@ -27,11 +27,11 @@ from roundpipe.microbatch import (
     split_call,
 )
 from roundpipe.plan import StageTask, TaskKind
-from roundpipe.runtime.ambient import Ambient
-from roundpipe.runtime.bundle import Bundle
 from roundpipe.runtime.replica import LayerSettings
+from roundpipe.runtime.rng import Ambient
 from roundpipe.runtime.run import GradientParcel, Parcel, Recall, Run
 from roundpipe.runtime.transfer import check_movable
+from roundpipe.runtime.values import Bundle
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.timeline import Span, Timeline
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.api.call_lock import restoring_grad_mode
 from roundpipe.api.calls import (
     CallInputs,
     merged,
@@ -27,25 +26,25 @@ from roundpipe.api.calls import (
     summed_losses,
     timeline_of,
 )
+from roundpipe.api.failures import restoring_grad_mode
+from roundpipe.api.loss_weights import OwnLoss, weighed
 from roundpipe.api.member import Member
-from roundpipe.api.planning import CallKind
-from roundpipe.api.scheduling import Scheduler
+from roundpipe.api.planner import CallKind, Scheduler
 from roundpipe.api.split_model import SplitModel
-from roundpipe.api.weighing import OwnLoss, weighed
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.context import LayerPhase, announce_step, current_iteration
 from roundpipe.devices import HostPinner
 from roundpipe.errors import StaleGraphError
 from roundpipe.microbatch import MicrobatchInputs
-from roundpipe.models.replay import CallOrderChanged
+from roundpipe.monitor import shielded
 from roundpipe.plan import ModelProfile, RunType, StageTask, TaskKind
 from roundpipe.runtime.autograd import attach
 from roundpipe.runtime.pool import DevicePool
+from roundpipe.runtime.rng import draw_call_seed
 from roundpipe.runtime.run import GradientParcel, Recall, Run
-from roundpipe.runtime.seeds import draw_call_seed
+from roundpipe.split.replay import CallOrderChanged
 from roundpipe.store import LayerStore, PinMode
 from roundpipe.timeline import Timeline
-from roundpipe.waiting import shielded
 
 logger = logging.getLogger("roundpipe")
 _PROBE_SEED = 0  # what it draws is not looked at, and the user's generator must not notice

@@ -14,19 +14,18 @@ from typing import TypeVar
 
 import torch
 
-from roundpipe.api.call_lock import CallLock, restoring_grad_mode
 from roundpipe.api.calls import CallInputs
+from roundpipe.api.failures import CallLock, Recovery, restoring_grad_mode
 from roundpipe.api.plain_loop import PlainLoop
-from roundpipe.api.recovery import Recovery
-from roundpipe.api.scheduling import Scheduler
+from roundpipe.api.planner import Scheduler
 from roundpipe.context import current_iteration
 from roundpipe.devices import DeviceSpec
 from roundpipe.errors import ClosedError, UsageError
+from roundpipe.monitor import watchdog_limit_s
 from roundpipe.optim.stepper import Stepper
 from roundpipe.runtime.pool import DevicePool
 from roundpipe.runtime.run import GradientParcel, Parcel, Run, RunCancelled
 from roundpipe.store import LayerStore, ParameterRecord
-from roundpipe.waiting import watchdog_limit_s
 
 logger = logging.getLogger("roundpipe")
 _Result = TypeVar("_Result")

@@ -26,17 +26,16 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from roundpipe.api.call_lock import restoring_grad_mode
+from roundpipe.api.failures import restoring_grad_mode
 from roundpipe.context import current_iteration, in_gradient_hook
 from roundpipe.errors import ClosedError, UsageError
+from roundpipe.monitor import process_lock
 from roundpipe.optim.adam import Adam, AdamW
-from roundpipe.optim.handed_step import HandedStep
-from roundpipe.optim.state_memory import require_state_memory
-from roundpipe.optim.stepper import Stepper
+from roundpipe.optim.state import require_state_memory
+from roundpipe.optim.stepper import HandedStep, Stepper
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
-from roundpipe.store.adoption import owner_of
-from roundpipe.store.host_gradients import GatheredGradient
-from roundpipe.waiting import process_lock
+from roundpipe.store.adopt import owner_of
+from roundpipe.store.gradients import GatheredGradient
 
 _IN_BACKGROUND = "it happened in the background after the call that caused it had returned"
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.api.weighing import OwnLoss
+from roundpipe.api.loss_weights import OwnLoss
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.errors import ModelSplitError, UsageError
 from roundpipe.microbatch import MicrobatchInputs, RoundPipePackedData
-from roundpipe.microbatch.model_inputs import ModelInputSplit
-from roundpipe.models.library_state import is_cache, is_pretrained
-from roundpipe.models.split_layers import KEEPS_LOGITS
-from roundpipe.models.splitter import ModelSplitter
-from roundpipe.models.travel import KeepLogits
+from roundpipe.microbatch.hf_inputs import ModelInputSplit
+from roundpipe.split.layers import KEEPS_LOGITS
+from roundpipe.split.plan import KeepLogits
+from roundpipe.split.splitter import ModelSplitter
+from roundpipe.split.transformers import is_cache, is_pretrained
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.api.auto import AutoRoundPipe, outside_of
-from roundpipe.api.device_loss import DeviceLoss, LossModule, loss_function_of
-from roundpipe.api.model import RoundPipe, call_site, check_arguments, to_pin_mode
+from roundpipe.api.auto import AutoRoundPipe, DeviceLoss, LossModule, loss_function_of, outside_of
+from roundpipe.api.roundpipe import RoundPipe, call_site, check_arguments, to_pin_mode
 from roundpipe.api.split_model import SplitModel
 from roundpipe.api.wrap_rules import (
     AS_USUAL,
@@ -29,14 +28,11 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import parse_devices
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelSplitError
 from roundpipe.models import Convert, find_preset
-from roundpipe.models.discovery import block_paths
-from roundpipe.models.fused_kernels import FusedKernels
-from roundpipe.models.library_state import fill_from_meta, has_pretrained, stop_checkpointing
-from roundpipe.models.splitter import ModelSplitter
-from roundpipe.store.adoption import refuse_owned
-from roundpipe.store.intake import refuse_special_tensors
-from roundpipe.store.names import user_names
-from roundpipe.store.training_memory import require_training_memory
+from roundpipe.split.discovery import block_paths
+from roundpipe.split.splitter import ModelSplitter
+from roundpipe.split.transformers import FusedKernels, fill_from_meta, has_pretrained, stop_checkpointing
+from roundpipe.store.adopt import refuse_owned, refuse_special_tensors, require_training_memory
+from roundpipe.store.records import user_names
 
 logger = logging.getLogger("roundpipe")
 _PRESET_USED = "%s: using the preset for %s; pass use_sequential_preset=False to do without, True to expect it"

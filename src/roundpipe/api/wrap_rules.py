@@ -15,7 +15,7 @@ from collections.abc import Collection, Container, Iterator
 
 from torch import nn
 
-from roundpipe.api.model import is_chain
+from roundpipe.api.roundpipe import is_chain
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.errors import OwnershipError
 

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
-from roundpipe.devices.poison import poisoned
-from roundpipe.waiting import wait_for_event
+from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind, poisoned
+from roundpipe.monitor import wait_for_event
 
 logger = logging.getLogger("roundpipe")
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
-from roundpipe.devices.poison import poisoned
-from roundpipe.waiting import process_rlock, shielded
+from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind, poisoned
+from roundpipe.monitor import process_rlock, shielded
 
 # One lock for all virtual devices: a copy may have to force events of another device first.
 _fabric_lock = process_rlock()

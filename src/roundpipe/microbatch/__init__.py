@@ -6,15 +6,15 @@ specs, never devices, schedules or models.
 
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.microbatch import markers
-from roundpipe.microbatch.markers import check_merge_output, check_split_input, check_split_label
+from roundpipe.microbatch import specs
+from roundpipe.microbatch.loss_shares import LossShares
 from roundpipe.microbatch.merge import merge_outputs, pack_outputs
 from roundpipe.microbatch.packed import ArrivalEvent, RoundPipePackedData
-from roundpipe.microbatch.shares import LossShares
+from roundpipe.microbatch.specs import check_merge_output, check_split_input, check_split_label
 from roundpipe.microbatch.split import Arriving, MicrobatchInputs, split_call
 
 if TYPE_CHECKING:
-    from roundpipe.microbatch.markers import Chunk, Reducer, Replicate
+    from roundpipe.microbatch.specs import Chunk, Reducer, Replicate
 
 __all__ = [
     "ArrivalEvent",
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The markers, imported when they are named: see markers."""
+    """Import the split specs when they are first named; see specs."""
     if name in ("Chunk", "Reducer", "Replicate"):
-        return getattr(markers, name)
+        return getattr(specs, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,12 +22,20 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from roundpipe.errors import ConfigError, SplitError
-from roundpipe.microbatch.cut import Rule, RuledLeaf, RuledTree, batch_size, named, packed_length
-from roundpipe.microbatch.markers import check_split_input, check_split_label, is_custom_function, noting_function
-from roundpipe.microbatch.model_inputs import ModelInputSplit
+from roundpipe.microbatch.cut import (
+    Rule,
+    RuledLeaf,
+    RuledTree,
+    batch_size,
+    named,
+    packed_length,
+    rows_of_leaves,
+    rows_of_pieces,
+)
+from roundpipe.microbatch.hf_inputs import ModelInputSplit
+from roundpipe.microbatch.loss_shares import LossShares
 from roundpipe.microbatch.packed import Arriving, RoundPipePackedData
-from roundpipe.microbatch.rows import rows_of_leaves, rows_of_pieces
-from roundpipe.microbatch.shares import LossShares
+from roundpipe.microbatch.specs import check_split_input, check_split_label, is_custom_function, noting_function
 from roundpipe.microbatch.tree import outline
 
 __all__ = ["Arriving", "MicrobatchInputs", "split_call"]

@@ -8,12 +8,37 @@ else on the main thread; or all of it on one thread, without RoundPipe. Knows it
 later iterations start with, so a change can never fall between a loss and its gradient.
 
 What steps decide and when it counts: [Note: windows] in optim.scale_window.
+
+The numbers of a GradScaler: which ones are fit to use, and how a scale moves.
+
+Used by optim.grad_scaler and optim.scale_window. A scale is kept as the float32 value losses are multiplied with, and
+its inverse must be a finite float32 number too. Knows no step and no gradient.
+
+The steps between two updates of a GradScaler, what they found, and what that decides about the scale.
+
+Used by optim.grad_scaler under its lock, except for the waiting. Knows steps by their iteration, never gradients.
+
+[Note: windows] Every update() ends a window: the steps issued since the update() before it. The window yields one
+decision. A step may still be running when its update() is called, so an async decision is put off by one update():
+
+    main thread      step 1   update 1          step 2   update 2            step 3   update 3
+    optimizer        [ step 1 ....... ]         [ step 2 ....... ]           [ step 3 ....... ]
+    window           1                          2                            3
+    async: applies            -                          window 1                     window 2
+    sync:  applies            window 1                   window 2                     window 3
 """
 
 from __future__ import annotations
 
+import enum
+import logging
+import math
+import os
+import time
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, overload
 
 import torch
@@ -21,29 +46,155 @@ from torch import Tensor
 
 from roundpipe import context
 from roundpipe.context import Iteration
-from roundpipe.errors import ArgumentTypeError, UsageError
-from roundpipe.optim.scale_value import (
-    check_keys,
-    checked_backoff_factor,
-    checked_count,
-    checked_growth_factor,
-    checked_growth_interval,
-    checked_new_scale,
-    checked_scale,
-    host_tensor,
-    product_or_same,
-)
-from roundpipe.optim.scale_window import (
-    Decision,
-    OptimizerProgress,
-    Stage,
-    StepRecord,
-    Window,
-    loaded_decision,
-    wait_for_steps,
-)
-from roundpipe.optim.unscaling import unscale
-from roundpipe.waiting import process_lock, shielded
+from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
+from roundpipe.monitor import process_lock, shielded, stall_report, watchdog_limit_s
+from roundpipe.optim.gradients import unscale
+
+
+def host_tensor(scale: float) -> Tensor:
+    with torch.inference_mode(False):  # it is kept, and backward passes must be able to save it
+        return torch.tensor(scale, dtype=torch.float32, device="cpu")
+
+
+def _float32(value: float) -> float:
+    return host_tensor(value).item()
+
+
+def _usable_scale(scale: float) -> bool:
+    return math.isfinite(scale) and scale > 0.0 and math.isfinite(_float32(1.0 / scale))
+
+
+def product_or_same(scale: float, factor: float) -> float:
+    """The product, as float32; the old scale where that could no longer be multiplied and divided with."""
+    product = _float32(scale * factor)
+    return product if _usable_scale(product) else scale
+
+
+def checked_new_scale(new_scale: float | Tensor) -> float:
+    if isinstance(new_scale, Tensor):
+        if new_scale.numel() != 1 or new_scale.requires_grad:
+            raise ConfigError(
+                f"GradScaler.update() got a new_scale of shape {tuple(new_scale.shape)} and requires_grad="
+                f"{new_scale.requires_grad}; pass a number or a tensor of one element that does not require grad."
+            )
+        return checked_scale("new_scale", new_scale.item())
+    return checked_scale("new_scale", new_scale)
+
+
+def _checked_number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(f"GradScaler: {name}={value!r} is a {type(value).__name__}; give a number.")
+    return float(value)
+
+
+def checked_scale(name: str, value: Any) -> float:
+    scale = _float32(_checked_number(name, value))
+    if not _usable_scale(scale):
+        raise ConfigError(
+            f"GradScaler: {name}={value!r} is no scale; give a number greater than 0 that has, like its inverse, a "
+            "finite float32 value."
+        )
+    return scale
+
+
+def checked_growth_factor(value: Any) -> float:
+    factor = _checked_number("growth_factor", value)
+    if not 1.0 < factor < math.inf:
+        raise ConfigError(f"GradScaler: growth_factor={value!r}; give a finite number greater than 1.")
+    return factor
+
+
+def checked_backoff_factor(value: Any) -> float:
+    factor = _checked_number("backoff_factor", value)
+    if not 0.0 < factor < 1.0:
+        raise ConfigError(f"GradScaler: backoff_factor={value!r}; give a number between 0 and 1, both excluded.")
+    return factor
+
+
+def checked_growth_interval(value: Any) -> int:
+    return checked_count("growth_interval", value, at_least=1)
+
+
+def checked_count(name: str, value: Any, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentTypeError(f"GradScaler: {name}={value!r} is a {type(value).__name__}; give an integer.")
+    if value < at_least:
+        raise ConfigError(f"GradScaler: {name}={value!r}; give an integer of at least {at_least}.")
+    return int(value)
+
+
+def check_keys(what: str, entries: Mapping[str, Any], required: Iterable[str], optional: Iterable[str] = ()) -> None:
+    missing = sorted(set(required) - set(entries))
+    unknown = sorted(set(entries) - set(required) - set(optional))
+    if missing or unknown:
+        raise ConfigError(f"The GradScaler {what} lacks the keys {missing} and has the unknown keys {unknown}.")
+
+
+logger = logging.getLogger("roundpipe")
+
+_WAIT_SLICE_S = 60.0  # a limit may be longer than a lock can wait in one go
+_DEFERRED_KEYS = ("stepped", "found_inf", "new_scale")
+
+
+class Stage(enum.Enum):
+    """How far one optimizer is in one iteration."""
+
+    UNSCALED = "unscale_"
+    STEPPED = "step"
+
+
+@dataclass
+class OptimizerProgress:
+    stage: Stage = Stage.UNSCALED
+    found_inf: bool = False
+
+
+StepRecord = dict[torch.optim.Optimizer, OptimizerProgress]
+
+
+@dataclass
+class Window:
+    """The steps between two update() calls, and what is known of them; see [Note: windows]."""
+
+    running: list[Iteration] = field(default_factory=list)
+    stepped: bool = False  # whether any scaler.step() ran to its end
+    found_inf: bool = False
+
+    def count(self, record: StepRecord) -> None:
+        self.stepped |= any(progress.stage is Stage.STEPPED for progress in record.values())
+        self.found_inf |= any(progress.found_inf for progress in record.values())
+
+
+@dataclass
+class Decision:
+    """What one update() decided: a scale given by the user, or whatever the steps of its window say."""
+
+    window: Window
+    new_scale: float | None = None
+
+
+def loaded_decision(deferred: Mapping[str, Any] | None) -> Decision | None:
+    if deferred is None:
+        return None
+    check_keys("state dict's _deferred", deferred, _DEFERRED_KEYS)
+    window = Window(stepped=bool(deferred["stepped"]), found_inf=bool(deferred["found_inf"]))
+    new_scale = deferred["new_scale"]
+    return Decision(window, None if new_scale is None else checked_scale("new_scale", new_scale))
+
+
+def wait_for_steps(method: str, iterations: Iterable[Iteration]) -> None:
+    """Block, holding no lock, until all steps are done; each watchdog limit that passes is reported."""
+    limit_s = watchdog_limit_s()
+    what = f"an optimizer step that was issued and has not finished, in GradScaler.{method}()"
+    for iteration in [iteration for iteration in iterations if iteration.pid == os.getpid()]:
+        begin_s = time.monotonic()
+        due_s = begin_s + limit_s
+        while not iteration.step_finished.wait(min(due_s - time.monotonic(), _WAIT_SLICE_S)):
+            now_s = time.monotonic()
+            if now_s >= due_s:
+                due_s = now_s + limit_s
+                logger.warning("%s", stall_report(what, now_s - begin_s, {}))
+
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _NOT_COPIED = ("_lock", "_window", "_records", "_main_record", "_loss_factor")  # made by GradScaler._open

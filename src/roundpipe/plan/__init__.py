@@ -7,8 +7,8 @@ exact_step, planner.
 from roundpipe.plan.cost import CostModel, LayerCost, ModelProfile, Phase
 from roundpipe.plan.execute_plan import ModelExecutePlan, RunType
 from roundpipe.plan.memory import stage_bytes
-from roundpipe.plan.planner import choose_exact_plan, choose_plan
 from roundpipe.plan.schedule import StageTask, TaskKind, build_schedule, deal
+from roundpipe.plan.search import choose_exact_plan, choose_plan
 from roundpipe.plan.simulator import simulate
 
 __all__ = [

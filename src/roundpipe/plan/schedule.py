@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from roundpipe.errors import ConfigError
-from roundpipe.plan.execute_plan import ModelExecutePlan
-from roundpipe.plan.run_type import RunType
+from roundpipe.plan.execute_plan import ModelExecutePlan, RunType
 
 
 class TaskKind(enum.Enum):

@@ -5,6 +5,8 @@ Made by api.engine, filled by runtime.stage on worker threads, awaited by the ca
 [Note: one failure ends a run]
 The first exception, wherever it happens, is the run's failure. From then on every wait of the run ends, its queued
 tasks are dropped, and what a task still computes is thrown away: nothing of a failed run reaches host state.
+
+Where a worker is, kept up to date so that an exception can say so.
 """
 
 from __future__ import annotations
@@ -23,10 +25,9 @@ from roundpipe.context import Iteration, LayerPhase
 from roundpipe.devices import Event, Mark
 from roundpipe.microbatch import LossShares
 from roundpipe.plan import Phase, StageTask, TaskKind
-from roundpipe.runtime.ambient import Ambient
-from roundpipe.runtime.bundle import Bundle
-from roundpipe.runtime.parameter_hooks import hooks_of, refuse_hooks_on_shared
-from roundpipe.runtime.replica import LayerSettings
+from roundpipe.runtime.replica import LayerSettings, hooks_of, refuse_hooks_on_shared
+from roundpipe.runtime.rng import Ambient
+from roundpipe.runtime.values import Bundle
 from roundpipe.store import LayerStore, ParameterRecord
 
 _run_numbers = itertools.count()
@@ -283,3 +284,21 @@ class Run:
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         self.monitor.wait_until(lambda: self.failed or ready(), f"{what} ({self!r})")
         self.check()
+
+
+class Place:
+    def __init__(self) -> None:
+        self.microbatch: int | None = None
+        self._task, self._layer_id, self._phase, self._device = "", None, "", ""  # type: tuple[str, int | None, str, str]
+
+    def enter(self, run: Run, task: StageTask, device: str) -> None:
+        self._task, self._device = f"{task} of {run!r}", device
+        self._layer_id, self._phase, self.microbatch = None, "set-up", None
+
+    def at(self, layer_id: int | None, phase: str) -> None:
+        self._layer_id, self._phase = layer_id, phase
+
+    def note(self) -> str:
+        layer = "" if self._layer_id is None else f"layer {self._layer_id}, "
+        microbatch = "" if self.microbatch is None else f"microbatch {self.microbatch}, "
+        return f"while running {self._task}: {layer}{microbatch}{self._phase} on {self._device}"

@@ -24,25 +24,21 @@ import torch
 from roundpipe.config import RecomputeGrain
 from roundpipe.context import LayerPhase, LayerRun, running_layer, within_iteration
 from roundpipe.devices import Device, Mark, StreamKind
-from roundpipe.devices.host_random import HostRandomStream
-from roundpipe.devices.process_random import ProcessRandomStream, route_shared_generators
+from roundpipe.devices.random import HostRandomStream, ProcessRandomStream, route_shared_generators
 from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
-from roundpipe.microbatch.shares import own_loss, weighted
+from roundpipe.microbatch.loss_shares import own_loss, weighted
 from roundpipe.plan import StageTask, TaskKind
-from roundpipe.runtime.bundle import Bundle
-from roundpipe.runtime.device_buffers import DeviceBuffers
-from roundpipe.runtime.frame import Frame, Gradients, Leaves
-from roundpipe.runtime.images import LayerImages
-from roundpipe.runtime.landing import Landing, LandingThread
-from roundpipe.runtime.layer_gradients import LayerGradients
-from roundpipe.runtime.meter import Meter
-from roundpipe.runtime.place import Place
+from roundpipe.runtime.autograd import Frame, Gradients, Leaves
+from roundpipe.runtime.buffers import StageBuffers
+from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
+from roundpipe.runtime.mailbox import StageMail
+from roundpipe.runtime.profiler import Meter
 from roundpipe.runtime.replica import Replica
-from roundpipe.runtime.run import Run, TaskSpan
-from roundpipe.runtime.seeds import stream_seed
-from roundpipe.runtime.stage_buffers import StageBuffers
-from roundpipe.runtime.stage_mail import StageMail
-from roundpipe.runtime.transfer import Transfer
+from roundpipe.runtime.rng import stream_seed
+from roundpipe.runtime.run import Place, Run, TaskSpan
+from roundpipe.runtime.transfer import DeviceBuffers, Transfer
+from roundpipe.runtime.values import Bundle
+from roundpipe.runtime.weights import LayerImages
 
 
 class StageRunner:

@@ -1,22 +1,42 @@
 """What the store knows of each layer, parameter and buffer of the wrapped model.
 
 Filled by layer_store, read by runtime (replicas, uploads) and optim (masters, gradients). No threads, no devices.
+
+The user's names of parameters and modules, for messages.
+
+The layers of a model that was split or converted have other names than the model the user handed in.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from roundpipe.store.host_buffer import HostBuffer
-from roundpipe.store.landing_buffers import LandingBuffer
-from roundpipe.store.layer_slot import WeightBuffer
+from roundpipe.split.stubs import PATH
+from roundpipe.store.host_memory import HostBuffer, LandingBuffer
 from roundpipe.store.layout import Layout, TensorPlace
-from roundpipe.store.optimizer_copy import OptimizerCopy
+from roundpipe.store.master import OptimizerCopy
+from roundpipe.store.slot import WeightBuffer
+
+
+def user_names(model: nn.Module) -> dict[int, str]:
+    """By id: the name of every parameter and the path of every module of the user's model."""
+    names = {id(module): path for path, module in model.named_modules()}
+    return names | {id(param): name for name, param in model.named_parameters()}
+
+
+def path_of(module: nn.Module, names: Mapping[int, str], local_path: str) -> str:
+    """Where the user finds a module; `local_path`, its path in its layer, where the user has no such module."""
+    path: str = module.__dict__.get(PATH, local_path)  # of the module that a copy or a stub was made of
+    return names.get(id(module), path)
+
+
+def joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from roundpipe import (
     models,
     wrap_model_to_roundpipe,
 )
-from roundpipe.models import registry
+from roundpipe import models as registry
 
 LINEAR_4 = 4 * 4 * 4 + 4 * 4  # bytes of nn.Linear(4, 4): 80
 DEVICES = ["cpu"] * 2

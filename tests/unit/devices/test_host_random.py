@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe.devices.host_random import HostRandomStream
+from roundpipe.devices.random import HostRandomStream
 from roundpipe.errors import UsageError
 
 X = torch.linspace(0.1, 0.9, 24).reshape(4, 6)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers_parity import assert_same
 from roundpipe.microbatch import RoundPipePackedData
-from roundpipe.microbatch.late_merge import LateMerge, as_microbatches, merge_late, merged_now
+from roundpipe.microbatch.merge import LateMerge, as_microbatches, merge_late, merged_now
 
 SIZES = (2, 1, 3)
 

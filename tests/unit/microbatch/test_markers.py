@@ -10,7 +10,7 @@ from torch.distributed.pipelining import microbatch as torch_microbatch
 
 from roundpipe.errors import ArgumentTypeError, ConfigError, MergeError, SplitError
 from roundpipe.microbatch import Chunk, Reducer, Replicate, check_merge_output, check_split_input, check_split_label
-from roundpipe.microbatch.markers import is_custom_function, is_marker, is_replicate
+from roundpipe.microbatch.specs import is_custom_function, is_marker, is_replicate
 
 REDUCER = Reducer(torch.tensor(0.0), operator.add)
 

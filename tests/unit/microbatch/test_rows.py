@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roundpipe.microbatch import Chunk, Replicate, RoundPipePackedData, split_call
-from roundpipe.microbatch.model_inputs import ModelInputSplit
+from roundpipe.microbatch.hf_inputs import ModelInputSplit
 
 ROWS = (3, 2, 2)  # of seven, in three
 PACKED = RoundPipePackedData([torch.zeros(rows, 2) for rows in (1, 4, 2)])

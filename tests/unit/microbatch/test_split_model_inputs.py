@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roundpipe.errors import SplitError
 from roundpipe.microbatch import RoundPipePackedData
-from roundpipe.microbatch.model_inputs import split_model_inputs
+from roundpipe.microbatch.hf_inputs import split_model_inputs
 
 IMAGE, VIDEO, AUDIO, WORD = 1, 2, 3, 7
 CONFIG = SimpleNamespace(image_token_id=IMAGE, video_token_id=VIDEO, audio_token_index=AUDIO)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.errors import ArgumentTypeError, ConfigError, RoundPipeError
-from roundpipe.optim.clip import clip_grad_norm_
+from roundpipe.optim.gradients import clip_grad_norm_
 
 
 def make_params(seed: int = 0) -> list[Tensor]:

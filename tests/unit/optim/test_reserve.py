@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import RoundPipe, optim
-from roundpipe.optim import reserve
-from roundpipe.optim.reserve import Reserve
+from roundpipe.optim import state as reserve
+from roundpipe.optim.state import Reserve
 from roundpipe.store import LayerUpdate, OptimizerCopy
-from roundpipe.store.host_buffer import HUGE_PAGE_BYTES, make_pages_ready
+from roundpipe.store.host_memory import HUGE_PAGE_BYTES, make_pages_ready
 
 WIDTH = 1024  # a float32 copy of a square of it has two huge pages
 

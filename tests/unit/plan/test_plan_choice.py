@@ -11,7 +11,7 @@ from plan_strategies import equal_layers, for_all, grains, layer_costs, profiles
 from helpers_plans import legal_plans
 from roundpipe.plan import LayerCost, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_plan
 from roundpipe.plan.memory import peak_bytes
-from roundpipe.plan.planner import TIE
+from roundpipe.plan.search import TIE
 from roundpipe.plan.simulator import steady_step_s
 
 

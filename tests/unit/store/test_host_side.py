@@ -11,13 +11,12 @@ from torch import nn
 
 from roundpipe import HostMemoryError, RoundPipe
 from roundpipe.devices import HostPinner
+from roundpipe.monitor import Monitor
 from roundpipe.store import host_memory
-from roundpipe.store.adoption import PinMode
-from roundpipe.store.host_buffer import HostBuffer
-from roundpipe.store.layer_store import LayerStore
+from roundpipe.store.adopt import PinMode
+from roundpipe.store.host_memory import HostBuffer, RegisteredPages
 from roundpipe.store.layout import ALIGNMENT_BYTES, contiguous_stride, dense_stride, lay_out, span_elements
-from roundpipe.store.registered_pages import RegisteredPages
-from roundpipe.waiting import Monitor
+from roundpipe.store.store import LayerStore
 
 
 class RecordingPinner(HostPinner):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe.store import OptimizerCopy
-from roundpipe.store.optimizer_copy import _HABIT
+from roundpipe.store.master import _HABIT
 
 WAIT_S = 30.0
 SHAPE = (5, 8)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from roundpipe.optim.native.kernel import SplitMaster, one_pass_kernel
 from roundpipe.store import OptimizerCopy
-from roundpipe.store.optimizer_copy import LowGradient
+from roundpipe.store.master import LowGradient
 
 WAIT_S = 30.0
 SHAPE = (5, 8)

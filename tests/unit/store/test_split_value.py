@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roundpipe.optim.native.kernel import OnePassKernel, SplitMaster, one_pass_kernel
-from roundpipe.store import split_value
-from roundpipe.store.split_value import SplitValue
+from roundpipe.store import master as split_value
+from roundpipe.store.master import SplitValue
 
 UPPERS = torch.arange(0, 0x10000, dtype=torch.int64)  # every sign, exponent and leading bits there are
 LOWERS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)

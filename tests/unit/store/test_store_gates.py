@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from roundpipe.devices.virtual import NoPinner
+from roundpipe.monitor import Monitor
 from roundpipe.store import LayerStore, ParameterRecord, PinMode
-from roundpipe.store.host_gradients import GradientPart
-from roundpipe.waiting import Monitor
+from roundpipe.store.gradients import GradientPart
 
 WAIT_S = 30.0
 

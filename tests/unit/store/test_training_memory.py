@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from roundpipe import AutoRoundPipe, HostMemoryError, RoundPipe, optim, wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe.store import PinMode, host_memory
-from roundpipe.store.training_memory import SECOND_WEIGHTS, require_training_memory, training_memory
+from roundpipe.store.adopt import SECOND_WEIGHTS, require_training_memory, training_memory
 
 DEVICES = ["cpu"] * 3
 WIDTH, NUM_LAYERS = 64, 4

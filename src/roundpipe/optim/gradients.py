@@ -1,0 +1,193 @@
+"""Divides an optimizer's gradients by the scale of their losses, and says whether all of them are finite.
+
+Used by optim.grad_scaler. Refuses all gradients before it changes any. Knows no iteration and no scaler.
+
+Gradients that lie in host memory in low precision, looked at without a float32 copy of all of them.
+
+Used by optim.clip and optim.unscaling inside a step. One gradient at a time is widened into memory that is used again.
+
+Clips gradients by their total norm.
+
+Called by users in `step_fn`, on the optimizer thread. Takes a model by its `optim_parameters()` and knows nothing else
+of it; the arithmetic is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
+from roundpipe.store import LowGradient, OptimizerCopy
+
+
+def pending_copies(params: Iterable[Any]) -> list[OptimizerCopy]:
+    """Those whose gradient nobody has made a tensor yet, in this step or in one before."""
+    return [param for param in params if isinstance(param, OptimizerCopy) and param.has_only_low_gradient]
+
+
+def widened(copies: Sequence[OptimizerCopy]) -> Iterator[tuple[OptimizerCopy, Tensor]]:
+    """Each copy that has a gradient, and its values, valid until the next one; in the order in which they land."""
+    scratch = torch.empty(0)
+    for copy in reversed(copies):
+        low = copy.low_gradient()
+        if low is None:
+            continue
+        if scratch.numel() < copy.numel() or scratch.dtype is not copy.dtype:
+            scratch = torch.empty(copy.numel(), dtype=copy.dtype)
+        yield copy, _into(scratch, low)
+
+
+def _into(scratch: Tensor, low: LowGradient) -> Tensor:
+    values = scratch[: low.tensor.numel()].as_strided(low.tensor.shape, low.tensor.stride())
+    values.copy_(low.tensor)
+    for factor in low.factors:
+        values.mul_(factor)
+    return values
+
+
+@runtime_checkable
+class HasOptimParameters(Protocol):
+    """A model whose gradients lie on the optimizer's copies of its parameters."""
+
+    def optim_parameters(self) -> Iterable[Tensor]: ...
+
+
+def clip_grad_norm_(
+    model_or_params: HasOptimParameters | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients down, in place, so that their total norm is at most `max_norm`; returns the norm before.
+
+    As `torch.nn.utils.clip_grad_norm_`, bit for bit. `max_norm=float("inf")` only measures. With a GradScaler call
+    `scaler.unscale_(optimizer)` first.
+    """
+    _check_positive("max_norm", max_norm)
+    _check_positive("norm_type", norm_type)
+    params = _gradient_owners(model_or_params)
+    pending = pending_copies(params)
+    if pending and len(pending) == len(params) and len({copy.dtype for copy in pending}) == 1:
+        norm = _clip_pending(pending, float(max_norm), float(norm_type), error_if_nonfinite)
+        if norm is not None:
+            return norm
+    return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+
+
+@torch.no_grad()
+def _clip_pending(
+    copies: list[OptimizerCopy], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor | None:
+    """As torch does it, operation by operation, without making the gradients tensors.
+
+    None, and nothing is done, if there are no gradients or torch would refuse their norm.
+    """
+    norms = {id(copy): torch.linalg.vector_norm(values, norm_type) for copy, values in widened(copies)}
+    if not norms:
+        return None
+    in_order = [norms[id(copy)] for copy in copies if id(copy) in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        return None
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for copy in copies:
+        copy.scale_gradient(float(factor))
+    return total
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(
+            f"clip_grad_norm_() got {name}={value!r} of type {type(value).__name__}; pass a number."
+        )
+    if not float(value) > 0.0:
+        raise ConfigError(f"clip_grad_norm_() got {name}={value!r}; pass a number greater than 0.")
+
+
+def _gradient_owners(model_or_params: Any) -> list[Tensor]:
+    if isinstance(model_or_params, Tensor):
+        return [model_or_params]
+    if isinstance(model_or_params, HasOptimParameters):
+        return list(model_or_params.optim_parameters())
+    if not isinstance(model_or_params, Iterable):
+        raise ArgumentTypeError(
+            f"clip_grad_norm_() got a {type(model_or_params).__name__}, which has no optim_parameters() and is not "
+            "iterable; pass a RoundPipe model, a tensor, or an iterable of tensors such as module.parameters()."
+        )
+    params = list(model_or_params)
+    for position, param in enumerate(params):
+        if not isinstance(param, Tensor):
+            raise ArgumentTypeError(
+                f"clip_grad_norm_() got a {type(model_or_params).__name__} whose element {position} is a "
+                f"{type(param).__name__}, not a tensor; pass an iterable of tensors such as module.parameters()."
+            )
+    return params
+
+
+_UNSCALABLE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def unscale(optimizer: torch.optim.Optimizer, inverse_scale: float) -> bool:
+    """Multiply every gradient by `inverse_scale` (rounded to float32); whether any element is not finite."""
+    params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    pending = [copy for copy in pending_copies(params.values()) if copy.dtype in _UNSCALABLE_DTYPES]
+    others = [param for key, param in params.items() if key not in {id(copy) for copy in pending}]
+    found_inf = unscale_in_place(dense_gradients(others), inverse_scale)
+    return _unscale_pending(pending, inverse_scale) or found_inf
+
+
+def _unscale_pending(copies: Sequence[OptimizerCopy], inverse_scale: float) -> bool:
+    """For gradients that nobody has made tensors: they are looked at, and multiplied when they are used."""
+    factor = float(torch.full((), inverse_scale, dtype=torch.float32))
+    found_inf = False
+    for copy, values in widened(copies):
+        found_inf |= unscale_in_place([values], inverse_scale)
+        copy.scale_gradient(factor)
+    return found_inf
+
+
+def dense_gradients(params: Iterable[Any]) -> list[Tensor]:
+    """Every gradient, a sparse one by its coalesced values; refuses all before any is changed."""
+    with_grad = [param for param in params if param.grad is not None]
+    for param in with_grad:
+        _check_can_unscale(param.grad)
+    return [_coalesced_values(param) if param.grad.is_sparse else param.grad for param in with_grad]
+
+
+def _check_can_unscale(grad: Tensor) -> None:
+    if grad.dtype is torch.float16:
+        raise UsageError(
+            f"GradScaler cannot unscale float16 gradients (shape {tuple(grad.shape)}): small ones would vanish. Wrap "
+            "the model with RoundPipe(model, optim_dtype=torch.float32), so that the optimizer sees float32 ones."
+        )
+    if grad.dtype not in _UNSCALABLE_DTYPES or grad.layout not in (torch.strided, torch.sparse_coo):
+        raise UsageError(
+            f"GradScaler cannot unscale a gradient of {grad.dtype} and {grad.layout} (shape {tuple(grad.shape)}); it "
+            "takes bfloat16, float32 and float64 ones, strided or sparse COO."
+        )
+
+
+def _coalesced_values(param: Tensor) -> Tensor:
+    """Coalesced, because only the sums of duplicate entries show whether the gradient is finite."""
+    assert param.grad is not None
+    param.grad = param.grad.coalesce()
+    return param.grad._values()
+
+
+def unscale_in_place(grads: Iterable[Tensor], inverse_scale: float) -> bool:
+    """Multiply all by `inverse_scale` (rounded to float32) in place; whether any element is not finite."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    found_infs = []
+    with torch.no_grad():
+        for (device, _), kind_grads in by_kind.items():
+            found_infs.append(torch.zeros((), dtype=torch.float32, device=device))
+            factor = torch.full((), inverse_scale, dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(kind_grads, found_infs[-1], factor)
+    return any(found_inf.item() != 0.0 for found_inf in found_infs)

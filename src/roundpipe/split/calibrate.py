@@ -1,0 +1,282 @@
+"""Makes the plan of a split: watches the model on a small batch and finds out what its own code depends on.
+
+Called by the splitter. Works on copies of the module tree that share the weights, and hooks, which a model's
+library may install on its first run: nothing else of the model is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ModelSplitError
+from roundpipe.module_copy import copy_tree
+from roundpipe.split.dependence import Dependence
+from roundpipe.split.determinism import WithoutDropout, fresh_generators, own_generators, refusing, state_of_generators
+from roundpipe.split.discovery import Discovery, discover, observe
+from roundpipe.split.observe import Recording
+from roundpipe.split.plan import SplitPlan
+from roundpipe.split.stub_tree import Ghosts, StubTree, refuse_own_forward
+from roundpipe.split.transformers import copied_cache, is_cache, keep_hook_marks
+from roundpipe.split.values import equal, is_plain, leaves_of, map_leaves
+
+_CLOSE = 1e-4  # relative; kernels may choose another path for the same values
+
+
+class ChangesItself(ModelSplitError):
+    """A forward that exchanges modules, once, over the same parameters; others than these inputs may not cause it."""
+
+
+def calibrate(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool, in_one: bool = False
+) -> SplitPlan:
+    """Raises ModelSplitError with the reason where the model cannot be split for such a call.
+
+    `in_one`: what calls the elements of repeated lists is a layer, not each element.
+    """
+    refuse_random_depth(model)
+    for module in model.modules():
+        refuse_own_forward(module)
+    with (
+        torch.random.fork_rng(devices=()),  # first: the others draw
+        own_generators(),
+        WithoutDropout(),
+        torch.set_grad_enabled(with_grad),
+    ):
+        return _Calibration(model, args, kwargs, in_one).plan()
+
+
+class _Calibration:
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool) -> None:
+        self._model, self._args, self._kwargs, self._in_one = model, args, kwargs, in_one
+        self._names = {id(param): name for name, param in model.named_parameters()}
+        self._ghosts = Ghosts(model)
+
+    def plan(self) -> SplitPlan:
+        seed = torch.get_rng_state()
+        copy, pairs = private_copy(self._model)
+        outputs = self._first_run(copy, pairs)  # raises what the model itself raises for this call
+        with refusing("finding out how it can be split"):
+            return self._plan_of(copy, outputs, seed)
+
+    def _plan_of(self, copy: nn.Module, outputs: Any, seed: torch.Tensor) -> SplitPlan:
+        torch.set_rng_state(seed)
+        args, kwargs = self._inputs()
+        events, _ = observe(copy, lambda: copy(*args, **kwargs))
+        found = discover(copy, events, in_one=self._in_one)
+        tree = self._tree(copy, found)
+        recording = Recording(frozenset(found.calls))
+        torch.set_rng_state(seed)
+        args, kwargs = self._inputs()
+        drawn = fresh_generators()
+        recorded = recording.run(tree, args, kwargs)
+        draws_globally = state_of_generators() != drawn
+        _check_calls(found, recording)
+        _check_outputs(outputs, recorded, draws_globally)
+        plan = SplitPlan(
+            found.calls,
+            found.taps,
+            tuple(c.outline for c in recording.calls),
+            (0, len(found.calls)),
+            {},
+            {},
+            frozenset(),
+            {},
+        )
+        dependence = Dependence(tree, recording, plan, recorded, *self._inputs())
+        self._find_points(dependence)
+        self._find_reads(dependence, recording)
+        self._find_needs(dependence, found)
+        has_caches = any(is_cache(leaf) for call in recording.calls for leaf in call.arguments)
+        return dataclasses.replace(
+            dependence.plan, head=recording.head(), draws_globally=draws_globally, has_caches=has_caches
+        )
+
+    def _first_run(self, copy: nn.Module, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> Any:
+        """What the model returns. Lets the library do what it does once, and refuses what cannot be undone."""
+        before, params_before = list(copy.modules()), dict(copy.named_parameters())
+        args, kwargs = self._inputs()
+        try:
+            outputs = copy(*args, **kwargs)
+        finally:
+            keep_hook_marks(pairs)
+        if [id(module) for module in copy.modules()] != [id(module) for module in before]:
+            params = dict(copy.named_parameters())
+            if params.keys() != params_before.keys() or any(params[name] is not params_before[name] for name in params):
+                raise ModelSplitError("its forward exchanges its own modules and their parameters")
+            raise ChangesItself("its forward exchanges its own modules for inputs like these")
+        return outputs
+
+    def _find_points(self, dependence: Dependence) -> None:
+        points, reasons = [0], {}
+        while (unknown := dependence.first_unknown(points[-1])) is not None:
+            points.append(unknown[0])
+            reasons[unknown[0]] = unknown[1]
+        points.append(dependence.plan.num_calls)
+        dependence.plan = dataclasses.replace(dependence.plan, points=tuple(points), reasons=reasons)
+
+    def _find_reads(self, dependence: Dependence, recording: Recording) -> None:
+        """From the last point to the first: what a later one reads of a segment, the segment must hand on."""
+        while True:
+            dependence.plan = dataclasses.replace(dependence.plan, reads={}, copying=frozenset())
+            for point in reversed(dependence.plan.points[1:]):
+                read = dependence.reads_of(point)
+                plan = dependence.plan
+                dependence.plan = dataclasses.replace(plan, reads={**plan.reads, point: read})
+            # A tap that is read later must have run on real values: its segment has to be a point.
+            points = dependence.plan.points
+            taps = {key[1] for read in dependence.plan.reads.values() for key in read if key[0] == "tap"}
+            extra = {recording.taps[t].segment for t in taps} - set(points)
+            if not extra:
+                break
+            dependence.plan = dataclasses.replace(
+                dependence.plan,
+                points=tuple(sorted({*points, *extra})),
+                reasons={
+                    **dependence.plan.reasons,
+                    **dict.fromkeys(extra, "the output of a module in it is read later"),
+                },
+            )
+
+        for point in dependence.plan.points:
+            dependence.note_late_changes(point)
+
+    def _find_needs(self, dependence: Dependence, found: Discovery) -> None:
+        forced, _ = private_copy(self._model, forced=True)
+        names = {id(param): name for name, param in forced.named_parameters()}
+        forced_tree = self._tree(forced, found)
+        by_path = dict(self._model.named_modules())
+        plan = dependence.plan
+        needs: dict[int, frozenset[str]] = {}
+        for point in plan.points:
+            own = {names[i] for i in dependence.parameters_reached(point, forced_tree) if i in names}
+            for path in plan.taps_of(point):
+                own |= {self._names[id(param)] for param in by_path[path].parameters()}
+            needs[point] = frozenset(own)
+            if not dependence.agrees_on(point, self._element_tree(plan, point, own)):
+                # Its code reads a parameter where autograd does not see it: let it have all it can reach itself.
+                needs[point] |= self._outside(plan)
+                if not dependence.agrees_on(point, self._element_tree(plan, point, needs[point])):
+                    raise ModelSplitError(f"the code of segment {point} needs weights that it does not show to need")
+        dependence.plan = dataclasses.replace(plan, needs=needs)
+
+    def _outside(self, plan: SplitPlan) -> frozenset[str]:
+        """Names of parameters of modules that are neither blocks nor taps nor inside any."""
+        inside = {
+            id(param)
+            for path, module in self._model.named_modules()
+            if path in plan.stub_paths
+            for param in module.parameters()
+        }
+        return frozenset(name for name, param in self._model.named_parameters() if id(param) not in inside)
+
+    def _element_tree(self, plan: SplitPlan, point: int, needs: Any) -> nn.Module:
+        tree = element_tree(private_copy(self._model)[0], plan, point, needs, self._ghosts)
+        tree.fill_in(torch.device("cpu"))
+        return tree.root
+
+    def _tree(self, copy: nn.Module, found: Discovery) -> nn.Module:
+        stubs = frozenset([*found.calls, *(tap.path for tap in found.taps)])
+        everything = {id(param) for param in copy.parameters()}
+        return StubTree(copy, stubs, lambda module: True, everything, self._ghosts).root
+
+    def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs anew: the model may write into them."""
+        return fresh((self._args, self._kwargs))  # type: ignore[no-any-return]
+
+
+def fresh(inputs: Any) -> Any:
+    """Copies of a call's inputs, in host memory: a model may write into tensors, and fills caches."""
+    return map_leaves(_fresh_leaf, inputs)
+
+
+def _fresh_leaf(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copied_cache(leaf)
+
+
+def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghosts: Ghosts) -> StubTree:
+    """The tree of one element: taps that it runs, or of which it needs a parameter, are there as a whole."""
+    owned = {id(param) for name, param in model.named_parameters() if name in needs}
+    own_taps = plan.taps_of(point)
+    paths = {id(module): path for path, module in model.named_modules()}
+
+    def is_real(module: nn.Module) -> bool:
+        path, params = paths[id(module)], list(module.parameters())
+        if path in plan.blocks:
+            return False
+        if any(id(param) in owned for param in params):
+            return True
+        # A tap with state but no weights is there only where it runs: its state belongs to one layer.
+        return path in own_taps if path in plan.stub_paths else not params
+
+    return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
+
+
+def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, list[tuple[nn.Module, nn.Module]]]:
+    """A copy of the module tree over the same weights, with buffers of its own, which a forward may write.
+
+    `forced`: every weight requires grad.
+    """
+    return copy_tree(model, parameter=lambda param: alias(param, forced), buffer=torch.Tensor.clone)
+
+
+def alias(param: nn.Parameter, forced: bool = False) -> nn.Parameter:
+    """The same memory as a parameter of its own."""
+    wants_grad = param.requires_grad or (forced and param.is_floating_point())
+    return nn.Parameter(param.detach(), requires_grad=wants_grad)
+
+
+def refuse_random_depth(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        rate = getattr(module, "layerdrop", None)
+        if model.training and isinstance(rate, float) and rate > 0:
+            raise ModelSplitError(f"{path or 'the model'} drops layers at random (layerdrop={rate}); set it to 0")
+
+
+def let_change_itself(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a model's forward on the host for what it does to the model itself, as its first run by the user would."""
+    with torch.random.fork_rng(devices=()), own_generators(), torch.no_grad():
+        args, kwargs = fresh((args, kwargs))
+        model(*args, **kwargs)
+
+
+def _check_calls(found: Discovery, recording: Recording) -> None:
+    if [call.path for call in recording.calls] != list(found.calls) or [
+        (tap.path, tap.segment) for tap in recording.taps
+    ] != [(tap.path, tap.segment) for tap in found.taps]:
+        raise ModelSplitError("its forward calls modules past the tree it is given, or in another order when run again")
+    for call in recording.calls:
+        for leaf in call.arguments:
+            if not (isinstance(leaf, torch.Tensor | nn.Module | enum.Enum | types.FunctionType) or is_known(leaf)):
+                raise ModelSplitError(f"a {type(leaf).__name__}, which nobody can look into, is handed to {call.path}")
+
+
+def _check_outputs(outputs: Any, recorded: Any, draws_globally: bool) -> None:
+    expected, got = leaves_of(outputs), leaves_of(recorded)
+    if len(expected) == len(got) and all(map(_close, expected, got)):
+        return
+    if draws_globally:
+        raise ModelSplitError(
+            "run again, it gives other results: it draws random numbers from Python's or numpy's generators "
+            "(to augment its inputs, say; turn that off)"
+        )
+    raise ModelSplitError("run apart from each other, its blocks give other results: they share state")
+
+
+def is_known(leaf: Any) -> bool:
+    return is_plain(leaf) or is_cache(leaf) or type(leaf).__name__.endswith("Config")
+
+
+def _close(left: Any, right: Any) -> bool:
+    if equal(left, right):
+        return True
+    if not isinstance(left, torch.Tensor) or left.shape != right.shape or not left.is_floating_point():
+        return False
+    left, right = left.detach().double(), right.detach().double()
+    return bool((left - right).abs().max() <= _CLOSE * left.abs().max())

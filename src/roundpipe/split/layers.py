@@ -1,0 +1,322 @@
+"""Which layers a split model has: grown so that every plan made so far has its place among them.
+
+A plan is a row of elements, points and calls in turn. Its first and last element are the first and last layer; between
+them elements are laid onto layers in order, blocks onto layers of the same block. Where a new plan does not fit, layers
+are added, as few as can be.
+
+The layers of a split model: blocks, and glue that replays the model's own code between them.
+
+They become the children of an nn.Sequential. Every layer but the first takes and returns (state, ledger) of
+models.travel; the last returns what the model returns. Which plan a call follows is in its ledger, so one layer serves
+all plans; a layer that has no part in a plan hands on what it got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from roundpipe.errors import UsageError
+from roundpipe.split.calibrate import element_tree
+from roundpipe.split.determinism import own_generators
+from roundpipe.split.discovery import block_paths
+from roundpipe.split.observe import KeptRoutes, call_block
+from roundpipe.split.plan import CallRecord, KeepLogits, Ledger, SplitPlan, State, without_dead
+from roundpipe.split.replay import CallOrderChanged, Replay, device_of, handed_on
+from roundpipe.split.stub_tree import Ghosts, StubTree
+from roundpipe.split.tiling import tiled
+from roundpipe.split.transformers import Captured, caches_in, is_cache, move_cache, own_caches
+from roundpipe.split.values import Outline, filled_in, leaves_of, map_leaves
+
+# A keyword argument for the first layer, not for the model: a KeepLogits.
+KEEPS_LOGITS = "roundpipe_keeps_logits"
+
+_NOT_APART = (
+    "the layers that a model was split into (wrapper.model) cannot be copied or pickled; copy or save the network "
+    "itself, wrapper.original_model, after synchronize()."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedPlan:
+    """A plan and the layers that carry it out: by layer its point or call, and the name of its tree."""
+
+    plan: SplitPlan
+    points: Mapping[int, int]
+    calls: Mapping[int, int]
+    trees: Mapping[int, str]
+
+
+_NOTHING_TO_ENTER = contextlib.nullcontext()
+
+
+class PlanBook(Protocol):
+    """Knows the plan for a call."""
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan: ...
+
+
+class GlueLayer(nn.Module):
+    trees: nn.ModuleDict
+
+    def __init__(self, layer_id: int, book: PlanBook) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.book = book
+        self.trees = nn.ModuleDict()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(_NOT_APART)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(_NOT_APART)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_id == 0:
+            keeps_logits = kwargs.pop(KEEPS_LOGITS, KeepLogits.ALWAYS)
+            placed = self.book.find(args, kwargs, self.training)
+            state, ledger = Ledger.begin(placed.plan, placed, args, kwargs)
+            ledger = dataclasses.replace(
+                ledger, keeps_logits=keeps_logits, fills_caches=not torch.is_grad_enabled() and placed.plan.has_caches
+            )
+        else:
+            state, ledger = args[0]
+        point = ledger.placed.points.get(self.layer_id)
+        if point is None:
+            return state, ledger
+        return self._replay(point, state, ledger)
+
+    def _replay(self, point: int, state: State, ledger: Ledger) -> Any:
+        device = device_of(state)
+        tree = self.trees[ledger.placed.trees[self.layer_id]]
+        assert isinstance(tree, StubTree)
+        tree.fill_in(device)
+        replay = Replay(ledger, point, state, device)
+        try:
+            with drawing(ledger.plan):
+                returned = replay.run(tree.root)
+        except (CallOrderChanged, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if not replay.has_guessed:
+                raise
+            raise CallOrderChanged(f"its code failed on what the plan put in place of blocks: {error!r}") from error
+        if point == ledger.plan.num_calls:
+            return _with_filled_caches(returned, ledger) if ledger.fills_caches else returned
+        state, ledger = handed_on(replay, ledger, state)
+        return without_dead(state, ledger, point - 0.5), ledger
+
+
+class BlockLayer(nn.Module):
+    def __init__(self, layer_id: int, block: nn.Module) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.block = block
+
+    def forward(self, travelling: tuple[State, Ledger]) -> tuple[State, Ledger]:
+        state, ledger = travelling
+        k = ledger.placed.calls.get(self.layer_id)
+        if k is None:
+            return travelling
+        record = ledger.calls[k]
+        args, kwargs = filled_in(record.arguments, state)
+        caches = caches_in(args, kwargs) if record.has_caches and ledger.fills_caches else []
+        for cache in caches:
+            move_cache(cache, device_of(state))
+        if ledger.plan.outlines[k].changes_arguments:
+            args, kwargs = map_leaves(_cloned, (args, kwargs))
+        if record.has_caches and not caches:
+            args, kwargs = own_caches(args, kwargs)
+        value, captured = self._run(k, record, args, kwargs, ledger.plan)
+        state = dict(state)
+        outlines = _kept(value, state, ("out", k))
+        caught = {kind: _kept(found, state, ("cap", k, kind)) for kind, found in captured.items()}
+        ledger = ledger.with_output(k, (outlines, caught))
+        return without_dead(state, ledger, k), ledger
+
+    def _run(
+        self, k: int, record: CallRecord, args: Any, kwargs: Any, plan: SplitPlan
+    ) -> tuple[dict[str, Any], Captured]:
+        if record.with_grad and not (record.is_long or plan.draws_globally or plan.outlines[k].routes):  # as most
+            return call_block(self.block, args, kwargs, record.captures, has_containers=record.has_containers)
+        routes = KeptRoutes() if plan.outlines[k].routes and torch.is_grad_enabled() else None
+        tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ())) if record.is_long else _NOTHING_TO_ENTER
+        grad_mode = _NOTHING_TO_ENTER if record.with_grad else torch.no_grad()
+        with drawing(plan), tiles, grad_mode, _NOTHING_TO_ENTER if routes is None else routes:
+            done = call_block(self.block, args, kwargs, record.captures, has_containers=record.has_containers)
+        if routes is not None:
+            routes.save()
+        return done
+
+
+def _with_filled_caches(returned: Any, ledger: Ledger) -> Any:
+    """A cache that the epilogue's run made anew is the one the blocks were given, which they have filled."""
+    given = [
+        leaf for k in (0, len(ledger.calls) - 1) for leaf in leaves_of(ledger.calls[k].arguments) if is_cache(leaf)
+    ]
+    by_type = {type(cache): cache for cache in given}
+    return map_leaves(lambda leaf: by_type.get(type(leaf), leaf), returned)
+
+
+def drawing(plan: SplitPlan) -> AbstractContextManager[None]:
+    return own_generators() if plan.draws_globally else _NOTHING_TO_ENTER
+
+
+def _kept(value: Any, state: State, key: tuple[Any, ...]) -> Any:
+    """Put the tensors of a value into the state; returns its outline."""
+    if type(value) is dict and type(value.get("ret")) is torch.Tensor and value.get("side") == {}:  # as most blocks
+        state[(*key, 0)] = value["ret"]
+        return {"ret": Outline.of(value["ret"]), "side": {}}
+    position = -1
+
+    def keep(leaf: Any) -> Any:
+        nonlocal position
+        position += 1
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        state[(*key, position)] = leaf
+        return Outline.of(leaf)
+
+    return map_leaves(keep, value)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+GLUE = ""  # the path of a layer that is no block's
+
+
+@dataclasses.dataclass(frozen=True)
+class Element:
+    path: str  # of the block; GLUE for a point
+    number: int  # the call, or the point
+
+
+def elements_of(plan: SplitPlan) -> list[Element]:
+    row = []
+    for k, path in enumerate(plan.calls):
+        if k in plan.points:
+            row.append(Element(GLUE, k))
+        row.append(Element(path, k))
+    return [*row, Element(GLUE, plan.num_calls)]
+
+
+class Layout:
+    """The layers, and the place of every plan among them."""
+
+    def __init__(self, model: nn.Module, book: PlanBook) -> None:
+        self._model, self._book = model, book
+        self._ghosts = Ghosts(model)
+        self._paths: list[str] = []
+        self._plans: list[SplitPlan] = []
+        self.placed: list[PlacedPlan] = []
+        self.layers: list[nn.Module] = []
+
+    def add(self, plan: SplitPlan) -> bool:
+        """Give the plan a place, the last of `placed`; returns whether the layers are others than before."""
+        self._plans.append(plan)
+        trees = self._num_trees()
+        if self._needed_paths() == self._paths:
+            self.placed.append(self._place(plan))
+            if self._num_trees() == trees:
+                return False
+            self.layers[-1].rest = self._rest()
+            return True
+        self.build()
+        return True
+
+    def build(self) -> None:
+        """Make all layers anew, with a place for every plan."""
+        self._paths = paths = self._needed_paths()
+        by_path = dict(self._model.named_modules())
+        self.layers = [
+            BlockLayer(i, by_path[path]) if path else GlueLayer(i, self._book) for i, path in enumerate(paths)
+        ]
+        self.placed = [self._place(plan) for plan in self._plans]
+        self.layers[-1].rest = self._rest()
+
+    def _needed_paths(self) -> list[str]:
+        """Of all layers: those of the plans, and before them blocks that no plan calls, which must live somewhere."""
+        row: list[str] = []
+        for plan in self._plans:
+            row = _merged(row, [element.path for element in elements_of(plan)[1:-1]])
+        blocks = block_paths(self._model)
+        unused = [path for path, _ in self._model.named_modules() if path in blocks and not _is_among(path, row)]
+        return [GLUE, *unused, *row, GLUE]
+
+    def _rest(self) -> nn.Module:
+        """Holds parameters that no layer has."""
+        rest = nn.Module()
+        self.layers[-1]._modules.pop("rest", None)
+        used = {id(param) for layer in self.layers for param in layer.parameters()}
+        unused = [param for param in (*self._model.parameters(), *self._ghosts.all()) if id(param) not in used]
+        rest.__dict__["_parameters"] = {str(i): param for i, param in enumerate(unused)}
+        return rest
+
+    def _num_trees(self) -> int:
+        return sum(len(layer.trees) for layer in self.layers if isinstance(layer, GlueLayer))
+
+    def _place(self, plan: SplitPlan) -> PlacedPlan:
+        points, calls, trees = {}, {}, {}
+        row = elements_of(plan)
+        layer_id = -1
+        for element in row[:-1]:
+            layer_id = self._paths.index(element.path, layer_id + 1)
+            if element.path:
+                calls[layer_id] = element.number
+            else:
+                points[layer_id], trees[layer_id] = element.number, self._tree(plan, layer_id, element.number)
+        last = len(self._paths) - 1
+        points[last], trees[last] = plan.num_calls, self._tree(plan, last, plan.num_calls)
+        return PlacedPlan(plan, points, calls, trees)
+
+    def _tree(self, plan: SplitPlan, layer_id: int, point: int) -> str:
+        """The name of a tree in this layer that serves the plan's point, made where there is none yet."""
+        layer = self.layers[layer_id]
+        assert isinstance(layer, GlueLayer)
+        for name, tree in layer.trees.items():
+            assert isinstance(tree, StubTree)
+            serves = tree.needs >= plan.needs[point] and tree.at_hand >= plan.taps_of(point)
+            if tree.stubs == plan.stub_paths and serves:
+                return name
+        tree = element_tree(self._model, plan, point, plan.needs[point], self._ghosts)
+        name = str(len(layer.trees))
+        layer.trees[name] = tree
+        return name
+
+
+def _is_among(path: str, row: list[str]) -> bool:
+    """Whether a module is one of a row, or inside one, or one of them is inside it."""
+    return any(f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}.") for other in row if other)
+
+
+def _merged(old: list[str], new: list[str]) -> list[str]:
+    """The shortest row that contains both rows in their order."""
+    rest = [[0] * (len(new) + 1) for _ in range(len(old) + 1)]
+    for i in range(len(old), -1, -1):
+        for j in range(len(new), -1, -1):
+            if i == len(old) or j == len(new):
+                rest[i][j] = len(old) - i + len(new) - j
+            elif old[i] == new[j]:
+                rest[i][j] = 1 + rest[i + 1][j + 1]
+            else:
+                rest[i][j] = 1 + min(rest[i + 1][j], rest[i][j + 1])
+    row, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        if i < len(old) and j < len(new) and old[i] == new[j]:
+            row.append(old[i])
+            i, j = i + 1, j + 1
+        elif j == len(new) or (i < len(old) and rest[i + 1][j] <= rest[i][j + 1]):
+            row.append(old[i])
+            i += 1
+        else:
+            row.append(new[j])
+            j += 1
+    return row

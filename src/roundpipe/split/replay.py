@@ -1,0 +1,341 @@
+"""Runs a model's own forward again for one segment: what ran before is recalled, what comes next is recorded.
+
+The director of a stub tree. Called by glue layers and by calibration; knows one plan and one microbatch.
+
+A replay of point s runs from the model's first line. Blocks and taps before s return what the state holds of them, and
+placeholders for the rest. Taps of the segment run. From call s on arguments are recorded, and the code goes on with
+*markers* for the blocks' outputs, as far as arguments do not depend on their values: up to the next point, where the
+run ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ModelSplitError
+from roundpipe.split.head_loss import HeadLoss, are_large
+from roundpipe.split.observe import repeat_side_effects
+from roundpipe.split.plan import CallOutline, CallRecord, KeepLogits, Ledger, State
+from roundpipe.split.stubs import directed_by, unstubbed
+from roundpipe.split.tiling import is_long, tiled
+from roundpipe.split.transformers import Captured, active_collector, is_cache, wanted_captures
+from roundpipe.split.values import (
+    Held,
+    Key,
+    Outline,
+    filled_in,
+    map_leaves,
+    may_hold_containers,
+    placeholder,
+    tensors_of,
+)
+
+
+class CallOrderChanged(ModelSplitError):
+    """The model's forward called its modules in another order than the plan says; it needs a plan of its own."""
+
+
+class _Reached(BaseException):
+    """Ends a run of the model's forward where it is not needed any more. Never reaches a user."""
+
+
+class Replay:
+    def __init__(self, ledger: Ledger, point: int, state: State, device: torch.device) -> None:
+        self.device = device
+        self.made: State = {}  # tensors this segment hands on
+        self._made_versions: list[tuple[torch.Tensor, int]] = []
+        self.calls: dict[int, CallRecord] = {}
+        self.taps: dict[int, Any] = {}
+        self._ledger, self._plan, self._point, self._state = ledger, ledger.plan, point, state
+        self._end = ledger.plan.end_of(point)
+        self._blocks = ledger.plan.blocks
+        self.num_calls = self._num_taps = 0
+        self._head_loss: HeadLoss | None = None
+        self._last_named: _Recorded | None = None
+        self._dead: dict[Outline, torch.Tensor] = {}  # placeholders, by what they stand for
+        self._copies = point in ledger.plan.copying
+        self._known: dict[int, tuple[Key, int]] = {}  # by id of a tensor: its key, and its version then
+        self._alive: list[Any] = []  # so that ids stay unique
+        for key, tensor in state.items():
+            if key[0] != "in":
+                self._known.setdefault(id(tensor), (key, tensor._version))
+
+    def run(self, tree: nn.Module) -> Any:
+        """What the forward returned; None if it was ended at the next point."""
+        args, kwargs = filled_in(self._ledger.inputs, self._state)
+        if self._copies:
+            args, kwargs = map_leaves(
+                lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+            )
+        with directed_by(self):
+            try:
+                returned = tree(*args, **kwargs)
+            except _Reached:
+                return None
+        if self.num_calls < self._plan.num_calls or self._num_taps < len(self._plan.taps):
+            raise CallOrderChanged("its forward called fewer modules than the plan says")
+        return returned if self._head_loss is None else self._head_loss.without_marker(returned)
+
+    @property
+    def has_guessed(self) -> bool:
+        """Whether the code was given anything in place of what a block or an earlier tap returns."""
+        return self._point > 0 or bool(self.calls)
+
+    def call(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._block(path, args, kwargs) if path in self._blocks else self._tap(stub, path, args, kwargs)
+
+    # Taps.
+
+    def _tap(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        t, self._num_taps = self._num_taps, self._num_taps + 1
+        if t >= len(self._plan.taps) or self._plan.taps[t].path != path:
+            raise CallOrderChanged(f"{path} was called where the plan expects another module")
+        if self._plan.taps[t].segment < self._point:
+            return self._recalled(self._ledger.taps[t], lambda j: ("tap", t, j))
+        value = self._run_tap(t, stub, args, kwargs)
+        position = -1
+
+        def note(leaf: Any) -> Any:
+            nonlocal position
+            position += 1
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if ("tap", t, position) in self._plan.read_taps:
+                self._make(("tap", t, position), leaf)
+            return Outline.of(leaf)
+
+        self.taps[t] = map_leaves(note, value)
+        self._alive.append(value)
+        return value
+
+    def _run_tap(self, t: int, stub: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        real = stub._modules.get("real")
+        if real is None:
+            raise CallOrderChanged(f"{stub.__dict__['stub_path']} is called where the plan has no weights for it")
+        head = self._plan.head
+        if head is not None and head.tap == t and self._drops_logits(args[0], real):
+            self._head_loss = HeadLoss(head)
+            return self._head_loss.call_head(real, args, kwargs)
+        if not is_long(args):
+            return real(*args, **kwargs)
+        with tiled(real, self._plan.tokenwise.get(self._plan.taps[t].path, ())):
+            return real(*args, **kwargs)
+
+    def _drops_logits(self, hidden: torch.Tensor, head: nn.Module) -> bool:
+        match self._ledger.keeps_logits:
+            case KeepLogits.ALWAYS:
+                return False
+            case KeepLogits.UNLESS_LARGE:
+                return are_large(hidden, head)
+            case KeepLogits.NEVER:
+                return True
+
+    def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fused = self._head_loss
+        if fused is None or not fused.takes(args, kwargs):
+            return plain(*args, **kwargs)
+        return fused.loss(args, kwargs) if plain is fused.head.loss_function else fused.plain_loss(plain, args, kwargs)
+
+    # Blocks.
+
+    def _block(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        k, self.num_calls = self.num_calls, self.num_calls + 1
+        if k >= len(self._plan.calls) or self._plan.calls[k] != path:
+            raise CallOrderChanged(f"{path} was called where the plan expects another block")
+        collector = active_collector()
+        if k < self._point:
+            value, captured = self._ledger.outputs[k]
+            made = self._recalled(value, lambda j: ("out", k, j))
+            if collector:
+                self._hand_on(collector, k, captured, lambda leaf, key: self._recall(key, leaf))
+        else:
+            arguments = self._record(k, args, kwargs, collector)
+            if k == self._end - 1:
+                raise _Reached
+            outline = self._plan.outlines[k]
+            made = self._markers(k, outline, arguments)
+            if collector:
+                self._hand_on(collector, k, outline.captured, lambda leaf, key: self._marker(leaf, key))
+        repeat_side_effects(made["side"], args, kwargs)
+        return made["ret"]
+
+    def _record(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], collector: Captured | None) -> list[Any]:
+        if self._last_named is None or not self._last_named.are(kwargs):  # most calls differ in their first argument
+            self._last_named = _Recorded(kwargs, self._key_of)
+        first: _Recorded | _RecordedTensor
+        if len(args) == 1 and type(args[0]) is torch.Tensor:  # as most
+            first = _RecordedTensor(args[0], self._key_of(args[0]))
+        else:
+            first = _Recorded(args, self._key_of)
+        named = self._last_named
+        self.calls[k] = CallRecord(
+            (first.template, named.template),
+            [*first.keys, *named.keys],
+            wanted_captures(collector),
+            first.has_containers or named.has_containers,
+            first.has_caches or named.has_caches,
+            first.is_long or named.is_long,
+            torch.is_grad_enabled(),
+        )
+        self._alive += (first, named)
+        return [*first.leaves, *named.leaves]
+
+    def _markers(self, k: int, outline: CallOutline, arguments: list[Any]) -> Any:
+        """What call k returns, with markers for its tensors."""
+        returned = outline.value["ret"]
+        if type(returned) is Outline and not outline.value["side"] and outline.same_as[0] is None:  # as most do
+            like = outline.like[0]
+            shaped = returned if like is None else Outline.of(arguments[like])
+            return {"ret": self._marker(shaped, ("out", k, 0)), "side": {}}
+        position = -1
+
+        def mark(leaf: Any) -> Any:
+            nonlocal position
+            position += 1
+            if type(leaf) is not Outline:
+                return leaf
+            same_as, like = outline.same_as[position], outline.like[position]
+            if same_as is not None:
+                return arguments[same_as]
+            shaped = leaf if like is None else Outline.of(arguments[like])
+            return self._marker(shaped, ("out", k, position))
+
+        return map_leaves(mark, outline.value)
+
+    def _marker(self, outline: Outline, key: Key) -> torch.Tensor:
+        """Stands for an output that is not there yet; whoever gets it as an argument gets the output."""
+        made = self.make_marker(outline)
+        self._known[id(made)] = (key, made._version)
+        self._alive.append(made)
+        return made
+
+    def make_marker(self, outline: Outline) -> torch.Tensor:
+        return self._dead_value(outline).detach()
+
+    def _dead_value(self, outline: Outline) -> torch.Tensor:
+        """One placeholder for all of an outline; it cannot be written to."""
+        dead = self._dead.get(outline)
+        if dead is None:
+            dead = self._dead[outline] = placeholder(outline, self.device)
+        return dead
+
+    # Tensors and their keys.
+
+    def _key_of(self, tensor: torch.Tensor) -> Key:
+        known = self._known.get(id(tensor))
+        if known is not None and known[1] == tensor._version:
+            return known[0]
+        return self._make(("arg", self._point, len(self.made)), tensor)
+
+    def changed_what_it_made(self) -> bool:
+        """Whether the segment's code has gone on to change, in place, what it hands on."""
+        return any(tensor._version != version for tensor, version in self._made_versions)
+
+    def _make(self, key: Key, tensor: torch.Tensor) -> Key:
+        self.made[key] = tensor.clone() if self._copies else tensor
+        self._made_versions.append((self.made[key], self.made[key]._version))
+        self._known.setdefault(id(tensor), (key, tensor._version))
+        self._alive.append(tensor)
+        return key
+
+    def _recalled(self, value: Any, key_of: Callable[[int], Key]) -> Any:
+        if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:  # as most blocks
+            return {"ret": self._recall(key_of(0), value["ret"]), "side": {}}
+        position = -1
+
+        def recall(leaf: Any) -> Any:
+            nonlocal position
+            position += 1
+            return self._recall(key_of(position), leaf) if type(leaf) is Outline else leaf
+
+        return map_leaves(recall, value)
+
+    def _recall(self, key: Key, outline: Outline) -> torch.Tensor:
+        tensor = self._state.get(key)
+        if tensor is None:
+            dead = self._dead_value(outline)
+            return dead.clone() if self._copies else dead
+        if self._copies:
+            tensor = tensor.clone()
+            self._known[id(tensor)] = (key, tensor._version)
+            self._alive.append(tensor)
+        return tensor
+
+    def _hand_on(
+        self,
+        collector: Captured,
+        k: int,
+        captured: Mapping[str, list[Any]],
+        make: Callable[[Outline, Key], torch.Tensor],
+    ) -> None:
+        """Give the running forward what the block has captured for it."""
+        for kind, found in captured.items():
+            if kind in collector:
+                for i, leaf in enumerate(found):
+                    collector[kind].append(make(leaf, ("cap", k, kind, i)) if type(leaf) is Outline else leaf)
+
+
+class _Recorded:
+    """Positional or named arguments of a call: their template, and what is to be known of them."""
+
+    def __init__(self, values: Any, key_of: Callable[[torch.Tensor], Key]) -> None:
+        self.leaves: list[Any] = []
+        self.keys: list[Key] = []
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                self.leaves.append(leaf)
+                self.keys.append(key_of(leaf))
+                return Held(self.keys[-1])
+            self.leaves.append(unstubbed(leaf))
+            return self.leaves[-1]
+
+        self._values = values
+        self.template = map_leaves(note, values)
+        self._versions = [(leaf, leaf._version) for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        own = values.values() if isinstance(values, dict) else values
+        self.has_containers = any(map(may_hold_containers, own))
+        self.has_caches = any(map(is_cache, self.leaves))
+        self.is_long = is_long(self.leaves)
+
+    def are(self, kwargs: dict[str, Any]) -> bool:
+        """Whether these are the same objects under the same names, unchanged, and none that could change unseen."""
+        return (
+            not self.has_containers
+            and self._values.keys() == kwargs.keys()
+            and all(map(operator.is_, self._values.values(), kwargs.values()))
+            and all(tensor._version == version for tensor, version in self._versions)
+        )
+
+
+class _RecordedTensor:
+    """The same of one positional tensor, in a fraction of the time."""
+
+    has_containers = has_caches = False
+
+    def __init__(self, tensor: torch.Tensor, key: Key) -> None:
+        self.leaves, self.keys, self.template = (tensor,), (key,), (Held(key),)
+        self.is_long = is_long(self.leaves)
+
+
+def handed_on(replay: Replay, ledger: Ledger, state: State) -> tuple[State, Ledger]:
+    """State and ledger after a replay."""
+    last_use = dict(ledger.last_use)
+    for k, record in replay.calls.items():
+        for key in record.keys:
+            last_use[key] = max(k, last_use.get(key, -1))
+    new = dataclasses.replace(
+        ledger, calls={**ledger.calls, **replay.calls}, taps={**ledger.taps, **replay.taps}, last_use=last_use
+    )
+    return {**state, **replay.made}, new
+
+
+def device_of(values: Any) -> torch.device:
+    tensors = tensors_of(values)
+    return tensors[0].device if tensors else torch.device("cpu")

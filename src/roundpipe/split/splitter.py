@@ -1,0 +1,272 @@
+"""A model as a row of layers: makes plans for the calls it meets, and gives them a place among the layers.
+
+Used by api. Holds no engine and starts nothing; the layers are plain modules over the model's own parameters.
+
+Inputs small enough to calibrate with: cut down from a call's own, or made up from what a model's config says.
+
+Used by the splitter. What is computed from them does not matter, only which code runs; so labels that would be ignored
+are made to count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+import time
+from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ModelSplitError
+from roundpipe.split.calibrate import ChangesItself, calibrate, let_change_itself
+from roundpipe.split.determinism import refusing, succeeds
+from roundpipe.split.discovery import block_paths
+from roundpipe.split.layers import GlueLayer, Layout, PlacedPlan
+from roundpipe.split.plan import Detail, SplitPlan, signature
+from roundpipe.split.stub_tree import StubTree
+from roundpipe.split.transformers import FusedKernels, with_torch_alone
+from roundpipe.split.verify import verify
+
+_TOKENS = 8
+_ROWS = 2
+# Inputs with a row for each sample and a column for each token, all of which can be cut down alike.
+_BY_TOKEN = frozenset(
+    (
+        *("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "inputs_embeds"),
+        *("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids"),
+    )
+)
+_IGNORED = -100
+
+
+def cut_down(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The first tokens of the first rows; None where the inputs are not of that kind, or small already."""
+    tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.dim()}
+    rows = {tensor.shape[0] for tensor in tensors.values()}
+    if not tensors or not tensors.keys() <= _BY_TOKEN or len(rows) > 1:
+        return None
+    if all(tensor.shape[0] <= _ROWS and tensor[0].numel() <= _TOKENS for tensor in tensors.values()):
+        return None
+    small = {
+        name: tensor[:_ROWS] if tensor.dim() == 1 else tensor[:_ROWS, :_TOKENS] for name, tensor in tensors.items()
+    }
+    for name in small.keys() & {"attention_mask", "decoder_attention_mask"}:
+        if small[name].dim() == 2:
+            small[name] = torch.ones_like(small[name])
+    if "labels" in small and not small["labels"].is_floating_point():
+        small["labels"] = small["labels"].clamp(min=0)
+    return {**kwargs, **small}
+
+
+def made_up(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Guesses at inputs a model takes, the most telling first; a model may raise on any of them."""
+    parameters = inspect.signature(model.forward).parameters
+    config = getattr(model, "config", None)
+    has_rest = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    inputs: dict[str, Any] = {}
+    if "input_ids" in parameters:
+        inputs["input_ids"] = _token_ids(config)
+    elif "pixel_values" in parameters:
+        inputs["pixel_values"] = _images(config)
+    if not inputs:
+        return
+    if "use_cache" in parameters:
+        inputs["use_cache"] = False
+    if "labels" in parameters or has_rest:
+        if "input_ids" in inputs:
+            if "decoder_input_ids" in parameters:
+                yield {
+                    **inputs,
+                    "decoder_input_ids": inputs["input_ids"].clone(),
+                    "labels": inputs["input_ids"].clone(),
+                }
+            yield {**inputs, "labels": inputs["input_ids"].clone()}
+        yield {**inputs, "labels": torch.zeros(_ROWS, dtype=torch.long)}
+    yield inputs
+
+
+def _token_ids(config: Any) -> torch.Tensor:
+    """Ordinary tokens: none that a config gives a meaning to."""
+    text = getattr(config, "text_config", None) or config
+    size = getattr(text, "vocab_size", None)
+    size = size if isinstance(size, int) and size > 1 else 100
+    special = (
+        {
+            value
+            for part in (config, text)
+            for name, value in vars(part or object()).items()
+            if "token" in name and isinstance(value, int)
+        }
+        if config is not None
+        else set()
+    )
+    plain = [token for token in range(min(size, 64)) if token not in special] or [0]
+    return torch.tensor(plain).repeat(-(-_ROWS * _TOKENS // len(plain)))[: _ROWS * _TOKENS].view(_ROWS, _TOKENS)
+
+
+def _images(config: Any) -> torch.Tensor:
+    size = getattr(config, "image_size", None) or 32
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    channels = getattr(config, "num_channels", None) or 3
+    return torch.linspace(-1, 1, _ROWS * channels * height * width).view(_ROWS, channels, height, width)
+
+
+logger = logging.getLogger("roundpipe")
+
+
+class ModelSplitter:
+    def __init__(self, model: nn.Module, kernels: FusedKernels | None = None) -> None:
+        """`kernels`: what was put into the model for GPUs, and is to be set aside on the host."""
+        if not block_paths(model):
+            raise ModelSplitError("it has no repeated list of modules")
+        self._model = model
+        self._kernels = kernels
+        self._layout = Layout(model, self)
+        self._layout.build()
+        self._places: dict[Hashable, int] = {}  # of plans in the layout, by signature
+        self._details: dict[Hashable, Detail] = {}  # by signature that does not tell the plan of a call: what may
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self._layout.layers
+
+    def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._key(args, kwargs) in self._places
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan:
+        place = self._places.get(self._key(args, kwargs, training))
+        if place is None:
+            raise ModelSplitError("a call of this form was not planned for")
+        return self._layout.placed[place]
+
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Plan for calls like this one, in the present grad mode; returns whether the layers are others than before."""
+        with_grad = torch.is_grad_enabled()
+        key = self._key(args, kwargs)
+        start = time.perf_counter()
+        may_cut_down = key == signature(args, kwargs, self._model.training)
+        with self.on_the_host():
+            plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
+        changed = self._layout.add(plan)
+        self.refresh()
+        self._places[key] = len(self._layout.placed) - 1
+        logger.info(
+            "%s: it took %.1f s to find out how calls with %s are split: %d blocks, code of its own at %s",
+            type(self._model).__name__,
+            time.perf_counter() - start,
+            ", ".join(kwargs) or "these arguments",
+            plan.num_calls,
+            plan.points,
+        )
+        return changed
+
+    def learn_by_guess(self) -> bool:
+        """Plan for the calls a model most likely gets, from made-up inputs; returns whether any could be run."""
+
+        def learns_any() -> bool:
+            return any(
+                succeeds(f"made-up inputs {sorted(kwargs)} fit", partial(learns, kwargs), passing=(ModelSplitError,))
+                for kwargs in made_up(self._model)
+            )
+
+        def learns(kwargs: dict[str, Any]) -> bool:
+            self.learn((), kwargs)
+            return True
+
+        # A model may raise anything for inputs that are not its own, and so may reading a config for some.
+        try:
+            return succeeds("made-up inputs fit", learns_any, passing=(ModelSplitError,))
+        except ChangesItself as error:
+            logger.debug("no plan from made-up inputs: %s", error)
+            return False
+
+    def distrust(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A call has shown that its signature does not tell its plan: let more count. False if all did before."""
+        key = signature(args, kwargs, self._model.training)
+        detail = self._details.get(key, Detail.FORMS)
+        if detail is Detail.VALUES:
+            return False
+        self._places.pop(self._key(args, kwargs), None)
+        self._details[key] = Detail(detail + 1)
+        return True
+
+    def take_out(self) -> None:
+        """Remove what was put into the model."""
+        if self._kernels is not None:
+            self._kernels.remove()
+            self._kernels = None
+
+    def refresh(self) -> None:
+        """Take over what the user has changed on the model's own modules."""
+        for layer in self.layers:
+            if isinstance(layer, GlueLayer):
+                layer.training = self._model.training
+                for tree in layer.trees.values():
+                    assert isinstance(tree, StubTree)
+                    tree.refresh()
+
+    @contextlib.contextmanager
+    def on_the_host(self) -> Iterator[None]:
+        """Inside it the model runs without kernels that need a GPU."""
+        kernels = contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside()
+        with kernels, with_torch_alone(self._model):
+            yield
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool) -> SplitPlan:
+        small = cut_down(kwargs) if may_cut_down and not args else None
+        if small is not None:
+            try:
+                return self._best_plan((), small, with_grad)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # some models need more than a few tokens
+                logger.debug("no plan from inputs cut down: %r", error)
+        try:
+            return self._best_plan(args, kwargs, with_grad)
+        except ChangesItself as change:
+            logger.info("%s: %s, and is left to do so", type(self._model).__name__, change)
+            let_change_itself(self._model, args, kwargs)
+        return self._best_plan(args, kwargs, with_grad)
+
+    def _best_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool) -> SplitPlan:
+        """Each block is a layer; where that is not what the model computes, what calls the blocks is one."""
+        try:
+            return self._verified_plan(args, kwargs, with_grad)
+        except ChangesItself:
+            raise
+        except ModelSplitError as refusal:
+            try:
+                plan = self._verified_plan(args, kwargs, with_grad, in_one=True)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                logger.debug("no plan with all blocks in one layer: %r", error)
+                raise refusal from None
+            logger.warning(
+                "%s: %s hold all of their blocks in one layer, which must fit a device, because the blocks are not "
+                "layers of their own: %s",
+                type(self._model).__name__,
+                ", ".join(sorted(plan.blocks)),
+                refusal,
+            )
+            return plan
+
+    def _verified_plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, in_one: bool = False
+    ) -> SplitPlan:
+        plan = calibrate(self._model, args, kwargs, with_grad=with_grad, in_one=in_one)
+        with refusing("comparing its layers with the model"):
+            tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
+        return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None) -> Hashable:
+        """`training`: the mode of the call; that of the model by default."""
+        mode = self._model.training if training is None else training
+        key = signature(args, kwargs, mode)
+        detail = self._details.get(key)
+        return key if detail is None else signature(args, kwargs, mode, detail)

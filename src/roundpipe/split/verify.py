@@ -1,0 +1,303 @@
+"""Checks a split before it is used: results and gradients are the model's, and recomputing changes no gradient.
+
+Called by the splitter with the inputs of the calibration. The last check, with dropout on, is the only one that finds
+a model whose forward draws or rounds otherwise when it is repeated. Runs on copies that share the weights; of gradients
+only fingerprints are kept, so that no second copy of the weights is ever needed. A block runs as it is, so what can go
+wrong is what it is given: gradients of its large weights, which take longest, are not computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ModelSplitError
+from roundpipe.split.calibrate import fresh, private_copy
+from roundpipe.split.determinism import FloatProducts, Forward, WithoutDropout, other_forwards, own_generators, succeeds
+from roundpipe.split.layers import Layout, PlacedPlan
+from roundpipe.split.plan import KeepLogits, SplitPlan
+from roundpipe.split.tiling import TokenwiseSearch
+from roundpipe.split.values import equal, leaves_of, tensors_of
+
+# By bits of mantissa: sums in another order, of a parameter used in several layers, say.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+# The same in units of the largest gradient: of one that is zero but for rounding nothing better is known.
+_NOISE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
+_LARGE = 2**16  # numbers in a weight whose gradient is not worth computing
+_NUM_CHUNKS, _NUM_SAMPLES = 64, 1024  # of a gradient, in its fingerprint
+
+
+def verify(
+    model: nn.Module, plan: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool
+) -> tuple[dict[str, tuple[str, ...]], bool]:
+    """Raises ModelSplitError if the split does not do what the model does.
+
+    Returns what is seen on the way: by path of a block or tap, which parts of it are tokenwise; and whether the head
+    can do without logits.
+    """
+    with torch.random.fork_rng(devices=()), own_generators(), torch.set_grad_enabled(with_grad):
+        layers, copy, placed = _layers(model, plan)
+        _freeze_large_weights(copy, plan.blocks)
+        gradients = _Gradients(copy)
+        with WithoutDropout() as mode:
+            with _drawing_as_layers_do(copy, placed):
+                expected = copy(*fresh(args), **fresh(kwargs))
+            with _shared_buffers_stay(layers, copy):
+                got, before_last = _chained(layers, fresh(args), fresh(kwargs))
+            _compare(expected, got)
+            fuses = plan.head is not None and succeeds(
+                "the loss can do without logits", lambda: _loses_no_loss(layers[-1], before_last, expected)
+            )
+            in_plain, in_chain = gradients.of(expected), gradients.of(got)
+            _compare_gradients(in_plain, in_chain, gradients.dtypes, "split")
+        if with_grad:
+            if mode.was_needed:
+                got, _ = _chained(layers, fresh(args), fresh(kwargs))
+                in_chain = gradients.of(got)
+            _compare_recomputed(in_chain, _loss_of(got), gradients, layers, args, kwargs)
+        return _find_tokenwise(copy, plan, layers, args, kwargs), fuses
+
+
+def _freeze_large_weights(copy: nn.Module, blocks: frozenset[str]) -> None:
+    """Of each block, but for the smallest of one that has no other; what is used outside of blocks stays."""
+    outside = {
+        id(param)
+        for path, module in copy.named_modules()
+        if not any(f"{path}.".startswith(f"{block}.") for block in blocks)
+        for param in module.parameters(recurse=False)
+    }
+    for path in sorted(blocks):
+        params = copy.get_submodule(path).parameters()
+        trained = [param for param in params if param.requires_grad and id(param) not in outside]
+        for param in sorted(trained, key=torch.Tensor.numel)[1:]:
+            param.requires_grad_(param.numel() <= _LARGE)
+
+
+def _loses_no_loss(epilogue: nn.Module, travelling: Any, expected: Any) -> bool:
+    """Whether the loss comes out the same when the head returns a placeholder for the logits."""
+    state, ledger = travelling
+    with torch.no_grad():
+        got = epilogue((state, dataclasses.replace(ledger, keeps_logits=KeepLogits.NEVER))).loss
+    return isinstance(got, torch.Tensor) and bool((got - expected.loss).abs() <= 1e-4 * expected.loss.abs())
+
+
+def _find_tokenwise(
+    copy: nn.Module, plan: SplitPlan, layers: Sequence[nn.Module], args: Any, kwargs: Any
+) -> dict[str, tuple[str, ...]]:
+    """One block of each build is looked at, and each tap; dropout is on, so what draws is not tokenwise."""
+    by_path = dict(copy.named_modules())
+    found: dict[str, tuple[str, ...]] = {}
+    by_class: dict[Any, tuple[str, ...]] = {}
+    searches: dict[str, TokenwiseSearch] = {}
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for path in {**dict.fromkeys(plan.calls), **{tap.path: None for tap in plan.taps}}:
+            module = by_path[path]
+            if path not in plan.calls or _build_of(module) not in by_class:
+                by_class.setdefault(_build_of(module), ())
+                searches[path] = TokenwiseSearch()
+                stack.enter_context(searches[path].watching(module))
+        _chained(layers, fresh(args), fresh(kwargs))
+    for path, search in searches.items():
+        found[path] = search.found()
+        if path in plan.calls:
+            by_class[_build_of(by_path[path])] = found[path]
+    found |= {path: by_class[_build_of(by_path[path])] for path in plan.calls if path not in found}
+    return {path: parts for path, parts in found.items() if parts}
+
+
+def _build_of(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules that are built alike; those of one class need not be."""
+    return tuple((path, type(inner)) for path, inner in module.named_modules())
+
+
+@contextlib.contextmanager
+def _drawing_as_layers_do(copy: nn.Module, placed: PlacedPlan) -> Iterator[None]:
+    """Inside it blocks of the model draw the random numbers that they draw as layers."""
+    layer_ids = iter(sorted(placed.calls))
+
+    def seeded(forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            layer_id = next(layer_ids)
+            _seed(layer_id)
+            value = forward(*args, **kwargs)
+            _seed(layer_id + 1)
+            return value
+
+        return run
+
+    with other_forwards((copy.get_submodule(path), seeded) for path in placed.plan.blocks):
+        _seed(0)
+        yield
+
+
+@contextlib.contextmanager
+def _shared_buffers_stay(layers: Sequence[nn.Module], copy: nn.Module) -> Iterator[None]:
+    """Refuse a model that writes to a buffer of several layers: they could not keep such writes in order."""
+    num_layers_of = Counter(id(buffer) for layer in layers for buffer in set(layer.buffers()))
+    shared = [(name, buffer) for name, buffer in copy.named_buffers() if num_layers_of[id(buffer)] > 1]
+    versions = [buffer._version for _, buffer in shared]
+    yield
+    for (name, buffer), version in zip(shared, versions, strict=True):
+        if buffer._version != version or copy.get_buffer(name) is not buffer:
+            raise ModelSplitError(f"it writes to {name}, a buffer that several of its layers would need")
+
+
+def _seed(layer_id: int) -> None:
+    torch.default_generator.manual_seed(layer_id)  # this one alone: generators of GPUs are the user's
+
+
+def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.Module, PlacedPlan]:
+    copy, _ = private_copy(model)
+    book = _OnePlan()
+    layout = Layout(copy, book)
+    layout.add(plan)
+    book.placed = layout.placed[0]
+    return layout.layers, copy, book.placed
+
+
+class _OnePlan:
+    placed: PlacedPlan
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan:
+        return self.placed
+
+
+def _compare(expected: Any, got: Any) -> None:
+    left, right = leaves_of(expected), leaves_of(got)
+    if type(expected) is not type(got) or len(left) != len(right):
+        raise ModelSplitError("split, it returns something of another structure")
+    for a, b in zip(left, right, strict=True):
+        if not equal(a, b) and not (isinstance(a, torch.Tensor) and _is_near(a, b)):
+            raise ModelSplitError("split, it returns other values")
+
+
+def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or not a.is_floating_point():
+        return False
+    a, b = a.detach(), b.detach()
+    return bool((a.double() - b.double()).abs().max() <= _TOLERANCE.get(a.dtype, 0.0) * a.double().abs().max())
+
+
+def _chained(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """All layers in one graph; each draws random numbers of its own. What the last returns, and what it was given."""
+    value: Any = None
+    given: Any = None
+    for i, layer in enumerate(layers):
+        _seed(i)
+        given, value = value, layer(value) if i else layer(*args, **kwargs)
+    return value, given
+
+
+def _compare_recomputed(
+    in_one: Mapping[str, torch.Tensor],
+    loss: torch.Tensor,
+    gradients: _Gradients,
+    layers: Sequence[nn.Module],
+    args: Any,
+    kwargs: Any,
+) -> None:
+    if loss.requires_grad:
+        again = _recomputed(layers, fresh(args), fresh(kwargs))
+        if not equal(loss, again) and not _is_near(loss, again):
+            raise ModelSplitError("recomputed layer by layer, its loss is another: its forward does not repeat itself")
+        _compare_gradients(in_one, gradients.take(), gradients.dtypes, "recomputed layer by layer")
+
+
+def _compare_gradients(
+    expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], how: str
+) -> None:
+    if expected.keys() != got.keys():
+        name = min(expected.keys() ^ got.keys())
+        raise ModelSplitError(f"{how}, {name} has {'no' if name in expected else 'a'} gradient")
+    largest = max((float(found.norm()) for found in expected.values() if found.isfinite().all()), default=0.0)
+    for name, found in expected.items():
+        tolerance = _TOLERANCE.get(dtypes[name], 1e-1) * float(found.norm()) + _NOISE.get(dtypes[name], 1e-2) * largest
+        if found.isfinite().all() and not float((found - got[name]).norm()) <= tolerance:
+            raise ModelSplitError(f"{how}, the gradient of {name} is another")
+
+
+class _Gradients:
+    """Fingerprints of the parameters' gradients, which are dropped themselves: means of chunks, and samples."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found: dict[str, torch.Tensor] = {}
+        self.dtypes = {name: param.dtype for name, param in model.named_parameters()}
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(functools.partial(self._note, name))
+
+    def of(self, outputs: Any) -> dict[str, torch.Tensor]:
+        """By name of a parameter, of what a run of the model returned."""
+        loss = _loss_of(outputs)
+        if loss.requires_grad:
+            with FloatProducts():
+                loss.backward()
+        return self.take()
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Of whatever went backward since the last time, summed up."""
+        found, self._found = self._found, {}
+        return found
+
+    def _note(self, name: str, param: torch.Tensor) -> None:
+        assert param.grad is not None
+        gradient, param.grad = param.grad.detach(), None
+        gradient = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
+        means = [chunk.mean(dtype=torch.float32) for chunk in gradient.chunk(_NUM_CHUNKS) if chunk.numel()]
+        samples = gradient[:: max(1, gradient.numel() // _NUM_SAMPLES)]
+        fingerprint = torch.cat([torch.stack(means), samples.float()]).double() if means else torch.zeros(0)
+        self._found[name] = self._found[name] + fingerprint if name in self._found else fingerprint
+
+
+def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Tensor:
+    """Forward with nothing kept but each layer's input, then backward with each layer run again."""
+    inputs: list[Any] = [(args, kwargs)]
+    for i, layer in enumerate(layers[:-1]):
+        _seed(i)
+        inputs.append(_cut_off(layer(inputs[-1]) if i else layer(*args, **kwargs)))
+    gradients: dict[int, torch.Tensor] | None = None
+    loss = torch.zeros(())
+    for i in reversed(range(len(layers))):
+        _seed(i)
+        given = inputs.pop()
+        value = layers[i](given) if i else layers[i](*args, **kwargs)
+        if gradients is None:
+            loss = _loss_of(value)
+            roots, of_roots = [loss], [torch.ones_like(loss)]
+        else:
+            found = tensors_of(list(value[0].values()))
+            roots = [found[j] for j in gradients if found[j].requires_grad]
+            of_roots = [gradient for j, gradient in gradients.items() if found[j].requires_grad]
+        if roots:
+            with FloatProducts():
+                torch.autograd.backward(roots, of_roots)
+        leaves = tensors_of(list(given[0].values())) if i else []
+        first = {id(leaf): j for j, leaf in reversed(list(enumerate(leaves)))}  # one tensor may have several keys
+        found_gradients = {j: leaves[j].grad for j in first.values()}
+        gradients = {j: gradient for j, gradient in found_gradients.items() if gradient is not None}
+    return loss.detach()
+
+
+def _cut_off(value: Any) -> Any:
+    """Tensors as leaves of graphs of their own; one that occurs twice stays one."""
+    cut: dict[int, torch.Tensor] = {}
+    state, ledger = value
+    for tensor in state.values():
+        cut.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
+    return {key: cut[id(tensor)] for key, tensor in state.items()}, ledger
+
+
+def _loss_of(value: Any) -> torch.Tensor:
+    """The model's own loss, or, without one, something that depends on all it returns."""
+    loss = getattr(value, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return loss.sum()
+    outputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+    return torch.stack([output.float().square().mean() for output in outputs]).sum() if outputs else torch.zeros(())

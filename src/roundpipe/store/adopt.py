@@ -1,0 +1,409 @@
+"""The host memory that training a model will take, by what it is for, known before any of it is taken.
+
+Called by the store and by api when a model is wrapped. Looks at sizes only, so a model on the meta device will do.
+
+[Note: what is counted] The rows are what has yet to be taken: weights that lie in memory already are not among them.
+The optimizer is not known when a model is wrapped; the state counted is Adam's, two moments in the precision of the
+optimizer's copies. The optimizer checks its state again, exactly, before it makes any of it.
+
+Looks at a model before anything of it is taken, and refuses what could not be kept or trained.
+
+Called once by LayerStore, before adoption moves the first weight. Reads only.
+
+Takes a model's parameters into our keeping: finds them, lays them out, moves them, pins them.
+
+Called once by LayerStore. After it a parameter is a view of memory the store knows; its identity does not change.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from roundpipe.devices import HostPinner
+from roundpipe.errors import ConfigError, OwnershipError
+from roundpipe.store.host_memory import HostBuffer, require_host_memory
+from roundpipe.store.layout import lay_out
+from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord, joined, path_of
+
+# What a subclass of nn.Parameter may define and still be an ordinary parameter on a device.
+_HARMLESS_NAMES = frozenset(
+    {
+        *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate_func__"),
+        *("__new__", "__init__", "__repr__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__slots__"),
+        *("__firstlineno__", "__static_attributes__", "__orig_bases__", "__parameters__"),
+    }
+)
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+
+
+def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> None:
+    """`names`: what the user calls each parameter and module, by id."""
+    for layer_id, layer in enumerate(layers):
+        for local_path, module in layer.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                where = f"submodule {path_of(module, names, local_path)!r} of layer" if local_path else "layer"
+                raise ConfigError(
+                    f"{where} {layer_id} is a {type(module).__name__}, whose code is tied to its own tensors; wrap the "
+                    "plain module it was made from."
+                )
+        for local_name, param in layer.named_parameters():
+            _check_tensor(f"parameter {names.get(id(param), local_name)!r} of layer {layer_id}", param)
+        for local_path, module in layer.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                full_name = joined(path_of(module, names, local_path), name)
+                _check_tensor(f"buffer {full_name!r} of layer {layer_id}", buffer)
+    _refuse_shared_memory({id(p): p for layer in layers for p in layer.parameters()}.values(), names)
+
+
+def refuse_special_tensors(model: nn.Module) -> None:
+    """Refuse weights that lose their meaning when their bytes are copied: quantised ones, and tensor subclasses."""
+    for name, param in model.named_parameters():
+        _check_kind(f"parameter {name!r}", param)
+    for name, buffer in model.named_buffers():
+        _check_kind(f"buffer {name!r}", buffer)
+
+
+def _check_kind(what: str, tensor: torch.Tensor) -> None:
+    """A device gets the bytes of a tensor in a plain tensor, so the tensor must be a plain one here, too."""
+    if is_lazy(tensor):
+        return
+    if tensor.is_quantized:
+        raise ConfigError(
+            f"{what} is a quantised tensor ({tensor.dtype}); its scales do not travel to devices. Wrap the model "
+            "before quantising it, or replace the weight by its dequantize()."
+        )
+    lost = _lost_on_a_device(tensor)
+    if lost:
+        kind = type(tensor)
+        raise ConfigError(
+            f"{what} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that adds {lost}; a plain copy on a "
+            "device does not have that, and layers would compute with the wrong numbers or fail. Load the model in "
+            "a plain dtype such as torch.bfloat16 (without quantization_config), call model.dequantize() if it "
+            "has that, or convert the weight to an ordinary nn.Parameter, before wrapping it."
+        )
+
+
+def _lost_on_a_device(tensor: torch.Tensor) -> str:
+    """Attributes and methods that a tensor subclass has and a plain tensor lacks; empty if there are none."""
+    kind = type(tensor)
+    if kind in _PLAIN_TYPES:
+        return ""
+    own = [cls for cls in kind.__mro__ if issubclass(cls, torch.Tensor) and cls not in _PLAIN_TYPES]
+    members = {name: value for cls in own for name, value in vars(cls).items() if name not in _HARMLESS_NAMES}
+    names = [name for name, value in members.items() if value is not torch._C._disabled_torch_function_impl]
+    attributes = [name for name in vars(tensor) if not name.startswith(("_is_", "_roundpipe_"))]
+    return ", ".join([*sorted(attributes), *sorted(names)][:5])
+
+
+def _check_tensor(what: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        raise ConfigError(f"{what} is not initialised; run the model once on a small batch before wrapping it.")
+    _check_kind(what, tensor)
+    if tensor.device.type == "meta":
+        raise ConfigError(
+            f"{what} is on meta and holds no values; load the model on the CPU, or call model.to_empty(device='cpu') "
+            "and fill it, before wrapping it."
+        )
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"{what} is on {tensor.device}; RoundPipe keeps weights in host memory: build or load the model on the CPU."
+        )
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{what} is {tensor.layout}; only dense tensors can travel: make it one with to_dense().")
+
+
+def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, str]) -> None:
+    """Two parameters over one memory would be trained apart; one parameter in two places is trained once."""
+    by_address: dict[int, nn.Parameter] = {}
+    for param in params:
+        first = by_address.setdefault(param.data_ptr(), param) if param.numel() else param
+        if first is not param and (first.requires_grad or param.requires_grad):
+            raise ConfigError(
+                f"parameters {names.get(id(first))!r} and {names.get(id(param))!r} are two over the same memory; make "
+                "them one before wrapping: assign the same nn.Parameter in both places, or clone() the second."
+            )
+
+
+# By id of a parameter. An owner keeps its parameters alive, so an id is valid for as long as its entry exists. The
+# parameters themselves carry no mark: they stay as easy to pickle and to copy as any other.
+_owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+_ADVICE = 'Free memory, use a lower precision, or pass pin_model="off" for memory-mapped weights.'
+
+
+class PinMode(enum.Enum):
+    """alloc: move weights into pinned memory; register: pin them where they are; off: leave them."""
+
+    ALLOC = "alloc"
+    REGISTER = "register"
+    OFF = "off"
+
+
+def adopt(
+    layers: Sequence[nn.Module], names: Mapping[int, str], mode: PinMode, pinner: HostPinner
+) -> list[LayerRecord]:
+    """Records of all layers; with `PinMode.ALLOC` each layer's weights now lie in one flat buffer.
+
+    `names`: what the user calls each parameter and module, by id.
+    """
+    seen: dict[int, ParameterRecord] = {}
+    shared_buffers = _buffers_in_several_layers(layers)
+    records: list[LayerRecord] = []
+    try:
+        for layer_id, layer in enumerate(layers):
+            own, foreign = _home_and_foreign(layer, layer_id, names, seen)
+            flat = _move_into_flat(own, pinner) if mode is PinMode.ALLOC else None
+            parameters = own + foreign
+            record = LayerRecord(
+                layer_id=layer_id,
+                module=layer,
+                parameters=parameters,
+                buffers=_buffer_records(layer, shared_buffers, names),
+                image=lay_out([parameter.weights for parameter in parameters]),
+                flat=flat,
+            )
+            records.append(record)
+    except BaseException:
+        # Weights that have moved stay, as ordinary memory: moving them back would take memory that is not there.
+        for record in records:
+            if record.flat is not None:
+                record.flat.close()
+        raise
+    return records
+
+
+def rearrange(
+    layers: Sequence[nn.Module],
+    names: Mapping[int, str],
+    known: Sequence[ParameterRecord],
+    before: Sequence[LayerRecord],
+) -> list[LayerRecord]:
+    """Records of other layers over the same parameters, which stay where they are in memory.
+
+    A layer that has just the parameters a former one had keeps its flat buffers; others are uploaded piece by piece.
+    """
+    by_param = {id(record.param): record for record in known}
+    former = {tuple(map(id, layer.at_home)): layer for layer in before}
+    shared_buffers = _buffers_in_several_layers(layers)
+    homes: dict[ParameterRecord, int] = {}
+    records: list[LayerRecord] = []
+    for layer_id, layer in enumerate(layers):
+        parameters = [by_param[id(param)] for param in layer.parameters()]
+        own = [record for record in parameters if homes.setdefault(record, layer_id) == layer_id]
+        foreign = [record for record in parameters if homes[record] != layer_id]
+        old = former.get(tuple(map(id, own)))
+        records.append(
+            LayerRecord(
+                layer_id=layer_id,
+                module=layer,
+                parameters=own + foreign,
+                buffers=_buffer_records(layer, shared_buffers, names),
+                image=lay_out([record.weights for record in own + foreign]),
+                flat=None if old is None else old.flat,
+                back=None if old is None else old.back,
+            )
+        )
+    for record, home in homes.items():
+        record.home = home
+    return records
+
+
+def claim(records: Sequence[ParameterRecord], owner: object) -> None:
+    for record in records:
+        _owners[id(record.param)] = owner
+
+
+def release(records: Sequence[ParameterRecord], owner: object) -> None:
+    for record in records:
+        if _owners.get(id(record.param)) is owner:
+            del _owners[id(record.param)]
+
+
+def refuse_owned(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            raise OwnershipError(
+                f"parameter {name!r} (shape {tuple(param.shape)}) already belongs to another RoundPipe; close that one "
+                "first, or wrap the models that share it as one model."
+            )
+
+
+def owner_of(param: torch.Tensor) -> object | None:
+    """The LayerStore that a parameter belongs to, if any; one that a forked child has inherited does not count."""
+    owner = _owners.get(id(param))
+    return owner if getattr(owner, "pid", None) == os.getpid() else None
+
+
+def _home_and_foreign(
+    layer: nn.Module, layer_id: int, names: Mapping[int, str], seen: dict[int, ParameterRecord]
+) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
+    own, foreign = [], []
+    for local_name, param in layer.named_parameters():
+        if id(param) in seen:
+            foreign.append(seen[id(param)])
+            continue
+        record = ParameterRecord(names.get(id(param), local_name), param, layer_id, param.data)
+        record.seen_version = param._version
+        seen[id(param)] = record
+        own.append(record)
+    return own, foreign
+
+
+def _move_into_flat(records: Sequence[ParameterRecord], pinner: HostPinner) -> HostBuffer:
+    layout = lay_out([record.param for record in records])
+    require_host_memory({"this layer's weights": layout.total_bytes}, "a layer's weights", _ADVICE)
+    flat = HostBuffer(layout.total_bytes, pinner)
+    for record, view in zip(records, flat.views(layout), strict=True):
+        with torch.no_grad():
+            view.copy_(record.param)
+        record.param.data = view
+        record.weights = record.param.data
+    return flat
+
+
+def _buffers_in_several_layers(layers: Sequence[nn.Module]) -> set[int]:
+    first_layer: dict[int, int] = {}
+    shared = set()
+    for layer_id, layer in enumerate(layers):
+        for buffer in layer.buffers():
+            if first_layer.setdefault(id(buffer), layer_id) != layer_id:
+                shared.add(id(buffer))
+    return shared
+
+
+def _buffer_records(layer: nn.Module, shared: set[int], names: Mapping[int, str]) -> list[BufferRecord]:
+    records = []
+    for local_path, module in layer.named_modules():
+        path = path_of(module, names, local_path)
+        for key, buffer in module._buffers.items():
+            is_shared = buffer is not None and id(buffer) in shared
+            records.append(BufferRecord(module, key, joined(path, key), is_shared))
+    return records
+
+
+SECOND_WEIGHTS = "second weights of asynchronous steps"
+_NUM_MOMENTS = 2
+_MEMORY_ADVICE = (
+    "Weights that are in memory already are not counted, and the optimizer's state is that of Adam. Free memory, train "
+    "fewer parameters (requires_grad_(False) before wrapping: a frozen parameter takes its weight only), use a lower "
+    'precision, pass pin_model="off" for memory-mapped weights, or wrap inside torch.no_grad() for inference alone.'
+)
+_ASYNC_ADVICE = "Step with is_async=False: exact steps fit."
+
+
+def training_memory(
+    layers: Sequence[nn.Module], optim_dtype: torch.dtype | None, mode: PinMode, *, trains: bool = True
+) -> dict[str, int]:
+    """Bytes that have yet to be taken, by name; only SECOND_WEIGHTS is not needed by exact steps.
+
+    trains: False for inference, which takes weights and buffers only.
+    """
+    params = list({id(p): p for layer in layers for p in layer.parameters()}.values())
+    buffers = list({id(b): b for layer in layers for b in layer.buffers()}.values())
+    trainable = [p for p in params if p.requires_grad] if trains else []
+    sizes = [p.numel() * (optim_dtype or p.dtype).itemsize for p in trainable]
+    files = _MappedFiles()
+    is_written = {id(p) for p in trainable}
+    new = [p for p in (*params, *buffers) if p.is_meta]
+    new += [p for p in params if files.hold(p) and (mode is not PinMode.OFF or id(p) in is_written)]
+    rows = {
+        "weights": sum(p.nbytes for p in new),
+        "buffers, as calls read them": sum(b.nbytes for b in buffers),
+        "gradients": sum(p.nbytes for p in trainable),
+        "optimizer copies": sum(_copy_bytes(p, optim_dtype or p.dtype) for p in trainable),
+        "optimizer state (Adam)": _NUM_MOMENTS * sum(sizes),
+    }
+    # Weights are moved before anything else is taken: only what exceeds all that comes later is a need of its own.
+    later = sum(rows.values()) - rows["weights"]
+    rows["weights while they move"] = max(0, _moving_bytes(layers, files) - later) if mode is PinMode.ALLOC else 0
+    rows[SECOND_WEIGHTS] = sum(p.nbytes for p in trainable)
+    return rows
+
+
+def require_training_memory(
+    layers: Sequence[nn.Module],
+    optim_dtype: torch.dtype | None,
+    mode: PinMode,
+    *,
+    trains: bool = True,
+    warns_of_async: bool = True,
+) -> None:
+    """Raise HostMemoryError with a table if exact steps cannot fit; warn with it if only asynchronous ones cannot."""
+    needs = training_memory(layers, optim_dtype, mode, trains=trains)
+    second = needs.pop(SECOND_WEIGHTS)
+    require_host_memory(
+        needs,
+        "training this model" if trains else "this model",
+        _MEMORY_ADVICE,
+        async_needs={SECOND_WEIGHTS: second} if warns_of_async else {},
+        async_advice=_ASYNC_ADVICE,
+    )
+
+
+def _copy_bytes(param: nn.Parameter, dtype: torch.dtype) -> int:
+    """A float32 copy of a bfloat16 weight shares the upper half of each number with it: see SplitValue."""
+    shared = param.nbytes if param.dtype is torch.bfloat16 and dtype is torch.float32 else 0
+    return param.numel() * dtype.itemsize - shared
+
+
+def _moving_bytes(layers: Sequence[nn.Module], files: _MappedFiles) -> int:
+    """The most memory that weights take on their way, layer by layer, beyond what they take before or after it.
+
+    Memory that several layers share is free only when the last of them has moved. Mapped files take no memory.
+    """
+    last_use: dict[int, int] = {}
+    layer_params: list[list[nn.Parameter]] = []
+    seen: set[int] = set()
+    for layer_id, layer in enumerate(layers):
+        layer_params.append([p for p in layer.parameters() if id(p) not in seen and not files.hold(p)])
+        for param in layer_params[-1]:
+            seen.add(id(param))
+            last_use[_memory(param)] = layer_id
+    waiting: dict[int, int] = {}  # bytes that have moved, by the old memory they came from
+    extra = most = 0
+    for layer_id, params in enumerate(layer_params):
+        extra += sum(p.nbytes for p in params)
+        most = max(most, extra)
+        for param in params:
+            waiting[_memory(param)] = waiting.get(_memory(param), 0) + param.nbytes
+        extra -= sum(waiting.pop(memory) for memory in list(waiting) if last_use[memory] == layer_id)
+    return most
+
+
+def _memory(param: nn.Parameter) -> int:
+    """What identifies the memory of a tensor; one on the meta device will get memory of its own."""
+    return id(param) if param.is_meta else param.untyped_storage().data_ptr()
+
+
+class _MappedFiles:
+    """Addresses at which files are mapped: tensors there take no memory until they are copied or written."""
+
+    def __init__(self) -> None:
+        ranges = sorted(_mapped_files())
+        self._starts, self._ends = [start for start, _ in ranges], [end for _, end in ranges]
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_meta or tensor.device.type != "cpu" or not tensor.nbytes:
+            return False
+        place = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
+        return place >= 0 and tensor.data_ptr() < self._ends[place]
+
+
+def _mapped_files() -> Iterator[tuple[int, int]]:
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        addresses, _, _, _, inode, *path = line.split(maxsplit=5)
+        if inode != "0" and path and not path[0].startswith(("/dev/", "/memfd:")):
+            start, end = addresses.split("-")
+            yield int(start, 16), int(end, 16)

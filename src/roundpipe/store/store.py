@@ -1,0 +1,346 @@
+"""The host's side of all layers: who may read or write which weights and gradients, and when.
+
+Opened by api for one model; used by runtime (uploads, landings), by optim.stepper (gradients, weights) and by api.
+All waiting goes through the monitor; the rules themselves are LayerSlot's. Knows no schedule and no optimizer.
+
+What a layer is made of, and whether it still is what was wrapped.
+
+Used by LayerStore before every call. Devices run copies made of the modules found at wrapping time, so a parameter or
+submodule put in later would be left out in silence. Looks at identities only, never at values.
+
+The optimizer's copies of the trainable parameters.
+
+Made on demand; read and written by the optimizer thread (and by callers while it is idle). Knows no optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.devices import HostPinner
+from roundpipe.errors import ModelChangedError
+from roundpipe.monitor import Monitor
+from roundpipe.store import adopt as adoption
+from roundpipe.store.adopt import PinMode, refuse_unusable, require_training_memory
+from roundpipe.store.gradients import HostGradients
+from roundpipe.store.host_memory import LandingBuffers, RegisteredPages
+from roundpipe.store.master import CopyHome, GradientOwner, OptimizerCopy
+from roundpipe.store.records import LayerRecord, ParameterRecord, joined, path_of
+from roundpipe.store.slot import LayerSlot
+from roundpipe.store.weights import LayerWeights
+
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModuleParts:
+    path: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter | None]
+    children: dict[str, nn.Module | None]
+    buffer_names: frozenset[str]
+
+    def are_the_same(self) -> bool:
+        module = self.module
+        return (
+            _same(module._parameters, self.parameters)
+            and _same(module._modules, self.children)
+            and module._buffers.keys() == self.buffer_names
+        )
+
+
+class Composition:
+    """The modules of one layer, and what each of them held when the model was wrapped."""
+
+    def __init__(self, layer: LayerRecord, names: Mapping[int, str]) -> None:
+        """`names`: what the user calls parameters and modules, by id."""
+        self._layer_id = layer.layer_id
+        self._names = {id(record.param): record.name for record in layer.parameters}
+        self._parts = [
+            _ModuleParts(
+                path_of(module, names, path),
+                module,
+                dict(module._parameters),
+                dict(module._modules),
+                frozenset(module._buffers.keys()),
+            )
+            for path, module in layer.module.named_modules()
+        ]
+
+    def check(self) -> None:
+        for parts in self._parts:
+            if not parts.are_the_same():
+                self._raise_change(parts)
+
+    def _raise_change(self, parts: _ModuleParts) -> None:
+        module, where = parts.module, f"of layer {self._layer_id}"
+        for key, param in parts.parameters.items():
+            if param is not None and module._parameters.get(key) is not param:
+                raise ModelChangedError(
+                    f"parameter {self._names[id(param)]!r} {where} was replaced or removed after wrapping; copy new "
+                    "values into the parameter (or load_state_dict without assign=True). To resize or exchange it, do "
+                    "so before wrapping, or close() and wrap the model again."
+                )
+        added = [f"parameter {joined(parts.path, key)!r}" for key in _other_keys(module._parameters, parts.parameters)]
+        added += [f"submodule {joined(parts.path, key)!r}" for key in _other_keys(module._modules, parts.children)]
+        added += [f"buffer {joined(parts.path, key)!r}" for key in sorted(module._buffers.keys() ^ parts.buffer_names)]
+        raise ModelChangedError(
+            f"{added[0]} {where} was added, replaced or removed after wrapping; change the model before wrapping it, "
+            "or close() and wrap it again."
+        )
+
+
+def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    return len(now) == len(then) and all(now.get(key, _MISSING) is value for key, value in then.items())
+
+
+def _other_keys(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    keys = {**now, **then}
+    return [key for key in keys if now.get(key, _MISSING) is not then.get(key, _MISSING)]
+
+
+_LOW_PRECISIONS = (torch.bfloat16, torch.float16)
+
+
+class Masters:
+    def __init__(
+        self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None, home: Callable[[], CopyHome | None]
+    ) -> None:
+        self._layers = layers
+        self.optim_dtype = optim_dtype
+        self._home = home
+        self._may_lose_updates = optim_dtype is None and any(
+            record.weights.dtype in _LOW_PRECISIONS for layer in layers for record in layer.parameters
+        )
+
+    def rearrange(self, layers: Sequence[LayerRecord]) -> None:
+        self._layers = layers
+
+    def of(self, record: ParameterRecord) -> OptimizerCopy:
+        """The optimizer's copy of a parameter, made when it is first asked for."""
+        if record.master is None:
+            newest = record.weights
+            record.master = OptimizerCopy.of_weight(newest, self.optim_dtype or newest.dtype)
+            record.master.home = self._home
+        return record.master
+
+    def has_own_precision(self, record: ParameterRecord) -> bool:
+        """Whether the optimizer's copy has another dtype than the parameter."""
+        return self.optim_dtype is not None and self.optim_dtype is not record.weights.dtype
+
+    def wanted(self, record: ParameterRecord) -> bool:
+        """Whether a gradient of this parameter would be the optimizer's."""
+        return record.master is not None or record.param.requires_grad or record.gathered is not None
+
+    def losing_updates(self) -> list[ParameterRecord]:
+        """Trainable parameters that an optimizer updates in low precision although the user did not choose that."""
+        if not self._may_lose_updates:
+            return []
+        trained = {record.name: record for layer in self._layers for record in layer.trainable}
+        return [record for record in trained.values() if record.weights.dtype in _LOW_PRECISIONS]
+
+    def training_begins(self) -> None:
+        """Tell whoever waits for it, once."""
+        for master in self.existing():
+            told, master.when_training = master.when_training, None
+            if told is not None:
+                told()
+
+    @property
+    def exist(self) -> bool:
+        """Whether any copy was asked for so far."""
+        return next(self.existing(), None) is not None
+
+    def existing(self) -> Iterator[OptimizerCopy]:
+        for layer in self._layers:
+            for record in layer.parameters:
+                if record.home == layer.layer_id and record.master is not None:
+                    yield record.master
+
+
+__all__ = ["LayerStore", "PinMode"]
+
+
+class LayerStore:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        names: Mapping[int, str],
+        *,
+        optim_dtype: torch.dtype | None,
+        pin_mode: PinMode,
+        pinner: HostPinner,
+        monitor: Monitor,
+    ) -> None:
+        self.pid = os.getpid()
+        refuse_unusable(layers, names)
+        self._training_fits = torch.is_grad_enabled()  # without grad: for inference, as long as no call trains
+        require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits)
+        self.monitor = monitor
+        self.layers = adoption.adopt(layers, names, pin_mode, pinner)
+        self.parameters: list[ParameterRecord] = list(
+            {id(record.param): record for layer in self.layers for record in layer.parameters}.values()
+        )
+        self._by_param = {id(record.param): record for record in self.parameters}
+        adoption.claim(self.parameters, self)
+        self._registered = None
+        if pin_mode is PinMode.REGISTER:
+            self._registered = RegisteredPages([record.weights for record in self.parameters], pinner)
+            for record in self.parameters:
+                record.cuts = self._registered.cuts(record.weights)
+        self.slots = [LayerSlot() for _ in self.layers]
+        self.gradients = HostGradients(self.parameters)
+        self.masters = Masters(self.layers, optim_dtype, weakref.ref(self))
+        self.gradient_owner: GradientOwner | None = None  # for copies whose gradients are asked for outside steps
+        is_pinned = pin_mode is not PinMode.OFF
+        self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
+        self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
+        self._takers: dict[tuple[int, int], Callable[[], None]] = {}
+        self.is_read_on_host = False  # whether calls use the parameters where they lie
+        self.graphs_version = 0  # of the weights that graphs made on the host since then have read
+        self._names = names
+        self._compositions = [Composition(layer, names) for layer in self.layers]
+
+    def close(self) -> None:
+        """Unpin and give the parameters free; their values stay where they are."""
+        self.weights.close()
+        self.landing_buffers.close()
+        if self._registered is not None:
+            self._registered.close()
+        adoption.release(self.parameters, self)
+        self.gradient_owner = None
+
+    def rearrange(self, layers: Sequence[nn.Module], *, visible: int, newest: int) -> None:
+        """Let other layers have the same parameters.
+
+        Only while nothing runs: calls read version `visible`, which lies in front, and steps up to `newest` are done.
+        """
+        self.weights.bring_to_back(newest)
+        self.layers = adoption.rearrange(layers, self._names, self.parameters, self.layers)
+        self.slots = [self._slot_of(layer, visible, newest) for layer in self.layers]
+        self.weights.rearrange(self.layers, self.slots)
+        self.masters.rearrange(self.layers)
+        self._compositions = [Composition(layer, self._names) for layer in self.layers]
+
+    @staticmethod
+    def _slot_of(layer: LayerRecord, visible: int, newest: int) -> LayerSlot:
+        if any(record.back is not None for record in layer.at_home) and visible != newest:
+            return LayerSlot(range(visible, visible + 1), range(newest, newest + 1), generation=newest)
+        return LayerSlot(range(visible, newest + 1), generation=newest)
+
+    def record_of(self, param: torch.Tensor) -> ParameterRecord:
+        """The record of a parameter that belongs to this store."""
+        return self._by_param[id(param)]
+
+    def owns(self, param: torch.Tensor) -> bool:
+        return id(param) in self._by_param
+
+    def check_training_memory(self) -> None:
+        """Refuse training that cannot fit, if wrapping has not counted it."""
+        if not self._training_fits:
+            require_training_memory([layer.module for layer in self.layers], self.masters.optim_dtype, PinMode.OFF)
+            self._training_fits = True
+
+    # What a call will do. Registered before it starts, so that nobody overtakes it.
+
+    def expect(
+        self, call: Hashable, *, uploads: Mapping[int, int], version: int, landings: Sequence[int], generation: int
+    ) -> None:
+        """`uploads`: how often each layer goes up; `landings`: the layers whose gradients come down once."""
+        with self.monitor:
+            for layer_id, count in uploads.items():
+                for home in self.layers[layer_id].homes:
+                    self.slots[home].expect_uploads(call, version, count)
+            for layer_id in landings:
+                for home in self.layers[layer_id].homes:
+                    self.slots[home].expect_landings(call, generation, 1)
+
+    def cancel(self, call: Hashable) -> None:
+        with self.monitor:
+            for layer_id, slot in enumerate(self.slots):
+                slot.cancel(call)
+                self._let_take(layer_id)
+            self.monitor.changed()
+
+    # Landings.
+
+    def can_land(self, call: Hashable, layer_id: int, generation: int) -> bool:
+        return all(self.slots[home].can_land(call, generation) for home in self.layers[layer_id].homes)
+
+    def landed(self, call: Hashable, layer_id: int, generation: int) -> None:
+        with self.monitor:
+            for home in self.layers[layer_id].homes:
+                self.slots[home].landed(call, generation)
+                self._let_take(home)
+            self.monitor.changed()
+
+    def wait_until_landed(self, generation: int) -> None:
+        """Block until every expected gradient of `generation` is in host memory (or its call was cancelled)."""
+        for layer_id, slot in enumerate(self.slots):
+            with self.monitor:
+                self.monitor.wait_until(
+                    lambda slot=slot: slot.can_consume(generation),  # type: ignore[misc]
+                    f"gradients of layer {layer_id}",
+                )
+
+    # The optimizer's side.
+
+    def when_landed(self, layer_id: int, generation: int, take: Callable[[], None]) -> None:
+        """Call `take` as soon as the layer's gradients have landed, on whatever thread, under the monitor.
+
+        Those of the next generation may land from then on.
+        """
+        with self.monitor:
+            self._takers[layer_id, generation] = take
+            self._let_take(layer_id)
+
+    def _let_take(self, layer_id: int) -> None:
+        slot = self.slots[layer_id]
+        while slot.can_consume(slot.open_generation) and (layer_id, slot.open_generation) in self._takers:
+            generation = slot.open_generation
+            self._takers[layer_id, generation]()
+            slot.consumed(generation)
+            del self._takers[layer_id, generation]  # last: what is interrupted before is repeated
+            self.monitor.changed()
+
+    def wait_for_step(self, ready: Callable[[], bool], abandoned: Callable[[], bool], layer_id: int) -> None:
+        with self.monitor:
+            self.monitor.wait_until(lambda: abandoned() or ready(), f"gradients of layer {layer_id}")
+
+    # The user's hands on the model.
+
+    def check_unchanged(self) -> None:
+        """The model must still consist of what was wrapped, and the parameters be where we put them."""
+        for composition in self._compositions:
+            composition.check()
+        for record in self.parameters:
+            if not record.is_untouched():
+                now, then = record.param, record.weights
+                resized = (
+                    "" if now.shape == then.shape else f", of shape {tuple(now.shape)} instead of {tuple(then.shape)}"
+                )
+                raise ModelChangedError(
+                    f"parameter {record.name!r} was moved or cast after wrapping (now {now.dtype} on {now.device}"
+                    f"{resized}); convert or resize the model before wrapping it, or close() and wrap it again."
+                )
+
+    def written_by_user(self) -> list[ParameterRecord]:
+        return [record for record in self.parameters if record.param._version != record.seen_version]
+
+    def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
+        """The user wrote into these parameters: the optimizer's copies follow. Only while nothing runs."""
+        for record in records:
+            version = record.param._version
+            if record.master is not None:
+                with torch.no_grad():
+                    record.master.follow_weight(record.weights)
+                    if record.back is not None:
+                        record.back.copy_(record.param)
+            record.seen_version = version  # last: after an interrupt the next call adopts again

@@ -1,0 +1,278 @@
+"""One lock, one condition: waits end when they should, say what they wait for, and never stay silent."""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from roundpipe.errors import ConfigError
+from roundpipe.monitor import (
+    DEFAULT_WATCHDOG_S,
+    THREAD_PREFIX,
+    Latch,
+    Monitor,
+    end_threads,
+    shielded,
+    stall_report,
+    wait_for_event,
+    watchdog_limit_s,
+)
+
+WAIT_S = 30.0
+
+
+def start(function: Callable[[], object], name: str = "helper") -> threading.Thread:
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_wait_ends_when_the_state_has_changed() -> None:
+    monitor, state = Monitor(), {"ready": False}
+    waiting = threading.Event()
+
+    def ready() -> bool:
+        waiting.set()
+        return state["ready"]
+
+    def change() -> None:
+        assert waiting.wait(WAIT_S)
+        with monitor:  # entered only while the other one sleeps
+            state["ready"] = True
+            monitor.changed()
+
+    thread = start(change)
+    with monitor:
+        assert monitor.wait_until(ready, "the change")
+    thread.join(WAIT_S)
+
+
+def test_what_is_ready_is_not_waited_for() -> None:
+    monitor = Monitor()
+    with monitor:
+        assert monitor.wait_until(lambda: True, "nothing", timeout_s=0.0)
+
+
+def test_a_wait_gives_up_after_its_limit() -> None:
+    monitor = Monitor()
+    began = time.monotonic()
+    with monitor:
+        assert not monitor.wait_until(lambda: False, "what never comes", timeout_s=0.05)
+    assert 0.05 <= time.monotonic() - began < 5.0
+
+
+def test_the_monitor_can_be_entered_again_and_knows_its_holder() -> None:
+    monitor = Monitor()
+    assert not monitor.is_held()
+    with monitor, monitor:
+        assert monitor.is_held()
+        held_elsewhere: list[bool] = []
+        start(lambda: held_elsewhere.append(monitor.is_held())).join(WAIT_S)
+        assert held_elsewhere == [False]
+    assert not monitor.is_held()
+
+
+def test_a_long_wait_is_reported_with_all_that_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ROUNDPIPE_WATCHDOG_S", "0.1")
+    monitor, over = Monitor(), threading.Event()
+
+    def other() -> None:
+        with monitor:
+            monitor.wait_until(over.is_set, "the other thing")
+
+    thread = start(other, f"{THREAD_PREFIX}other")
+    with caplog.at_level(logging.WARNING, "roundpipe"), monitor:
+        assert not monitor.wait_until(lambda: False, "this thing", timeout_s=0.35)
+        over.set()
+        monitor.changed()
+    thread.join(WAIT_S)
+    reports = [record.getMessage() for record in caplog.records if "MainThread has waited" in record.getMessage()]
+    assert len(reports) >= 2, "reported again after each further limit"
+    assert "for this thing; it goes on waiting" in reports[-1]
+    assert f"{THREAD_PREFIX}other waits for the other thing" in reports[-1]
+    assert f"stack of {THREAD_PREFIX}other:" in reports[-1]
+    assert "in other" in reports[-1]
+    assert "stack of MainThread:" in reports[-1]
+
+
+def test_a_wait_that_is_over_is_not_reported_any_more() -> None:
+    monitor = Monitor()
+    with monitor:
+        monitor.wait_until(lambda: False, "outer", timeout_s=0.01)
+    assert monitor._waits == {}
+
+
+def test_an_inner_wait_hides_the_outer_one_only_while_it_lasts() -> None:
+    monitor = Monitor()
+    seen: list[dict[int, str]] = []
+
+    def ready() -> bool:
+        monitor.wait_until(lambda: False, "inner", timeout_s=0.0)
+        seen.append(dict(monitor._waits))
+        return len(seen) > 2
+
+    with monitor:
+        monitor.wait_until(ready, "outer", timeout_s=5.0)
+    assert list(seen[-1].values()) == ["outer"]
+
+
+def test_a_service_thread_looks_again_by_itself() -> None:
+    """A change made on its own thread, by a finalizer between look and sleep, wakes nobody."""
+    monitor, state = Monitor(), {"looks": 0}
+
+    def ready() -> bool:
+        state["looks"] += 1
+        return state["looks"] > 1
+
+    def idle() -> None:
+        with monitor:
+            monitor.idle_until(ready)
+
+    thread = start(idle)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_an_event_is_polled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("ROUNDPIPE_WATCHDOG_S", "0.05")
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, "roundpipe"):
+        wait_for_event(lambda: time.monotonic() - began > 0.2, "a copy")
+    assert "for a copy" in caplog.text
+
+
+@pytest.mark.parametrize(("text", "limit_s"), [("", DEFAULT_WATCHDOG_S), ("2.5", 2.5), ("1e3", 1000.0)])
+def test_the_limit_is_read_from_the_environment(text: str, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_WATCHDOG_S", text)
+    assert watchdog_limit_s() == limit_s
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
+def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_WATCHDOG_S", text)
+    with pytest.raises(ConfigError, match=text):
+        watchdog_limit_s()
+
+
+def test_a_report_names_threads_that_are_gone_by_number() -> None:
+    assert "  1234567 waits for x" in stall_report("y", 1.0, {1234567: "x"})
+
+
+def test_threads_are_waited_for_together_and_not_forever() -> None:
+    over = threading.Event()
+    threads = [start(lambda: over.wait(WAIT_S)) for _ in range(5)]
+    began = time.monotonic()
+    end_threads(threads, 0.1)
+    assert time.monotonic() - began < 2.0
+    assert all(thread.is_alive() for thread in threads)
+    over.set()
+    end_threads([*threads, threading.current_thread()], WAIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_monitor_is_entered_and_left_by_the_interpreter_alone() -> None:
+    """A Ctrl-C is raised between instructions of Python code: in a method of ours it would leave the lock taken."""
+    lock = type(threading.RLock())
+    assert Monitor.__enter__ is lock.__enter__
+    assert Monitor.__exit__ is lock.__exit__
+
+
+def test_a_latch_wakes_those_who_wait() -> None:
+    latch, seen = Latch(), []
+    assert not latch.wait(0.01)
+    threads = [start(lambda: seen.append(latch.wait(WAIT_S))) for _ in range(3)]
+    latch.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert seen == [True] * 3
+    assert latch.is_set()
+    assert latch.wait(0.0)
+
+
+def test_a_wait_inside_of_a_monitor_that_was_entered_twice() -> None:
+    monitor, state = Monitor(), {"ready": False}
+
+    def change() -> None:
+        with monitor:
+            state["ready"] = True
+            monitor.changed()
+
+    with monitor, monitor:
+        thread = start(change)
+        assert monitor.wait_until(lambda: state["ready"], "the change", timeout_s=WAIT_S)
+        assert monitor.is_held()
+    assert not monitor.is_held()
+    thread.join(WAIT_S)
+
+
+def test_an_interrupted_wait_leaves_the_monitor_as_it_was() -> None:
+    """Signals come while the main thread sleeps, wakes and takes the lock that others hold most of the time."""
+    monitor, over = Monitor(), threading.Event()
+
+    def disturb() -> None:
+        while not over.is_set():
+            with monitor:
+                monitor.changed()
+
+    threads = [start(disturb) for _ in range(2)]
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupts = 0
+    try:
+        for _ in range(200):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-3)
+                with monitor:
+                    monitor.wait_until(lambda: False, "a signal", timeout_s=WAIT_S)
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert not monitor.is_held()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        over.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert interrupts == 200
+
+
+def test_a_shielded_action_ends_before_the_interrupt_is_raised() -> None:
+    ended = []
+
+    def action() -> None:
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGINT)
+        time.sleep(0.05)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        shielded(action)
+    assert ended == [True]
+
+
+def test_a_shielded_action_raises_its_own_error_and_runs_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        shielded(fail)
+
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    ran: list[int] = []
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    shielded(lambda: ran.append(1))
+    with pytest.raises(ValueError, match="its own"):
+        shielded(fail)
+    assert ran == [1]
