@@ -30,12 +30,19 @@ class LayerPhase(enum.Enum):
 
 
 class LayerRun:
-    """One execution of one layer on one microbatch, as `save_for_recompute` sees it."""
+    """One execution of one layer on one microbatch; while entered, `save_for_recompute` and its kin refer to it."""
 
     def __init__(self, phase: LayerPhase, recompute_data: tuple[Any, ...] | None = None) -> None:
         self.phase = phase
         self.recompute_data = recompute_data  # in: what RECOMPUTE gets; out: what FORWARD saved
         self.saved = False
+
+    def __enter__(self) -> LayerRun:
+        self._token = _layer_run.set(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _layer_run.reset(self._token)
 
 
 class Iteration:
@@ -61,19 +68,6 @@ _iteration: ContextVar[Iteration | None] = ContextVar("roundpipe_iteration", def
 _gradient_hook: ContextVar[bool] = ContextVar("roundpipe_gradient_hook", default=False)
 _optimizer_side: ContextVar[bool] = ContextVar("roundpipe_optimizer_side", default=False)
 _step_observers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class running_layer:
-    """A class and not a generator, because it is entered for every layer and microbatch."""
-
-    def __init__(self, run: LayerRun) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._token = _layer_run.set(self._run)
-
-    def __exit__(self, *exc_info: object) -> None:
-        _layer_run.reset(self._token)
 
 
 @contextlib.contextmanager

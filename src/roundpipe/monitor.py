@@ -91,7 +91,8 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._sleepers: deque[_thread.LockType] = deque()  # one lock per sleeping thread, released to wake it
+        # One lock per sleeping thread, released to wake it, and the condition the thread waits for.
+        self._sleepers: dict[_thread.LockType, Callable[[], bool]] = {}
         self._waits: dict[int, str] = {}
 
     def is_held(self) -> bool:
@@ -99,10 +100,15 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         return self._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def changed(self) -> None:
-        """Wake every thread that waits; the caller holds the lock."""
-        with contextlib.suppress(IndexError):  # a finalizer may do the same in between
-            while self._sleepers:
-                self._sleepers.popleft().release()
+        """Wake every thread whose condition holds now; the caller holds the lock.
+
+        The caller evaluates the conditions, because waking a thread that goes back to sleep takes the interpreter lock
+        from the thread that launches kernels.
+        """
+        for sleeper, ready in list(self._sleepers.items()):
+            # `pop` tells who wakes it: a finalizer may call this in between.
+            if _holds_or_fails(ready) and self._sleepers.pop(sleeper, None) is not None:
+                sleeper.release()
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
         """Block until `ready()`; give up after `timeout_s`, report after the watchdog limit. Returns `ready()`."""
@@ -118,7 +124,7 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
                 now = time.monotonic()
                 if now >= deadline:
                     return False
-                self._sleep(min(deadline - now, alarm.due_in_s(), _LONGEST_SLEEP_S))
+                self._sleep(ready, min(deadline - now, alarm.due_in_s(), _LONGEST_SLEEP_S))
                 alarm.ring_if_due()
         finally:
             if outer is None:
@@ -134,27 +140,33 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         what that changes wakes nobody.
         """
         while not ready():
-            self._sleep(IDLE_SLEEP_S)
+            self._sleep(ready, IDLE_SLEEP_S)
 
-    def _sleep(self, timeout_s: float) -> None:
-        """Give the lock up until `changed()`, at most for `timeout_s`.
+    def _sleep(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Release the lock until `changed()` finds `ready()` true, at most for `timeout_s`.
 
         Whatever strikes, the lock is held again when this returns or raises, as the `with` around it expects: after
         `release` nothing is executed outside of the `try`, and `restore` is C code that no signal interrupts.
         """
         sleeper = _thread.allocate_lock()
         sleeper.acquire()
-        self._sleepers.append(sleeper)
         held = (_depth_of(self), _thread.get_ident())
         release, restore = self._release_save, self._acquire_restore  # type: ignore[attr-defined]
+        self._sleepers[sleeper] = ready
         try:
             release()
-            woken = sleeper.acquire(True, timeout_s)
+            sleeper.acquire(True, timeout_s)
         finally:
             restore(held)
-        if not woken:
-            with contextlib.suppress(ValueError):
-                self._sleepers.remove(sleeper)
+            self._sleepers.pop(sleeper, None)
+
+
+def _holds_or_fails(ready: Callable[[], bool]) -> bool:
+    """Return whether a condition holds; one that raises must do so on the thread that waits for it."""
+    try:
+        return ready()
+    except Exception:
+        return True
 
 
 def _depth_of(lock: _thread.RLock) -> int:
