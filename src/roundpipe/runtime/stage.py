@@ -16,6 +16,7 @@ complete early, so that an optimizer that waits for them works during the rest o
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, StageGraph, stays_on_device, tensors_in
 from roundpipe.runtime.buffers import StageBuffers
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
-from roundpipe.runtime.mailbox import StageMail
+from roundpipe.runtime.mailbox import Losses, StageMail
 from roundpipe.runtime.profiler import Began, LayerProfiler
 from roundpipe.runtime.replica import Behaviour, Replica
 from roundpipe.runtime.rng import mixed, stream_seed
@@ -106,6 +107,7 @@ class _Task:
         self._runs_in_one_graph = False
         self._is_last_microbatch = False
         self._backward_began: Began | None = None
+        self._loss_backward_done: Callable[[], None] | None = None
 
     def carry_out(self) -> None:
         self._recall.ambient.set_threads()
@@ -181,13 +183,14 @@ class _Task:
             self._runner.transfer.let_downloads_finish_first()
             del outputs, copies
         self._backward_began = self._profiler.begin()
-        losses, is_sequence = self._losses(microbatch, value)
+        losses = self._losses(microbatch, value)
         del value
         self._profiler.loss_computed(self._backward_began)
+        # The caller may go on as soon as it has the losses: send them when their backward has run, not the layers'.
+        self._loss_backward_done = functools.partial(self._mail.send_losses, microbatch, losses)
         self._place.at(None, "loss backward")
-        graph.backward(losses)
+        graph.backward(losses.tensors)
         self._refuse_late_gradients()
-        self._mail.send_losses(microbatch, losses, is_sequence=is_sequence)
         self._mail.send_gradients(microbatch, leaves.gradients)
 
     def _backward_task(self, microbatch: int, gradients: Gradients) -> None:
@@ -322,6 +325,9 @@ class _Task:
         if position == len(layers):
             if began is not None:
                 self._profiler.end_loss(began, layers[-1])
+            if self._loss_backward_done is not None:
+                self._loss_backward_done()
+                self._loss_backward_done = None  # it holds the losses
         else:
             layer_id = layers[position]
             if began is not None:
@@ -491,17 +497,17 @@ class _Task:
         leaves = Leaves(bundle, flags)
         began = self._profiler.begin()
         with torch.enable_grad():
-            losses, is_sequence = self._losses(microbatch, leaves.value())
+            losses = self._losses(microbatch, leaves.value())
         self._profiler.loss_computed(began)
         self._place.at(None, "loss backward")
-        torch.autograd.backward(losses)
+        torch.autograd.backward(losses.tensors)
         if began is not None:
             self._profiler.end_loss(began, self._task.layers[-1])
-        self._mail.send_losses(microbatch, losses, is_sequence=is_sequence)
+        self._mail.send_losses(microbatch, losses)
         return leaves.gradients
 
-    def _losses(self, microbatch: int, outputs: Any) -> tuple[list[torch.Tensor], bool]:
-        """Return the losses of a microbatch, each with its share, and whether loss_fn returned a sequence."""
+    def _losses(self, microbatch: int, outputs: Any) -> Losses:
+        """Run loss_fn on a microbatch and multiply each loss by its share."""
         self._place.at(None, "loss_fn")
         recall, loss_fn = self._recall, self._run.loss_fn
         assert loss_fn is not None
@@ -521,7 +527,7 @@ class _Task:
             share = recall.loss_shares.of_returned(microbatch, is_own=found is not None)
             if share is not None:
                 losses = [weighted(loss, share) for loss in losses]
-        return losses, found is None and not isinstance(value, torch.Tensor)
+        return Losses(losses, is_sequence=found is None and not isinstance(value, torch.Tensor))
 
     @contextlib.contextmanager
     def _timed(self, microbatch: int) -> Iterator[None]:
