@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ModelSplitError
-from roundpipe.module_copy import copy_tree
+from roundpipe.module_copy import ModulePair, copy_tree
 from roundpipe.split.dependence import Dependence
 from roundpipe.split.determinism import WithoutDropout, fresh_generators, own_generators, refusing, state_of_generators
 from roundpipe.split.discovery import Discovery, discover, observe
 from roundpipe.split.observe import Recording
 from roundpipe.split.plan import SplitPlan
-from roundpipe.split.stub_tree import Ghosts, StubTree, refuse_own_forward
+from roundpipe.split.stubs import Ghosts, StubTree, refuse_own_forward
 from roundpipe.split.transformers import copied_cache, is_cache, keep_hook_marks
 from roundpipe.split.values import equal, is_plain, leaves_of, map_leaves
 
@@ -98,7 +98,7 @@ class _Calibration:
             dependence.plan, head=recording.head(), draws_globally=draws_globally, has_caches=has_caches
         )
 
-    def _first_run(self, copy: nn.Module, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> Any:
+    def _first_run(self, copy: nn.Module, pairs: Sequence[ModulePair]) -> Any:
         """What the model returns. Lets the library do what it does once, and refuses what cannot be undone."""
         before, params_before = list(copy.modules()), dict(copy.named_parameters())
         args, kwargs = self._inputs()
@@ -218,7 +218,7 @@ def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghos
     return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
 
 
-def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, list[tuple[nn.Module, nn.Module]]]:
+def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, list[ModulePair]]:
     """A copy of the module tree over the same weights, with buffers of its own, which a forward may write.
 
     `forced`: every weight requires grad.

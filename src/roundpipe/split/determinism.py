@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe.context import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.errors import ModelSplitError
 from roundpipe.monitor import process_rlock
 
@@ -158,26 +158,68 @@ def own_generators() -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
-_PART = 2**24  # numbers of the matrix at a time
-_HALF = (torch.bfloat16, torch.float16)
+_TOP_K = (torch.topk, torch.Tensor.topk)
+_ARGMAX = (torch.argmax, torch.Tensor.argmax)
+_MAX = (torch.max, torch.Tensor.max)
 
 
-class FloatProducts(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+def _chooses(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call returns indices of what it has found to be large."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return func in _TOP_K or func in _ARGMAX or (func in _MAX and isinstance(dim, int))
+
+
+class KeptRoutes(TorchFunctionMode):
+    """Around one run of a block inside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recalled = iter(get_recompute_data()) if doing_recompute() else None
+        self._chosen: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.mm.default and args[0].dtype in _HALF and args[0].device.type == "cpu":
-            return _product(*args)
+        kwargs = kwargs or {}
+        if not _chooses(func, args, kwargs):
+            return func(*args, **kwargs)
+        if self._recalled is None:
+            found = func(*args, **kwargs)
+            self._chosen.append((found if func in _ARGMAX else found.indices).detach())
+            return found
+        indices = next(self._recalled)
+        if func in _ARGMAX:
+            return indices
+        return _top_k(indices, *args, **kwargs) if func in _TOP_K else _max(indices, *args, **kwargs)
+
+    def save(self) -> None:
+        """Once the block has run."""
+        if self._recalled is None:
+            save_for_recompute(*self._chosen)
+
+
+def _top_k(indices: torch.Tensor, input: torch.Tensor, k: int, dim: int = -1, *rest: Any, **more: Any) -> Any:
+    return torch.return_types.topk((input.gather(dim, indices), indices))
+
+
+def _max(indices: torch.Tensor, input: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+    if keepdim:
+        return torch.return_types.max((input.gather(dim, indices), indices))
+    return torch.return_types.max((input.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices))
+
+
+class ChoicesSeen(TorchFunctionMode):
+    """Notes whether anything inside it chose so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen = self.seen or _chooses(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Summed over parts of the inner dimension."""
-    length = max(_PART // max(right.shape[1], 1), 1)
-    total = torch.zeros(left.shape[0], right.shape[1])
-    for rows, columns in zip(right.split(length), left.split(length, dim=1), strict=True):
-        total.addmm_(columns.float(), rows.float())
-    return total.to(left.dtype)
 
 
 Forward = Callable[..., Any]

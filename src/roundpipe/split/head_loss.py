@@ -36,8 +36,6 @@ from torch.nn import functional as F
 
 from roundpipe.errors import ConfigError, StaleGraphError
 from roundpipe.split.determinism import succeeds
-from roundpipe.split.stubs import current_director
-from roundpipe.split.transformers import is_pretrained
 from roundpipe.split.values import Outline, map_leaves, placeholder
 
 LOGITS_BYTES = 512 * 10**6
@@ -287,22 +285,6 @@ class FusedHead:
     tap: int
     shift: bool
     loss_function: Any = dataclasses.field(compare=False)
-
-
-class LossStub:
-    """Stands for the loss function of `original`, which is looked up when it is called: not every model has one."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return current_director().loss(self._original.loss_function, args, kwargs)
-
-
-def watch_loss(original: nn.Module, copy: nn.Module) -> None:
-    """Let a copy of one of transformers' models have a stub for its loss function."""
-    if is_pretrained(copy) and hasattr(type(copy), "loss_function"):
-        copy.__dict__["_loss_function"] = LossStub(original)
 
 
 class _Marker(torch.Tensor):

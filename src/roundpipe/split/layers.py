@@ -24,12 +24,12 @@ from torch import nn
 
 from roundpipe.errors import UsageError
 from roundpipe.split.calibrate import element_tree
-from roundpipe.split.determinism import own_generators
+from roundpipe.split.determinism import KeptRoutes, own_generators
 from roundpipe.split.discovery import block_paths
-from roundpipe.split.observe import KeptRoutes, call_block
+from roundpipe.split.observe import call_block
 from roundpipe.split.plan import CallRecord, KeepLogits, Ledger, SplitPlan, State, without_dead
 from roundpipe.split.replay import CallOrderChanged, Replay, device_of, handed_on
-from roundpipe.split.stub_tree import Ghosts, StubTree
+from roundpipe.split.stubs import Ghosts, StubTree
 from roundpipe.split.tiling import tiled
 from roundpipe.split.transformers import Captured, caches_in, is_cache, move_cache, own_caches
 from roundpipe.split.values import Outline, filled_in, leaves_of, map_leaves
@@ -208,7 +208,7 @@ def elements_of(plan: SplitPlan) -> list[Element]:
     return [*row, Element(GLUE, plan.num_calls)]
 
 
-class Layout:
+class LayerArrangement:
     """The layers, and the place of every plan among them."""
 
     def __init__(self, model: nn.Module, book: PlanBook) -> None:
@@ -283,7 +283,7 @@ class Layout:
         assert isinstance(layer, GlueLayer)
         for name, tree in layer.trees.items():
             assert isinstance(tree, StubTree)
-            serves = tree.needs >= plan.needs[point] and tree.at_hand >= plan.taps_of(point)
+            serves = tree.needs >= plan.needs[point] and tree.present >= plan.taps_of(point)
             if tree.stubs == plan.stub_paths and serves:
                 return name
         tree = element_tree(self._model, plan, point, plan.needs[point], self._ghosts)

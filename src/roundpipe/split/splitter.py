@@ -26,9 +26,9 @@ from roundpipe.errors import ModelSplitError
 from roundpipe.split.calibrate import ChangesItself, calibrate, let_change_itself
 from roundpipe.split.determinism import refusing, succeeds
 from roundpipe.split.discovery import block_paths
-from roundpipe.split.layers import GlueLayer, Layout, PlacedPlan
+from roundpipe.split.layers import GlueLayer, LayerArrangement, PlacedPlan
 from roundpipe.split.plan import Detail, SplitPlan, signature
-from roundpipe.split.stub_tree import StubTree
+from roundpipe.split.stubs import StubTree
 from roundpipe.split.transformers import FusedKernels, with_torch_alone
 from roundpipe.split.verify import verify
 
@@ -126,14 +126,14 @@ class ModelSplitter:
             raise ModelSplitError("it has no repeated list of modules")
         self._model = model
         self._kernels = kernels
-        self._layout = Layout(model, self)
-        self._layout.build()
+        self._arrangement = LayerArrangement(model, self)
+        self._arrangement.build()
         self._places: dict[Hashable, int] = {}  # of plans in the layout, by signature
         self._details: dict[Hashable, Detail] = {}  # by signature that does not tell the plan of a call: what may
 
     @property
     def layers(self) -> list[nn.Module]:
-        return self._layout.layers
+        return self._arrangement.layers
 
     def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._key(args, kwargs) in self._places
@@ -142,7 +142,7 @@ class ModelSplitter:
         place = self._places.get(self._key(args, kwargs, training))
         if place is None:
             raise ModelSplitError("a call of this form was not planned for")
-        return self._layout.placed[place]
+        return self._arrangement.placed[place]
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Plan for calls like this one, in the present grad mode; returns whether the layers are others than before."""
@@ -152,9 +152,9 @@ class ModelSplitter:
         may_cut_down = key == signature(args, kwargs, self._model.training)
         with self.on_the_host():
             plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
-        changed = self._layout.add(plan)
+        changed = self._arrangement.add(plan)
         self.refresh()
-        self._places[key] = len(self._layout.placed) - 1
+        self._places[key] = len(self._arrangement.placed) - 1
         logger.info(
             "%s: it took %.1f s to find out how calls with %s are split: %d blocks, code of its own at %s",
             type(self._model).__name__,

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe.split.determinism import other_forwards, succeeds
-from roundpipe.split.observe import ChoicesSeen
+from roundpipe.split.determinism import ChoicesSeen, other_forwards, succeeds
 
 LONG_TOKENS = 32 * 1024  # more than that in a microbatch, and it is tiled
 TILE_TOKENS = 8 * 1024

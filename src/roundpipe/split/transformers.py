@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError, ModelSplitError
+from roundpipe.module_copy import ModulePair
 
 logger = logging.getLogger("roundpipe")
 
@@ -67,12 +68,12 @@ def call_capturing(call: Any, wanted: Mapping[str, int]) -> tuple[Any, Captured]
     return value, {kind: found[wanted[kind] :] for kind, found in collector.items()}
 
 
-def keep_hook_marks(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+def keep_hook_marks(pairs: Sequence[ModulePair]) -> None:
     """Let originals know that hooks were installed through their copies, which share them: once is enough."""
     mark = "_output_capturing_hooks_installed"
-    for original, copied in pairs:
-        if copied.__dict__.get(mark):
-            original.__dict__[mark] = True
+    for pair in pairs:
+        if pair.copy.__dict__.get(mark):
+            pair.original.__dict__[mark] = True
 
 
 def is_cache(value: Any) -> bool:

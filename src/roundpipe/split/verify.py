@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe.errors import ModelSplitError
 from roundpipe.split.calibrate import fresh, private_copy
-from roundpipe.split.determinism import FloatProducts, Forward, WithoutDropout, other_forwards, own_generators, succeeds
-from roundpipe.split.layers import Layout, PlacedPlan
+from roundpipe.split.determinism import Forward, WithoutDropout, other_forwards, own_generators, succeeds
+from roundpipe.split.layers import LayerArrangement, PlacedPlan
 from roundpipe.split.plan import KeepLogits, SplitPlan
 from roundpipe.split.tiling import TokenwiseSearch
 from roundpipe.split.values import equal, leaves_of, tensors_of
@@ -156,10 +157,10 @@ def _seed(layer_id: int) -> None:
 def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.Module, PlacedPlan]:
     copy, _ = private_copy(model)
     book = _OnePlan()
-    layout = Layout(copy, book)
-    layout.add(plan)
-    book.placed = layout.placed[0]
-    return layout.layers, copy, book.placed
+    arrangement = LayerArrangement(copy, book)
+    arrangement.add(plan)
+    book.placed = arrangement.placed[0]
+    return arrangement.layers, copy, book.placed
 
 
 class _OnePlan:
@@ -301,3 +302,25 @@ def _loss_of(value: Any) -> torch.Tensor:
         return loss.sum()
     outputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
     return torch.stack([output.float().square().mean() for output in outputs]).sum() if outputs else torch.zeros(())
+
+
+_PART = 2**24  # numbers of the matrix at a time
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class FloatProducts(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.mm.default and args[0].dtype in _HALF and args[0].device.type == "cpu":
+            return _product(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Summed over parts of the inner dimension."""
+    length = max(_PART // max(right.shape[1], 1), 1)
+    total = torch.zeros(left.shape[0], right.shape[1])
+    for rows, columns in zip(right.split(length), left.split(length, dim=1), strict=True):
+        total.addmm_(columns.float(), rows.float())
+    return total.to(left.dtype)
