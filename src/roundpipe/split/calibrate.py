@@ -19,7 +19,7 @@ from roundpipe.errors import ModelSplitError
 from roundpipe.module_copy import ModulePair, copy_tree
 from roundpipe.split.dependence import Dependence
 from roundpipe.split.determinism import WithoutDropout, fresh_generators, own_generators, refusing, state_of_generators
-from roundpipe.split.discovery import Discovery, discover, observe
+from roundpipe.split.discovery import Discovery, discover, record_events
 from roundpipe.split.observe import Recording
 from roundpipe.split.plan import SplitPlan
 from roundpipe.split.stubs import Ghosts, StubTree, refuse_own_forward
@@ -68,7 +68,7 @@ class _Calibration:
     def _plan_of(self, copy: nn.Module, outputs: Any, seed: torch.Tensor) -> SplitPlan:
         torch.set_rng_state(seed)
         args, kwargs = self._inputs()
-        events, _ = observe(copy, lambda: copy(*args, **kwargs))
+        events, _ = record_events(copy, lambda: copy(*args, **kwargs))
         found = discover(copy, events, in_one=self._in_one)
         tree = self._tree(copy, found)
         recording = Recording(frozenset(found.calls))

@@ -80,7 +80,7 @@ class Replay:
                 return None
         if self.num_calls < self._plan.num_calls or self._num_taps < len(self._plan.taps):
             raise CallOrderChanged("its forward called fewer modules than the plan says")
-        return returned if self._head_loss is None else self._head_loss.without_marker(returned)
+        return returned if self._head_loss is None else self._head_loss.without_logits(returned)
 
     @property
     def has_guessed(self) -> bool:
