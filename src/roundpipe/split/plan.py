@@ -1,8 +1,8 @@
 """The split plan of a model, the signature of the calls it serves, and the values that travel between its layers.
 
 A split plan says how a model's forward is divided: which modules are blocks, where the model's own code must run
-again, and what that code reads. Calibration makes it, layers and replays follow it. Modules are named by their paths, so
-a plan made on a copy of a model holds for the model. A plan contains no module and no tensor.
+again, and what that code reads. Modules are named by their paths, so a plan made on a copy of a model holds for the
+model. A plan contains no module and no tensor.
 
     call k      the k-th call of a block; a block is an element of a repeated list of modules
     segment s   the model's own code between the return of call s - 1 and call s. The first segment is the prologue, the
