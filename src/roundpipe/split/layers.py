@@ -167,8 +167,8 @@ class BlockLayer(nn.Module):
 def _with_filled_caches(returned: Any, ledger: Ledger) -> Any:
     """Return the model's outputs with the caches that the blocks filled.
 
-    Each replay runs the code that creates a cache, so the epilogue returns a new, empty one. The blocks filled the cache
-    that the prologue passed to them.
+    Each replay runs the code that creates a cache, so the epilogue returns a new, empty one. The blocks filled the
+    cache that the prologue passed to them.
     """
     given = [
         leaf for k in (0, len(ledger.calls) - 1) for leaf in leaves_of(ledger.calls[k].arguments) if is_cache(leaf)
