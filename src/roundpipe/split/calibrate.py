@@ -30,7 +30,7 @@ _CLOSE = 1e-4  # relative difference between runs that compute the same: kernels
 
 
 class ChangesItself(ModelSplitError):
-    """The model's forward replaced some of its modules. The parameters stayed the same, so running it once helps."""
+    """The model's forward replaced some of its modules but kept the parameters: it can be split after one run."""
 
 
 def calibrate(
@@ -129,7 +129,7 @@ class _Calibration:
         dependence.plan = dataclasses.replace(dependence.plan, points=tuple(points), reasons=reasons)
 
     def _find_reads(self, dependence: Dependence, recording: Recording) -> None:
-        """Find what each point reads, from the last to the first: a segment must hand on what later points read of it."""
+        """Find what each point reads, from the last to the first: a segment hands on what later points read."""
         while True:
             dependence.plan = dataclasses.replace(dependence.plan, reads={}, copying=frozenset())
             for point in reversed(dependence.plan.points[1:]):
@@ -168,8 +168,8 @@ class _Calibration:
                 own |= {self._names[id(param)] for param in by_path[path].parameters()}
             needs[point] = frozenset(own)
             if not dependence.agrees_on(point, self._element_tree(plan, point, own)):
-                # The code reads a parameter without autograd (detach, no_grad): give it all parameters outside of blocks
-                # and taps.
+                # The code reads a parameter without autograd (detach, no_grad): give it all parameters outside of
+                # blocks and taps.
                 needs[point] |= self._outside(plan)
                 if not dependence.agrees_on(point, self._element_tree(plan, point, needs[point])):
                     raise ModelSplitError(f"the code of segment {point} uses weights in a way that cannot be traced")
@@ -235,8 +235,8 @@ def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghos
 def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, list[ModulePair]]:
     """Copy the module tree; returns the root and the pairs of `copy_tree`.
 
-    Parameters are new objects that share the weights' memory, so gradients stay in the copy. Buffers are copied, because
-    a forward may write to them. forced: every weight of the copy requires grad.
+    Parameters are new objects that share the weights' memory, so gradients stay in the copy. Buffers are copied,
+    because a forward may write to them. forced: every weight of the copy requires grad.
     """
 
     def alias(param: nn.Parameter) -> nn.Parameter:

@@ -204,7 +204,7 @@ class Dependence:
         return succeeds(f"the code of segment {point} works with other values", agrees, passing=(ModelSplitError,))
 
     def _results(self, point: int, replay: Replay, state: State) -> dict[Any, Any]:
-        """Run a replay; returns the arguments it found, by call and position, and tap outputs, or the model's outputs."""
+        """Run a replay; returns the arguments of its calls and its tap outputs, or the model's outputs."""
         returned = replay.run(self._tree)
         if point == self.plan.num_calls:
             return dict(enumerate(leaves_of(returned)))
