@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roundpipe.context import LayerPhase, LayerRun
-from roundpipe.split.observe import ChoicesSeen, KeptRoutes
+from roundpipe.split.determinism import ChoicesSeen, KeptRoutes
 
 SCORES = torch.tensor([[0.1, 0.9, 0.5], [0.7, 0.2, 0.6], [0.3, 0.4, 0.8]])
 Choose = Callable[[Tensor], Any]
