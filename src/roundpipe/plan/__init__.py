@@ -1,7 +1,7 @@
-"""Decides what runs where: plans, costs, schedules and their simulation. Pure: no tensors, no threads.
+"""Decides which device runs which layers when: layer costs, execute plans, schedules and their simulation.
 
-Reading order: run_type, cost, ranges, partition, auto, execute_plan, schedule, memory, simulator,
-exact_step, planner.
+Pure functions of plain values, without tensors and threads. Reading order: cost, partition, execute_plan, schedule,
+memory, simulator, search.
 """
 
 from roundpipe.plan.cost import CostModel, LayerCost, ModelProfile, Phase
