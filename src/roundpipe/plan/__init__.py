@@ -6,7 +6,6 @@ memory, simulator, search.
 
 from roundpipe.plan.cost import CostModel, LayerCost, ModelProfile, Phase
 from roundpipe.plan.execute_plan import ModelExecutePlan, RunType
-from roundpipe.plan.memory import stage_bytes
 from roundpipe.plan.schedule import StageTask, TaskKind, build_schedule, deal
 from roundpipe.plan.search import choose_exact_plan, choose_plan
 from roundpipe.plan.simulator import simulate
@@ -25,5 +24,4 @@ __all__ = [
     "choose_plan",
     "deal",
     "simulate",
-    "stage_bytes",
 ]

@@ -21,22 +21,6 @@ Grain = Literal["stage", "layer"]
 """What a backward task recomputes at a time: the whole stage, or one layer after the other."""
 
 
-def stage_bytes(task: StageTask, costs: Sequence[LayerCost], grain: Grain = "stage") -> int:
-    """Return the bytes that a task occupies while it runs: weights, gradients, and activations of one microbatch."""
-    return StageMemory(costs, grain).range_bytes(task.kind, task.layers)
-
-
-def peak_bytes(
-    tasks: Sequence[StageTask],
-    costs: Sequence[LayerCost],
-    grain: Grain = "stage",
-    num_devices: int = 1,
-    num_microbatch: int = 1,
-) -> int:
-    """Return the peak bytes on one device: see `StageMemory.peak_bytes`."""
-    return StageMemory(costs, grain, num_microbatch).peak_bytes(tasks, num_devices)
-
-
 class StageMemory:
     """Estimates memory for many schedules of one model, from prefix sums over its layers."""
 
