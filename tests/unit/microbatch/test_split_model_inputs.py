@@ -399,8 +399,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_assigned_is_refused(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(SplitError) as caught:
         split_model_inputs({"input_ids": IDS, **extra}, 2, CONFIG)
-    assert str(caught.value).startswith(f"cannot cut {said}")
-    assert str(caught.value).endswith("Say how to cut this call with split_input=..., or run it with num_microbatch=1")
+    assert str(caught.value).startswith(f"cannot split {said}")
+    assert str(caught.value).endswith(
+        "Say how to split this call with split_input=..., or run it with num_microbatch=1"
+    )
 
 
 def test_a_batch_size_that_cannot_be_told_is_refused() -> None:

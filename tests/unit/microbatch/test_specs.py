@@ -10,7 +10,7 @@ from torch.distributed.pipelining import microbatch as torch_microbatch
 
 from roundpipe.errors import ArgumentTypeError, ConfigError, MergeError, SplitError
 from roundpipe.microbatch import Chunk, Reducer, Replicate, check_merge_output, check_split_input, check_split_label
-from roundpipe.microbatch.specs import is_custom_function, is_marker, is_replicate
+from roundpipe.microbatch.specs import is_custom_function, is_leaf_spec, is_replicate
 
 REDUCER = Reducer(torch.tensor(0.0), operator.add)
 
@@ -24,7 +24,7 @@ def test_markers_are_the_classes_of_torch() -> None:
 @pytest.mark.parametrize("spec", [Replicate, Replicate()])
 def test_replicate_is_a_marker_as_class_and_as_instance(spec) -> None:
     assert is_replicate(spec)
-    assert is_marker(spec)
+    assert is_leaf_spec(spec)
     assert not is_custom_function(spec)
 
 
