@@ -96,7 +96,7 @@ def test_a_long_wait_is_reported_with_all_that_wait(
     thread.join(WAIT_S)
     reports = [record.getMessage() for record in caplog.records if "MainThread has waited" in record.getMessage()]
     assert len(reports) >= 2, "reported again after each further limit"
-    assert "for this thing; it goes on waiting" in reports[-1]
+    assert "for this thing; it continues to wait" in reports[-1]
     assert f"{THREAD_PREFIX}other waits for the other thing" in reports[-1]
     assert f"stack of {THREAD_PREFIX}other:" in reports[-1]
     assert "in other" in reports[-1]
