@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from roundpipe.context import gradient_hook_context
 from roundpipe.errors import UsageError
-from roundpipe.module_copy import translated
+from roundpipe.module_copy import copy_tree
 from roundpipe.runtime.transfer import duplicate
 from roundpipe.runtime.values import Bundle
 from roundpipe.store import LayerRecord, Layout, ParameterRecord
@@ -120,12 +120,6 @@ def _refuse_multi_grad_hooks(hooks: ParameterHooks) -> None:
             )
 
 
-# Set elsewhere, or tied to the original's tensors.
-_NOT_SYNCED = frozenset({"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl"})
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
-_MISSING = object()
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerSettings:
     """What a call fixes of a layer when it begins: later changes by the user must not reach its recomputation."""
@@ -173,18 +167,17 @@ class Replica:
         self.image_layout = image_layout
         self.parameters = [_stand_in(p.param, device) for p in record.parameters]
         self._nothing = [p.data for p in self.parameters]
-        swaps: dict[int, Any] = {
-            id(original.param): stand_in for original, stand_in in zip(record.parameters, self.parameters, strict=True)
-        }
-        self._pairs: list[_ModulePair] = []
-        self.module = self._replicate(_uncompiled(record.module), swaps)
-        for pair in self._pairs:
-            pair.sync(swaps)
-        self._swaps = swaps
+        stand_ins = {id(p.param): new for p, new in zip(record.parameters, self.parameters, strict=True)}
+        self.module, self._pairs = copy_tree(
+            record.module,
+            parameter=lambda param: stand_ins.get(id(param), param),
+            unwrap=_uncompiled,
+            not_followed=frozenset({"training"}),  # set by `bind`
+        )
+        copies = {id(pair.original): pair.copy for pair in self._pairs}
         # In the order of LayerSettings.training. The store refuses models whose modules have changed.
-        self._modules = [swaps[id(_uncompiled(module))] for module in record.module.modules()]
-        homes = {id(pair.original): pair.replica for pair in self._pairs}
-        self._buffer_homes = [(homes[id(buffer.owner)], buffer.key) for buffer in record.buffers]
+        self._modules = [copies[id(_uncompiled(module))] for module in record.module.modules()]
+        self._buffer_homes = [(copies[id(buffer.owner)], buffer.key) for buffer in record.buffers]
         self._behaviours: dict[tuple[bool, ...], Behaviour] = {}
         self.behaviour = Behaviour()  # with the training flags it is bound with
         self._image_address = 0
@@ -210,7 +203,7 @@ class Replica:
         for of_parameter in hooks:
             self._hook_handles += of_parameter.attach(self.parameters[of_parameter.position])
         for pair in self._pairs:
-            pair.sync(self._swaps)
+            pair.sync()
         for module, training in zip(self._modules, settings.training, strict=True):
             module.__dict__["training"] = training
         self.behaviour = self.behaviour_with(settings)
@@ -270,66 +263,6 @@ class Replica:
         pairs = zip(bundle.tensors, is_own, strict=True)
         return bundle.with_tensors([duplicate(tensor) if mine else tensor for tensor, mine in pairs]), True
 
-    def _replicate(self, module: nn.Module, swaps: dict[int, Any]) -> nn.Module:
-        if id(module) in swaps:
-            known: nn.Module = swaps[id(module)]
-            return known
-        copy = module.__class__.__new__(module.__class__)
-        swaps[id(module)] = copy
-        own = copy.__dict__
-        own["_parameters"] = {k: _swap(p, swaps) for k, p in module._parameters.items()}
-        own["_buffers"] = dict(module._buffers)
-        own["_modules"] = {
-            k: None if child is None else self._replicate(_uncompiled(child), swaps)
-            for k, child in module._modules.items()
-        }
-        self._pairs.append(_ModulePair(module, copy))
-        return copy
-
-
-class _ModulePair:
-    """A module of the user's and its replica; `_synced` is what both had when they last agreed."""
-
-    def __init__(self, original: nn.Module, replica: nn.Module) -> None:
-        self.original, self.replica = original, replica
-        self._synced: dict[str, Any] = {}
-        self._given: dict[str, Any] = {}
-
-    def sync(self, swaps: dict[int, Any]) -> None:
-        """User to replica: whatever the user has changed since the last time."""
-        source = self.original.__dict__
-        for key, value in source.items():
-            if key in _NOT_SYNCED or self._synced.get(key, _MISSING) is value:
-                continue
-            self._synced[key] = value
-            self._given[key] = translated(value, self.original, self.replica, swaps)
-            self.replica.__dict__[key] = self._given[key]
-        for key in [key for key in self._synced if key not in source]:
-            del self._synced[key], self._given[key]
-            self.replica.__dict__.pop(key, None)
-
-    def write_back(self) -> None:
-        """Replica to user: plain values a forward has set. See [Note: attributes]."""
-        for key, value in self._changes().items():
-            self._synced[key] = self._given[key] = value
-            self.original.__dict__[key] = value
-
-    def drop_changes(self) -> None:
-        """Forget plain values that were set since the replica and the user's module last agreed."""
-        for key in self._changes():
-            if key in self._given:
-                self.replica.__dict__[key] = self._given[key]
-            else:
-                del self.replica.__dict__[key]
-
-    def _changes(self) -> dict[str, Any]:
-        given = self._given
-        return {
-            key: value
-            for key, value in self.replica.__dict__.items()
-            if given.get(key, _MISSING) is not value and key not in _NOT_SYNCED and isinstance(value, _PLAIN)
-        }
-
 
 def _stand_in(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(0, dtype=param.dtype, device=device), requires_grad=param.requires_grad)
@@ -345,7 +278,3 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     """A module wrapped by torch.compile runs eagerly: its compiled code is tied to the original's tensors."""
     inner = module._modules.get("_orig_mod")
     return inner if inner is not None and type(module).__name__ == "OptimizedModule" else module
-
-
-def _swap(value: Any, swaps: dict[int, Any]) -> Any:
-    return swaps.get(id(value), value)
