@@ -1,6 +1,6 @@
-"""Notes what layers take, in time and device memory, while a stage runs them.
+"""Measures the time and device memory of layers while a task runs them.
 
-Used by runtime.stage, one per task; a run that is not measured costs nothing. What is noted goes to the planner.
+Writes measurements into the run, for the planner. Costs nothing in runs that are not measured.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from roundpipe.runtime.run import Measurement, Place, Run
 
 _NOTHING_TO_NOTE = contextlib.nullcontext()
 _TIMED_MICROBATCHES = 3
-_LOSS_BACKWARD_FACTOR = 2  # what a loss keeps has a gradient that comes in, and one that goes out
+_LOSS_BACKWARD_FACTOR = 2  # backward of a loss holds an incoming and an outgoing gradient per saved byte
 
 
 class Meter:
+    """Context managers around forward, backward and loss that record their cost. One object per task."""
+
     def __init__(self, run: Run, device: Device, place: Place) -> None:
-        """`place`: says which microbatch is running."""
+        """`place` knows the microbatch that is running."""
         self._run, self._device, self._place = run, device, place
 
     def forward(self, layer_id: int, phase: LayerPhase, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
@@ -33,7 +35,7 @@ class Meter:
         return self._backward(layer_id) if self._is_on(_TIMED_MICROBATCHES) else _NOTHING_TO_NOTE
 
     def _is_on(self, for_microbatches: int) -> bool:
-        """The first few show enough, and each look costs the worker time in which it launches nothing."""
+        """Whether to measure now. Only the first microbatches: measuring delays the launch of kernels."""
         return self._run.is_measured and (self._place.microbatch or 0) < for_microbatches
 
     def _memory_use(self) -> MemoryUse | None:
@@ -46,6 +48,7 @@ class Meter:
         timed = Phase.RECOMPUTE if phase is LayerPhase.RECOMPUTE else Phase.FORWARD
         self._run.measurements.append(Measurement(layer_id, timed, start, self._device.mark()))
         memory_after = self._memory_use()
+        # An inference keeps no activations, so it says nothing about training.
         if memory_before is not None and memory_after is not None and phase is not LayerPhase.INFERENCE:
             kept = max(memory_after.current - memory_before.current, 0)
             self._run.activation_bytes[layer_id] = (kept, sum(tensor.nbytes for tensor in inputs))
@@ -58,7 +61,7 @@ class Meter:
 
     @contextlib.contextmanager
     def loss(self, last_layer: int) -> Iterator[LossMemory]:
-        """Around a loss and its backward: all they take at a time counts as kept by the last layer."""
+        """Measure a loss and its backward; their peak counts as activations of the last layer."""
         is_on = self._is_on(1)
         memory = LossMemory(self._device if is_on else None)
         yield memory
@@ -68,19 +71,21 @@ class Meter:
 
 
 class LossMemory:
+    """Peak device memory of one loss and its backward. Without a device it measures nothing and returns 0."""
+
     def __init__(self, device: Device | None) -> None:
         self._device = device
         self._before = self._use()
         self._kept = 0
 
     def computed(self) -> None:
-        """The loss is there, its backward is still to come."""
+        """Call between the loss and its backward: records how much the loss keeps for its backward."""
         use = self._use()
         if use is not None and self._before is not None:
             self._kept = max(use.current - self._before.current, 0)
 
     def most(self) -> int:
-        """Known where it was more than was ever in use before; estimated otherwise."""
+        """Peak bytes of loss and backward: measured if they raised the device's peak, estimated otherwise."""
         after, before = self._use(), self._before
         if after is not None and before is not None and after.peak > before.peak:
             return after.peak - before.current

@@ -1,8 +1,7 @@
-"""Settings of the calling thread that decide what its kernels compute, carried over to the workers.
+"""Seeds of random streams, and the calling thread's settings that decide what kernels compute.
 
-Captured once per call, entered around every layer and loss function.
-
-Random streams belong to (call, layer, microbatch), never to a device: this is where their seeds come from.
+A random stream belongs to (call, layer, microbatch), never to a device. A call captures autocast and thread count once;
+workers enter them around every layer and loss function. Knows no device.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ _MASK = (1 << 64) - 1
 
 
 def draw_call_seed() -> int:
-    """One number from torch's default generator, in the calling thread: `torch.manual_seed` repeats a run."""
+    """Draw the seed of one call from torch's default generator, so that `torch.manual_seed` repeats a run."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def stream_seed(call_seed: int, layer_id: int, microbatch: int, drawn_anew: bool) -> int:
-    """A seed of 63 bits; `drawn_anew` gives a recomputation that shall not repeat forward a stream of its own."""
+    """Seed (63 bits) for one layer and microbatch. `drawn_anew`: for a recomputation that must not repeat forward."""
     state = call_seed & _MASK
     for part in (layer_id, microbatch, int(drawn_anew)):
         state = _mix((state + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK)
@@ -31,7 +30,7 @@ def stream_seed(call_seed: int, layer_id: int, microbatch: int, drawn_anew: bool
 
 
 def _mix(value: int) -> int:
-    """The splitmix64 finaliser: every input bit reaches every output bit."""
+    """The splitmix64 finaliser: every output bit depends on every input bit."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -49,6 +48,8 @@ class _Autocast:
 
 @dataclasses.dataclass(frozen=True)
 class Ambient:
+    """Autocast settings and thread count of the thread that made a call."""
+
     autocasts: tuple[_Autocast, ...]
     cache_enabled: bool
     num_threads: int
@@ -61,7 +62,8 @@ class Ambient:
         return cls(autocasts, torch.is_autocast_cache_enabled(), torch.get_num_threads())
 
     def entered(self) -> AbstractContextManager[None]:
-        # Threads beside the caller's have a thread count of their own, and sums on the CPU depend on it.
+        """Apply the settings on the current thread; autocast inside the block only."""
+        # torch counts threads per calling thread, and sums on the CPU depend on the count.
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         return self._casting() if any(cast.enabled for cast in self.autocasts) else _NOTHING_TO_ENTER
