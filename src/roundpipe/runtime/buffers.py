@@ -96,6 +96,6 @@ def _refuse_shared_writes(replica: Replica, changed: Sequence[bool]) -> None:
         if was_changed and record.shared_between_layers:
             raise UsageError(
                 f"buffer {record.name!r} belongs to several layers and layer {replica.record.layer_id} wrote to it; "
-                "layers run at the same time on several devices, so the order of writes is undefined. Give each layer its "
-                "own buffer."
+                "layers run at the same time on several devices, so the order of such writes is undefined. Give each "
+                "layer a buffer of its own."
             )

@@ -127,8 +127,8 @@ def check_movable(tensor: torch.Tensor) -> None:
     if kind not in ("cpu", "cuda"):
         shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
         raise UsageError(
-            f"a tensor{shape} is {kind} and cannot travel between host and device; inputs, labels and the outputs of "
-            "layers must be dense tensors with values, on the CPU or on CUDA."
+            f"a tensor{shape} is {kind} and cannot travel between host and device; inputs, labels and what layers "
+            "return must be dense tensors with values, on the CPU or on CUDA."
         )
 
 
