@@ -29,12 +29,12 @@ compares with the plain model. `make models-table` generates this page from the 
 `make test-models-newest`; do not edit it.
 
 The test compares the loss and all gradients of a call with those of the plain model over the same microbatches, in
-float32 on virtual CPU devices, without dropout, for a batch of another shape than the one used for the split. Every model
-runs with one microbatch on one device and with two on three devices. A few models with BatchNorm, which needs more than
-one sample, run with one microbatch on three devices instead.
+float32 on virtual CPU devices, without dropout, for a batch of another shape than the one used for the split. Every
+model runs with one microbatch on one device and with two on three devices. A few models with BatchNorm, which needs
+more than one sample, run with one microbatch on three devices instead.
 
-* **bit for bit**: loss and gradients are equal. With two microbatches, gradients of parameters that several layers share
-  may differ by rounding.
+* **bit for bit**: loss and gradients are equal. With two microbatches, gradients of parameters that several layers
+  share may differ by rounding.
 * **to rounding**: gradients differ by at most 1e-5 of the model's largest gradient.
 * **refused**: the model is not split; the table gives the reason, as does a `ModelSplitError` or a warning.
 * **not tested**: the class needs a package that was not installed.
