@@ -23,10 +23,11 @@ def draw_call_seed() -> int:
 
 def stream_seed(call_seed: int, layer_id: int, microbatch: int, drawn_anew: bool) -> int:
     """Seed (63 bits) for one layer and microbatch. `drawn_anew`: for a recomputation that must not repeat forward."""
+    # splitmix64: add a multiple of its increment, then mix, for each part.
     state = call_seed & _MASK
     for part in (layer_id, microbatch, int(drawn_anew)):
         state = _mix((state + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK)
-    return state >> 1
+    return state >> 1  # torch's generators take seeds of at most 63 bits without a sign
 
 
 def _mix(value: int) -> int:

@@ -35,6 +35,7 @@ class DeviceBuffers:
         """A buffer that the writer stream may fill. `room_bytes`: all buffers may grow to this size without waiting."""
         free = self._free[num_bytes]
         may_grow = self._total_bytes + num_bytes <= room_bytes
+        # free[0] was given back first, so its events are the first to pass.
         if not free or (may_grow and not all(event.done() for event in free[0][1])):
             try:
                 return self._allocate(num_bytes)
@@ -82,7 +83,7 @@ class Transfer:
         device, stream = self._device, StreamKind.ACTIVATIONS_UP
         if not tensors:
             return []
-        for event in after:
+        for event in after:  # may be events of another device, whose downloads fill these tensors
             device.stream_wait(stream, event)
         copies = [_copy_of(tensor, self._on_device(stream), self._copier(stream)) for tensor in tensors]
         device.stream_wait(StreamKind.COMPUTE, device.record(stream))
@@ -105,7 +106,7 @@ class Transfer:
     def gradients_down(self, host: torch.Tensor, gradients: torch.Tensor) -> Event:
         """Copy a layer's flat gradient buffer into `host`, after the compute issued so far."""
         device, stream = self._device, StreamKind.GRADS_DOWN
-        device.poison(host, stream)
+        device.poison(host, stream)  # landing buffers are reused: old values would hide a missing wait
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
         device.copy(host, gradients, stream)
         return device.record(stream)
@@ -152,6 +153,7 @@ def _copy_of(
     the same view of the copy.
     """
     check_movable(tensor)
+    # Lazy conjugate and negative views have no values in memory that a byte copy could take.
     tensor = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
     shape, stride, lead = tuple(tensor.shape), tuple(tensor.stride()), _misalignment_elements(tensor)
     is_dense = dense_stride(tensor) == stride

@@ -101,6 +101,7 @@ class LayerImages:
 
     @staticmethod
     def _key(run: Run, task: StageTask, layer_id: int) -> tuple[int, int, int]:
+        # Not shared between tasks: the same layer in another task may have another version.
         return run.number, task.index, layer_id
 
 
