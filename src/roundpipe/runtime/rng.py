@@ -27,7 +27,7 @@ def stream_seed(call_seed: int, layer_id: int, microbatch: int, drawn_anew: bool
     state = call_seed & _MASK
     for part in (layer_id, microbatch, int(drawn_anew)):
         state = _mix((state + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK)
-    return state >> 1  # torch's generators take seeds of at most 63 bits without a sign
+    return state >> 1  # never negative as a signed 64-bit integer
 
 
 def _mix(value: int) -> int:
