@@ -1,7 +1,7 @@
-"""The buffers of layers while a stage runs them.
+"""Module buffers (running statistics, masks) of the layers of one task.
 
-Used by runtime.stage, one per task. Forward sees what earlier microbatches wrote, the host gets what the last one
-leaves, and recomputation sees what forward saw and writes nothing.
+A forward sees the buffers as the previous microbatch left them. The host gets the values after the last microbatch.
+A recomputation sees the values that the forward of its microbatch saw; its writes are dropped. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -20,20 +20,28 @@ _Tensors = list[torch.Tensor | None]
 
 
 class StageBuffers:
+    """Sets, saves and downloads the buffers of a task's layers. One object per task."""
+
     def __init__(self, run: Run, transfer: Transfer) -> None:
         self._run = run
         self._recall = run.recall
         self._transfer = transfer
         self._as_call_began: dict[int, _Tensors] = {}
+        # Buffers and their version counters before the forward that is running.
         self._before: list[tuple[torch.Tensor | None, int]] = []
 
     def upload(self, replica: Replica) -> None:
+        """Give the replica device copies of the buffers as they were when the call began."""
         layer_id = replica.record.layer_id
         values = self._up(self._recall.frozen_buffers.get(layer_id, []), None)
         self._as_call_began[layer_id] = values
         replica.set_buffers(values)
 
     def before_forward(self, replica: Replica, microbatch: int, phase: LayerPhase) -> None:
+        """Prepare the buffers for one forward, and remember their versions to detect writes.
+
+        Only layers that have written a buffer in this call pay for saving and restoring per microbatch.
+        """
         if not replica.record.buffers:
             return
         layer_id = replica.record.layer_id
@@ -41,11 +49,13 @@ class StageBuffers:
             if phase is LayerPhase.RECOMPUTE:
                 replica.set_buffers(self._as_forward_saw_them(layer_id, microbatch))
             elif phase is LayerPhase.FORWARD:
+                # A clone, because the layer's next forward may write in place while the download is queued.
                 present = [None if b is None else b.clone() for b in replica.get_buffers()]
                 self._recall.buffers_before[layer_id, microbatch] = self._down(present)
         self._before = [(b, -1 if b is None else b._version) for b in replica.get_buffers()]
 
     def after_forward(self, replica: Replica, microbatch: int, phase: LayerPhase) -> None:
+        """Detect writes, and after the last microbatch download the buffers of a layer that wrote any."""
         if not replica.record.buffers or phase is LayerPhase.RECOMPUTE:
             return
         layer_id = replica.record.layer_id
@@ -58,6 +68,7 @@ class StageBuffers:
         if any(changed):
             _refuse_shared_writes(replica, changed)
             self._recall.writes_buffers.add(layer_id)
+            # A buffer computed from a graph would keep this microbatch's activations alive.
             after = [None if b is None else b.detach() for b in after]
             replica.set_buffers(after)
         if layer_id in self._recall.writes_buffers and microbatch == self._run.num_microbatch - 1:
@@ -65,7 +76,7 @@ class StageBuffers:
 
     def _as_forward_saw_them(self, layer_id: int, microbatch: int) -> _Tensors:
         saved = self._recall.buffers_before.pop((layer_id, microbatch), None)
-        if saved is None:  # nobody had written yet
+        if saved is None:  # no earlier microbatch had written
             return [None if b is None else b.clone() for b in self._as_call_began[layer_id]]
         return self._up(saved.tensors, saved)
 
@@ -85,5 +96,6 @@ def _refuse_shared_writes(replica: Replica, changed: Sequence[bool]) -> None:
         if was_changed and record.shared_between_layers:
             raise UsageError(
                 f"buffer {record.name!r} belongs to several layers and layer {replica.record.layer_id} wrote to it; "
-                "a pipeline cannot keep such writes in order. Give each layer a buffer of its own."
+                "layers run at the same time on several devices, so the order of such writes is undefined. Give each "
+                "layer a buffer of its own."
             )

@@ -1,7 +1,7 @@
-"""What a stage task receives, keeps for its recomputation, and hands on.
+"""Values that a task receives, saves for recomputation and sends to the next task or to the caller.
 
-Used by runtime.stage, one per task. Values for the next task stay on the device when that task runs here too, and go
-through host memory otherwise.
+Values for a task on the same device stay in device memory; all others go through host memory. Knows parcels and
+transfers, never layers' code or weights.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Losses(NamedTuple):
 
 
 class StageMail:
+    """Inputs, saved values and outputs of one task. One object per task."""
+
     def __init__(self, run: Run, task: StageTask, transfer: Transfer, place: Place) -> None:
         self._run, self._task = run, task
         self._recall = run.recall
@@ -33,21 +35,23 @@ class StageMail:
         self._place = place
         position = task.index - run.first_task_index
         self._is_last = position == len(run.tasks) - 1
+        # With one device, or a round that returns to this device, the next task finds the value in device memory.
         self._next_is_here = not self._is_last and run.workers[position] == run.workers[position + 1]
 
     # Forward.
 
     def receive(self, microbatch: int) -> tuple[Bundle, tuple[bool, ...]]:
-        """The value for the task's first layer, and which of its tensors require grad."""
+        """Wait for the input of the task's first layer: the value, and which of its tensors require grad."""
         self._place.at(self._task.layers[0], "input upload")
         parcel = self._run.take(self._task, microbatch)
         assert isinstance(parcel, Parcel)
         return self._on_device(parcel), parcel.requires_grad
 
     def send(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
+        """Send the output of the task's last layer to the next task, or to the caller after the last task."""
         self._place.at(self._task.layers[-1], "output download")
         if self._is_last:
-            if not self._run.is_probe:
+            if not self._run.is_probe:  # a probe has no caller that reads outputs
                 self.send_outputs(microbatch, bundle, flags)
         elif self._next_is_here:
             self._run.post(self._task.index + 1, microbatch, Parcel(bundle, flags, resident=True))
@@ -56,7 +60,7 @@ class StageMail:
             self._run.post(self._task.index + 1, microbatch, Parcel(host, flags, (event,)))
 
     def send_outputs(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
-        """The model's outputs go to the caller."""
+        """Download the model's outputs for the caller."""
         host, event = self._transfer.down_bundle(bundle)
         self._run.note_result(self._run.outputs, microbatch, Parcel(host, flags, (event,)))
 
@@ -65,26 +69,31 @@ class StageMail:
         self._run.note_result(self._run.losses, microbatch, (losses.is_sequence, HostValues(list(host), event)))
 
     def label(self, microbatch: int) -> Any:
+        """The microbatch's label on the device."""
         bundle = self._run.labels[microbatch]
         return bundle.with_tensors(self._transfer.up(bundle.tensors, ())).unpack()
 
-    # Kept for recomputation.
+    # Saved for recomputation.
 
     def save_input(self, layer_id: int, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
+        """Download a layer's input, from which its recomputation starts."""
         self._place.at(layer_id, "saving input")
         host, event = self._transfer.down_bundle(bundle)
         self._recall.inputs[layer_id, microbatch] = Parcel(host, flags, (event,))
 
     def save_layer_data(self, layer_id: int, microbatch: int, saved: Bundle) -> None:
+        """Download what the layer passed to save_for_recompute."""
         host, event = self._transfer.down_bundle(saved)
         self._recall.layer_data[layer_id, microbatch] = Parcel(host, (), (event,))
 
     def recalled_input(self, layer_id: int, microbatch: int) -> tuple[Bundle, tuple[bool, ...]]:
+        """The saved input on the device, and its requires_grad flags. The host copy is freed."""
         self._place.at(layer_id, "saved input upload")
         parcel = self._recall.inputs.pop((layer_id, microbatch))
         return self._on_device(parcel), parcel.requires_grad
 
     def recalled_data(self, layer_id: int, microbatch: int) -> tuple[Any, ...] | None:
+        """What the layer passed to save_for_recompute, on the device; None if nothing. The host copy is freed."""
         parcel = self._recall.layer_data.pop((layer_id, microbatch), None)
         if parcel is None:
             return None
@@ -92,13 +101,13 @@ class StageMail:
         return value
 
     def forget_input(self, layer_id: int, microbatch: int) -> int:
-        """The saved input is not needed after all; returns how many tensors it had."""
+        """Free a saved input without reading it; returns its number of tensors."""
         return len(self._recall.inputs.pop((layer_id, microbatch)).bundle.tensors)
 
     # Backward.
 
     def receive_gradients(self, microbatch: int) -> Gradients:
-        """Gradients of the outputs of the task's last layer."""
+        """Wait for the gradients of the outputs of the task's last layer."""
         self._place.at(self._task.layers[-1], "gradient upload")
         parcel = self._run.take(self._task, microbatch)
         assert isinstance(parcel, GradientParcel)
@@ -108,7 +117,7 @@ class StageMail:
         return [None if gradient is None else next(arrived) for gradient in parcel.gradients]
 
     def send_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of the inputs of the task's first layer."""
+        """Send the gradients of the inputs of the task's first layer to the next task or to the caller."""
         self._place.at(self._task.layers[0], "input gradient download")
         if self._next_is_here:
             self._run.post(self._task.index + 1, microbatch, GradientParcel(tuple(gradients), resident=True))

@@ -1,7 +1,7 @@
-"""A nested value as flat, distinct tensors plus the shape of the nest.
+"""A nested value as a flat list of distinct tensors and the structure of the nest.
 
-What travels between layers, devices and host. A tensor that occurs twice in a value is one tensor of the bundle, so
-that aliasing, and the order in which autograd sums its gradients, survive every cut between layers.
+Layers exchange values in this form. A tensor that occurs twice in a value occurs once in the bundle. This keeps
+aliasing, and the order in which autograd sums the tensor's gradients, as in the plain model. Knows no device.
 """
 
 from __future__ import annotations
@@ -19,25 +19,31 @@ from roundpipe.store.layout import span_elements
 
 @dataclasses.dataclass(frozen=True)
 class _TensorAt:
+    """A leaf of the nest: the tensor at this position of the bundle."""
+
     position: int
 
 
-_ALONE: tuple[Any, ...] = (_TensorAt(0),)  # the leaves of a value that is a tensor itself, as most are
+_ALONE: tuple[Any, ...] = (_TensorAt(0),)  # the leaves of a value that is one tensor, the common case
 _LEAF = tree_structure(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
+    """A nested value taken apart: `tensors` can be copied or replaced one by one, `unpack` restores the nest."""
+
     tensors: tuple[torch.Tensor, ...]
     _leaves: tuple[Any, ...]
     _spec: TreeSpec
-    sharing_memory: frozenset[int] = frozenset()  # positions of tensors that had memory in common when packed
+    sharing_memory: frozenset[int] = frozenset()  # positions of tensors that overlapped in memory when packed
 
     @classmethod
     def pack(cls, value: Any) -> Bundle:
+        """Take a nested value apart. Raises ArgumentTypeError for an object that hides a tensor with a graph."""
         if isinstance(value, torch.Tensor):
             return cls((value,), _ALONE, _LEAF)
         leaves, spec = tree_flatten(value)
+        # By identity: two views of the same memory are two tensors, and autograd treats them so.
         position_of: dict[int, int] = {}
         tensors: list[torch.Tensor] = []
         packed = []
@@ -74,7 +80,7 @@ class Bundle:
 
 
 def _sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Positions of strided tensors that span memory another one spans too."""
+    """Positions of strided tensors whose memory range overlaps that of another tensor."""
     spans = sorted(
         (
             tensor.data_ptr(),
@@ -84,6 +90,7 @@ def _sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         for position, tensor in enumerate(tensors)
         if tensor.layout is torch.strided and tensor.numel()
     )
+    # Sorted by start: a range overlaps an earlier one if it starts before the furthest end so far.
     sharing: set[int] = set()
     last_end, last_position = 0, -1
     for start, end, position in spans:
@@ -95,12 +102,13 @@ def _sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
 
 
 def _refuse_hidden_graph(leaf: Any) -> None:
-    """Gradients are followed through tensors we can see; one inside an unknown object would lose its own, silently."""
+    """Raise for an object that holds a tensor which requires grad: pytree does not flatten the object, so the
+    tensor's gradient would be lost without notice."""
     if isinstance(leaf, torch.nn.Module) or not hasattr(leaf, "__dict__"):
         return
     if any(isinstance(held, torch.Tensor) and held.requires_grad for held in tree_leaves(vars(leaf))):
         raise ArgumentTypeError(
-            f"a {type(leaf).__qualname__} holds a tensor that requires grad, and gradients cannot be followed into it; "
+            f"a {type(leaf).__qualname__} holds a tensor that requires grad; gradients cannot be tracked through it: "
             "pass tuples, lists and dicts between layers, or register the class with torch.utils._pytree "
             "(register_dataclass, register_pytree_node)."
         )
