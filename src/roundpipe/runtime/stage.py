@@ -464,6 +464,7 @@ class _Task:
             ProcessRandomStream(seed, is_watched=not replica.behaviour.is_known),
             host or contextlib.nullcontext(),
         ):
+            replica.has_run = True
             output = replica.module(*args, **kwargs)
             if layer.is_last:
                 output = recall.loss_shares.apply_to_output(output, microbatch)
