@@ -111,13 +111,13 @@ def check_split_input(split_input: Any) -> None:
 
 def check_split_label(split_label: Any) -> None:
     """Raise unless `split_label` is None, a function or a spec tree."""
-    if not is_custom_function(split_label):
+    if split_label is not None and not is_custom_function(split_label):
         _check_leaf_specs(split_label, "split_label", SplitError)
 
 
 def check_merge_output(merge_output: Any) -> None:
     """Raise unless `merge_output` is None, a bool, a function or a spec tree."""
-    if not isinstance(merge_output, bool) and not is_custom_function(merge_output):
+    if merge_output is not None and not isinstance(merge_output, bool) and not is_custom_function(merge_output):
         _check_leaf_specs(merge_output, "merge_output", MergeError)
 
 

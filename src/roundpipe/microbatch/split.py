@@ -43,8 +43,8 @@ logger = logging.getLogger("roundpipe")
 _MAX_NAMED_LEAVES = 8  # a message names at most this many tensors
 _logged_small_batches: set[tuple[int, int]] = set()
 
+# The number of rows of the batch in each microbatch.
 Rows = tuple[int, ...]
-"""The number of rows of the batch in each microbatch."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,8 @@ def split_call(
     """
     if isinstance(num_microbatch, bool) or not isinstance(num_microbatch, int) or num_microbatch < 1:
         raise ConfigError(f"num_microbatch must be an int of at least 1, got {num_microbatch!r}")
-    if split_input is not None:
-        check_split_input(split_input)
-    if split_label is not None:
-        check_split_label(split_label)
+    check_split_input(split_input)
+    check_split_label(split_label)
 
     values = {"args": tuple(args), "kwargs": dict(kwargs), "label": label}
     # The parts of the call that no function splits, each with its spec.
