@@ -66,6 +66,7 @@ class Timeline:
         return "\n".join(f"{device:<{name_width}} |{self._row(device, columns)}|" for device in devices)
 
     def _of(self, device: str) -> list[Span]:
+        """Return the spans of one device in order of their start."""
         return sorted((span for span in self.spans if span.device == device), key=lambda span: span.start_s)
 
     def _row(self, device: str, columns: int) -> str:

@@ -57,6 +57,7 @@ class HostRandomStream(TorchDispatchMode):
         return self._draw(func, args, kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a random operation with this stream's generator, in the first way that the operation allows."""
         if self._generator is None:
             self._generator = torch.Generator("cpu")
             self._generator.manual_seed(self._seed)
@@ -101,11 +102,14 @@ def refuse_inside_checkpoint(how: str) -> None:
 
 
 def _factory(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the overload of a factory such as torch.rand that takes a generator."""
     overload = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
     return getattr(func.overloadpacket, overload)(*args, **kwargs, generator=generator)
 
 
 def _like(fill: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return a replacement for an operation such as torch.rand_like: an empty tensor filled by `fill`."""
+
     def draw(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fill(_aten.empty_like(args[0], **kwargs), *args[1:], generator=generator)
 
@@ -113,11 +117,13 @@ def _like(fill: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _random_between(tensor: torch.Tensor, *bounds: Any, generator: torch.Generator) -> torch.Tensor:
+    """Fill a tensor as torch.randint_like does; `bounds` are (high,) or (low, high)."""
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
     return tensor.random_(int(low), int(high), generator=generator)
 
 
 def _dropout(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the output and the mask of aten.native_dropout."""
     tensor, probability, train = (*args, True)[:3]
     # The result does not depend on random numbers, so none are drawn.
     if train is False or probability == 0:

@@ -160,4 +160,5 @@ def _is_class_of(spec: Any, name: str) -> TypeGuard[type[Any]]:
 
 
 def _typed(spec: Any) -> str:
+    """Return the type and the value of an invalid spec for messages."""
     return f"{type(spec).__name__} {shown(spec)}"

@@ -91,6 +91,7 @@ def children_if_alike(node: Node, other: Any) -> tuple[Any, ...] | None:
 
 
 def _children_by_name(node: Node, other: Node) -> tuple[Any, ...] | None:
+    """Return the children of `other` in the order of the node's names, or None if the names differ."""
     by_name = dict(zip(other.names, other.children, strict=True))
     if by_name.keys() != set(node.names):
         return None

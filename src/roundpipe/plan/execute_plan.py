@@ -111,6 +111,7 @@ class ModelExecutePlan:
             _check_cover("bwd_plan", self.bwd_plan, range(num_layers), _Order.DESCENDING)
 
     def _check_fused(self, num_layers: int) -> None:
+        """Raise a `PlanError` unless this is a plan for ``FUSED``: see the docstring of the class."""
         _check_form("fwd_plan", self.fwd_plan, num_layers)
         # The fused stage is not part of fwd_plan: it takes all layers after it.
         fused_start = self.fwd_plan[-1].stop if self.fwd_plan else 0
@@ -257,6 +258,7 @@ def _check_cover(name: str, ranges: Sequence[range], layers: range, order: _Orde
 
 
 def _raise_gap(name: str, ranges: Sequence[range], position: int, expected: int, order: _Order) -> NoReturn:
+    """Raise a `PlanError`: ``ranges[position]`` does not continue with layer ``expected``."""
     where = f"{name}[{position}] = {ranges[position]}"
     # A layer that appears in a later range is not missing, so the ranges are in the wrong order.
     if any(expected in later for later in ranges[position + 1 :]):
@@ -269,6 +271,7 @@ def _raise_gap(name: str, ranges: Sequence[range], position: int, expected: int,
 
 
 def _raise_overlap(name: str, ranges: Sequence[range], position: int) -> NoReturn:
+    """Raise a `PlanError`: ``ranges[position]`` contains a layer of an earlier range."""
     found = ranges[position]
     earlier = next(place for place in range(position) if set(found) & set(ranges[place]))
     twice = min(set(found) & set(ranges[earlier]))

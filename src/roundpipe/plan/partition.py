@@ -265,6 +265,7 @@ def _splits(partition: Partition) -> list[tuple[range, Partition]]:
 
 
 def _list_splits(stages: tuple[range, ...]) -> list[tuple[range, tuple[range, ...]]]:
+    """Return every way to split one stage of a list in two, each with the stage that it splits."""
     return [
         (layers, (*stages[:i], range(layers.start, at), range(at, layers.stop), *stages[i + 1 :]))
         for i, layers in enumerate(stages)

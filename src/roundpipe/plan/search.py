@@ -242,6 +242,7 @@ class _Search:
         return list(found)
 
     def _fits(self, partition: Partition) -> bool:
+        """Return whether the partition's peak fits into device memory."""
         return (
             self._limit_bytes == math.inf
             or self._memory.peak_bytes(_tasks(partition), self._profile.num_devices) <= self._limit_bytes
@@ -297,6 +298,7 @@ class _Search:
 
 
 def _tasks(partition: Partition) -> tuple[StageTask, ...]:
+    """Return the schedule of a partition."""
     fused = () if partition.fused is None else (partition.fused,)
     return number_tasks(fwd=partition.fwd, fused=fused, bwd=reversed(partition.bwd))
 
