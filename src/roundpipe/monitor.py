@@ -66,6 +66,7 @@ def follow_forks() -> None:
 
 
 def _free_locks() -> None:
+    """Reset all process locks; runs in a forked child, which has one thread."""
     for lock in list(_process_locks):
         lock._at_fork_reinit()
 
@@ -124,7 +125,7 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         alarm = _Alarm(what, self._waits)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         ident = _thread.get_ident()
-        outer = self._waits.get(ident)
+        outer = self._waits.get(ident)  # waits may nest: `ready` may wait itself
         try:
             self._waits[ident] = what
             while not ready():
@@ -245,6 +246,7 @@ def shielded(action: Callable[[], object]) -> None:
     while not outcome:
         try:
             if not begun:
+                # CPython handles signals after calls and backward jumps, so none interrupts between these two lines.
                 begun = True
                 _thread.start_new_thread(run, ())  # Thread.start uses a threading.Event [Note: locks and Ctrl-C]
             done.wait(_LONGEST_SLEEP_S)
@@ -295,7 +297,7 @@ def end_threads(threads: Sequence[threading.Thread], timeout_s: float) -> None:
     code. It has no effect on threads that sleep.
     """
     others = [thread for thread in threads if thread.is_alive() and thread is not threading.current_thread()]
-    process_ends = not threading.main_thread().is_alive()
+    process_ends = not threading.main_thread().is_alive()  # true in atexit handlers
     _join(others, min(timeout_s, _LAST_JOIN_S) if process_ends else timeout_s)
     if process_ends:
         for thread in others:
@@ -305,6 +307,7 @@ def end_threads(threads: Sequence[threading.Thread], timeout_s: float) -> None:
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    """Join all threads, at most `timeout_s` in total."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
@@ -312,7 +315,7 @@ def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
 
 def wait_for_event(done: Callable[[], bool], what: str) -> None:
     """Poll a device event until `done()`, without holding a lock; the watchdog logs long waits."""
-    pause = _POLL_FIRST_S
+    pause = _POLL_FIRST_S  # most events are done soon; longer waits poll less often
     alarm = _Alarm(what, {})
     while not done():
         time.sleep(pause)
@@ -325,6 +328,7 @@ def stall_report(what: str, waited_s: float, waits: dict[int, str]) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     me = names.get(threading.get_ident(), "?")
     lines = [f"{me} has waited {waited_s:.0f} s for {what}; it continues to wait."]
+    # Copies: other threads change `waits` meanwhile.
     lines += [f"  {names.get(ident, ident)} waits for {other}" for ident, other in list(waits.items())]
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, "")
