@@ -178,9 +178,9 @@ def _wrap_split(
         len(splitter.layers),
     )
     layers = nn.Sequential(*splitter.layers)
-    wrapped = RoundPipe._over(layers, model, user_names(model), model_run_config=config, **options)
-    wrapped._be_split(SplitModel(model, splitter))
-    return wrapped
+    split_model = SplitModel(model, splitter)
+    names = user_names(model)
+    return RoundPipe._over(layers, model, names, model_run_config=config, split_model=split_model, **options)
 
 
 def _wrap_parts(
