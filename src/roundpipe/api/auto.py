@@ -59,7 +59,7 @@ class AutoRoundPipe(ModelProxy):
         specs = parse_devices(devices) if devices is not None or not parts else parts[0]._engine.specs
         for part in parts:
             _refuse_to_join(part, specs)
-        refuse_owned(outside_of(model, parts))
+        refuse_owned(outside_of(model, parts))  # the parameters inside the parts are owned by the parts
         self._open(
             model,
             {part: part for part in parts},
@@ -104,11 +104,12 @@ class AutoRoundPipe(ModelProxy):
             name=name,
             pool=shared_pool(specs),
             optim_dtype=optim_dtype,
-            pin_mode=PinMode.OFF,
+            pin_mode=PinMode.OFF,  # these weights are never uploaded
             pinner=host_pinner(specs),
         )
         for part in parts.values():
             part._engine.join(engine)
+        # The model is changed only after every part has joined: until then a failure leaves it as it was.
         _exchange(model, parts)
         if loss is not None:
             loss.put_into(model)
@@ -138,6 +139,7 @@ class AutoRoundPipe(ModelProxy):
         try:
             with merging_late():
                 return forward(lambda: merged_now(self.model(*args, **kwargs)))
+        # Errors of these types may come from code on the CPU between the parts; then the advice helps.
         except (ConfigError, TypeError, RuntimeError) as error:
             if self._advice is not None:
                 add_note(error, f"{self.name}: {self._advice}")

@@ -129,7 +129,7 @@ def new_call(
 ) -> Call:
     """A complete Call. `schedule`: all tasks of the user's call; its backward tasks decide which inputs are saved."""
     loss_fn, parcels = request.loss_fn, inputs.parcels
-    signature: Hashable = None
+    signature: Hashable = None  # only training calls are compared: see Recovery.all_are_proven
     if loss_fn is not None and not is_probe:
         shapes = tuple(tuple((t.shape, t.dtype) for t in parcel.bundle.tensors) for parcel in parcels)
         signature = (tasks, costs.tail, request.config.recompute_grain, shapes)
@@ -150,12 +150,14 @@ def new_call(
 def _new_recall(store: LayerStore, request: Request, schedule: Sequence[StageTask]) -> Recall:
     config, layers = request.config, store.layers
     recomputed = [task.layers for task in schedule if task.kind is TaskKind.BACKWARD]
+    # A backward task recomputes its stage from the stage's input, or each layer from the layer's input.
     by_layer = config.recompute_grain is RecomputeGrain.LAYER
     return Recall(
         seed=request.seed,
         ambient=Ambient.capture(),
         preserve_rng_state=config.preserve_rng_state,
         grain=config.recompute_grain,
+        # Copies: what the user or another call changes later must not reach the backward pass of this call.
         settings=[LayerSettings.of(layer) for layer in layers],
         frozen_buffers={layer.layer_id: [b.frozen() for b in layer.buffers] for layer in layers if layer.buffers},
         save_points=frozenset(i for stage in recomputed for i in (stage if by_layer else stage[:1])),
@@ -217,6 +219,7 @@ def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
                 f"loss_fn returned {len(losses)} losses for microbatch {microbatch} but {len(totals)} before; it must "
                 "return the same number for each."
             )
+        # In the order of the microbatches: a floating-point sum depends on its order.
         totals = [total + loss for total, loss in zip(totals, losses, strict=True)] if totals else losses
     return totals if is_sequence else totals[0]
 
@@ -225,7 +228,7 @@ def merged(outputs: Sequence[Parcel], config: ResolvedRunConfig, shares: LossSha
     """The outputs of all microbatches, merged; with merge_output=False as packed data, without waiting for them."""
     values = [_on_output_device(parcel, config) for parcel in outputs]
     if config.merge_output is False:
-        return pack_outputs(values, [parcel.events[0] for parcel in outputs])
+        return pack_outputs(values, [parcel.events[0] for parcel in outputs])  # an output has exactly one event
     for parcel in outputs:
         for event in parcel.events:
             event.wait()

@@ -224,7 +224,8 @@ class ModelEngine:
     def named_masters(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
         """The optimizer's copies of the named parameters that require grad. Makes copies that do not exist yet."""
         group = self.group
-        group.refuse_inherited(self.name)
+        if group.is_inherited:
+            group.raise_inherited(self.name)
         owned = self._owned_records(named)
         wanted = [(name, *owned[id(param)]) for name, param in named if param.requires_grad]
         # In step_fn the calling thread is the optimizer's, which may make copies without entering a call.
@@ -271,6 +272,7 @@ class ModelEngine:
         assert not self.was_used
         alone, self.group, self.is_joined = self.group, lead.group, True
         lead.group.add(self)
+        lead.group.stop_requested |= alone.stop_requested
         alone.dissolve()
 
     def follow_user(self, *, adopts_gradients: bool = True) -> None:

@@ -19,7 +19,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -139,13 +139,12 @@ class Group:
         """
         return os.getpid() != self._pid
 
-    def refuse_inherited(self, name: str) -> None:
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"{name} was made in process {self._pid} and cannot be used in process {os.getpid()}, a forked "
-                'child: its threads do not exist here. Wrap the model again in the child, or use the "spawn" start '
-                "method and build it there."
-            )
+    def raise_inherited(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"{name} was made in process {self._pid} and cannot be used in process {os.getpid()}, a forked "
+            'child: its threads do not exist here. Wrap the model again in the child, or use the "spawn" start '
+            "method and build it there."
+        )
 
     def call_lock(self, name: str, verb: str = "called") -> AbstractContextManager[bool]:
         """Return the lock to hold during a call of the model `name`; raise if the call cannot begin on this thread.
@@ -153,7 +152,7 @@ class Group:
         Entering the lock gives True if this is the outermost call of the thread.
         """
         if os.getpid() != self._pid:
-            self.refuse_inherited(name)
+            self.raise_inherited(name)
         # A call from user code on one of our threads would wait for the task or step that runs this code.
         if self.stepper.is_current_thread() or current_iteration() is not None:
             raise UsageError(f"{name} was {verb} from inside step_fn, loss_fn or a layer; do that outside.")
@@ -188,7 +187,7 @@ class Group:
     # Weights and gradients.
 
     def expect_step(self, *, is_exact: bool) -> None:
-        """Take the gradients out of `.grad`, where a step does not look."""
+        """A step is about to take the gathered gradients: remove them from `.grad` of the parameters."""
         for store in self.stores:
             store.gradients.conceal()
         self.steps_are_exact = is_exact

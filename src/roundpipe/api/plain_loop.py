@@ -176,7 +176,7 @@ class PlainLoop:
         group.expect_step(is_exact=True)
         self._step = step = HandedStep(group.monitor)
         group.stepper.hand_over(step)
-        if not step.wait_until_open():
+        if not step.wait_until_open():  # a call whose gradients it needs has failed, or the models were closed
             self._step = None
             self._calls.clear()
             group.recovery.raise_failures("the step was not carried out")
@@ -258,9 +258,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _check_inside_step_fn(optimizer, held)
         _check_memory(optimizer)
         return None
+    # All checks come before the first step opens: an error then leaves every model as it was.
     for loop, own in held.items():
         _refuse_mixture(optimizer, loop, own)
-    frame = sys._getframe(1)
+    frame = sys._getframe(1)  # torch's wrapper around step(), which is on the stack as long as the step runs
     for loop, own in held.items():
         loop.before_step(frame, own)
     _check_memory(optimizer)
@@ -268,7 +269,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if current_iteration() is None:
+    if current_iteration() is None:  # in step_fn the step belongs to Stepper
         for loop in _held_by(optimizer):
             loop.after_step()
 
@@ -281,7 +282,7 @@ def _held_by(optimizer: Optimizer) -> dict[PlainLoop, list[ParameterRecord]]:
     held: dict[PlainLoop, list[ParameterRecord]] = {}
     for param in _parameters_of(optimizer):
         if isinstance(param, OptimizerCopy):
-            if param.home is not None:
+            if param.home is not None:  # None in copies that no model has made
                 held.setdefault(_loop_of(_home_of(param)), [])
             continue
         store = owner_of(param)

@@ -92,7 +92,7 @@ class RoundPipe(ModelProxy):
         pin_mode = to_pin_mode(pin_model)
         specs = parse_devices(devices)
         layers = _layers_of(model)
-        refuse_owned(original_model)
+        refuse_owned(original_model)  # before the engine moves any weight
         engine = ModelEngine(
             layers,
             names,
@@ -122,11 +122,11 @@ class RoundPipe(ModelProxy):
     ) -> Any:
         """Run the model on a batch; with grad the result can be backpropagated."""
         config = self._resolve(roundpipe_run_config)
-        if is_merging_late():
+        if is_merging_late():  # arguments may be LateMerge tensors of other parts: take their microbatches as they are
             args, kwargs = as_microbatches((args, kwargs), config.num_microbatch)
         try:
             outputs = self._engine.forward(args, kwargs, config)
-        finally:
+        finally:  # a call that failed may have split the model again, too
             if self._engine.split_model is not None:
                 self._follow_layers(self._engine.split_model)
         merges_late = self._merges_late and is_merging_late() and roundpipe_run_config.merge_output is None
@@ -193,7 +193,7 @@ class RoundPipe(ModelProxy):
                 f"{self.name} cannot generate: only models of transformers that are split into layers can. Generate "
                 "with the plain model (its .model) after synchronize()."
             )
-        self._engine.wait_for_visible_weights()
+        self._engine.wait_for_visible_weights()  # code of generate() on the host may read parameters
         return split_model.generating(self.forward).generate(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,6 +205,7 @@ class RoundPipe(ModelProxy):
         """Show the layers of the split model: a call of a new form may have changed them."""
         layers = tuple(split_model.layers)
         if layers != self._layers:
+            # `__setattr__` protects these attributes.
             self.__dict__.update(model=nn.Sequential(*layers), _layers=layers, num_layers=len(layers))
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -234,6 +235,7 @@ class RoundPipe(ModelProxy):
         """Overlay the options of a call on the model's and the defaults. Refuses a model whose layers were replaced."""
         config = resolve(call, self.model_run_config, self._engine.num_devices)
         require_device(config.output_device, "output_device")
+        # Devices run copies of the layers that were wrapped, so a layer put in later would be ignored.
         present = [self.model] if self._layers[0] is self.model else list(self.model._modules.values())
         if len(present) != len(self._layers) or not all(map(operator.is_, present, self._layers)):
             _raise_other_layers(self.name, self._layers, _layers_of(self.model))
