@@ -34,7 +34,7 @@ class RootMeanSquare(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Every token sees those before it."""
+    """Adds to each token the tokens before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.cumsum(1)
@@ -100,7 +100,7 @@ def hidden(num_rows: int = 2, num_tokens: int = 6) -> Tensor:
     return torch.randn(num_rows, num_tokens, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
-def test_norms_and_feed_forward_parts_are_found_and_attention_is_not() -> None:
+def test_norms_and_feed_forward_parts_are_found_and_modules_that_mix_tokens_are_not() -> None:
     assert found_in(Layer(), hidden()) == ("norm", "feed")
 
 
