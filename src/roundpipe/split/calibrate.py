@@ -268,7 +268,7 @@ def _check_outputs(outputs: Any, recorded: Any, draws_globally: bool) -> None:
     expected, got = leaves_of(outputs), leaves_of(recorded)
     if len(expected) == len(got) and all(map(_close, expected, got)):
         return
-    # The runs differ in Python's and numpy's generators, which have no seed from the model.
+    # Both runs had the same torch seed, but different states of Python's and numpy's generators.
     if draws_globally:
         raise ModelSplitError(
             "it gives other results when it runs again: it draws random numbers from Python's or numpy's generators, "

@@ -69,7 +69,7 @@ class Dependence:
 
     def _first_unknown(self, point: int, poison: Poison) -> tuple[int, str] | None:
         end = self.plan.num_calls
-        # No points between, so that the code runs on random values to its end.
+        # A plan without points between, so that the replay runs to the end of the forward on random values.
         ledger = self._planned(points=(point, end))
         replay = _PoisonedReplay(ledger, point, self._state_at(point), torch.device("cpu"), poison=poison)
         crash: Exception | None = None

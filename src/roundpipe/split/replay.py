@@ -256,7 +256,7 @@ class Replay:
         return self._placeholder(outline).detach()
 
     def _placeholder(self, outline: Outline) -> torch.Tensor:
-        """Return the placeholder for this outline. One serves all, because expanded tensors cannot be written to."""
+        """Return the placeholder for this outline; all uses in this replay share one tensor."""
         found = self._placeholders.get(outline)
         if found is None:
             found = self._placeholders[outline] = placeholder(outline, self.device)
@@ -265,7 +265,7 @@ class Replay:
     # Tensors and their keys.
 
     def _key_of(self, tensor: torch.Tensor) -> Key:
-        """Return the key of an argument; a tensor that has none yet gets one."""
+        """Return the key of an argument; hands the tensor on under a new key if it has none."""
         known = self._known.get(id(tensor))
         if known is not None and known[1] == tensor._version:
             return known[0]
@@ -284,7 +284,7 @@ class Replay:
         return key
 
     def _recalled(self, value: Any, key_of: Callable[[int], Key]) -> Any:
-        """Return an earlier output from its outlines. key_of: returns the key of the leaf at a position."""
+        """Return the output of an earlier call or tap. value: its outlines. key_of: returns the key of a leaf by position."""
         if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:  # the common case
             return {"ret": self._recall(key_of(0), value["ret"]), "side": {}}
         position = -1
