@@ -278,7 +278,7 @@ def _check_outputs(outputs: Any, recorded: Any, draws_globally: bool) -> None:
 
 
 def _can_be_passed(leaf: Any) -> bool:
-    """Whether a leaf may be an argument of a block: it holds no tensors, or only tensors that are found."""
+    """Whether a leaf may be an argument of a block: tensors inside it, if any, can be found and moved to devices."""
     if isinstance(leaf, torch.Tensor | nn.Module | enum.Enum | types.FunctionType):
         return True
     return is_plain(leaf) or is_cache(leaf) or type(leaf).__name__.endswith("Config")

@@ -284,7 +284,7 @@ class Replay:
         return key
 
     def _recalled(self, value: Any, key_of: Callable[[int], Key]) -> Any:
-        """Return the output of an earlier call or tap. value: its outlines. key_of: returns the key of a leaf by position."""
+        """Return the output of an earlier call or tap, given its outlines and a function from leaf position to key."""
         if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:  # the common case
             return {"ret": self._recall(key_of(0), value["ret"]), "side": {}}
         position = -1
