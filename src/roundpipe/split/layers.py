@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from roundpipe.errors import UsageError
-from roundpipe.split.calibrate import element_tree
 from roundpipe.split.determinism import KeptRoutes, own_generators
 from roundpipe.split.discovery import block_paths
 from roundpipe.split.observe import call_block
@@ -311,6 +310,27 @@ class LayerArrangement:
         name = str(len(layer.trees))
         layer.trees[name] = tree
         return name
+
+
+def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghosts: Ghosts) -> StubTree:
+    """Return the stub tree of a layer that replays `point`.
+
+    It includes the taps that the point runs, and those that have a parameter the point needs. needs: parameter names.
+    """
+    owned = {id(param) for name, param in model.named_parameters() if name in needs}
+    own_taps = plan.taps_of(point)
+    paths = {id(module): path for path, module in model.named_modules()}
+
+    def is_real(module: nn.Module) -> bool:
+        path, params = paths[id(module)], list(module.parameters())
+        if path in plan.blocks:
+            return False
+        if any(id(param) in owned for param in params):
+            return True
+        # A tap without weights may have state (buffers), which must belong to one layer: include it only where it runs.
+        return path in own_taps if path in plan.stub_paths else not params
+
+    return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
 
 
 def _is_among(path: str, row: list[str]) -> bool:

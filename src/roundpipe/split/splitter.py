@@ -21,7 +21,7 @@ from torch import nn
 
 from roundpipe.errors import ModelSplitError
 from roundpipe.split.calibrate import ChangesItself, calibrate, let_change_itself
-from roundpipe.split.determinism import refusing, succeeds
+from roundpipe.split.determinism import OUT_OF_MEMORY, refusing, succeeds
 from roundpipe.split.discovery import block_paths
 from roundpipe.split.layers import GlueLayer, LayerArrangement, PlacedPlan
 from roundpipe.split.plan import Detail, SplitPlan, signature
@@ -156,7 +156,7 @@ class ModelSplitter:
         if small is not None:
             try:
                 return self._best_plan((), small, with_grad)
-            except (MemoryError, torch.OutOfMemoryError):
+            except OUT_OF_MEMORY:
                 raise
             except Exception as error:  # some models need more than a few tokens
                 logger.debug("no plan from inputs cut down: %r", error)
@@ -176,7 +176,7 @@ class ModelSplitter:
         except ModelSplitError as refusal:
             try:
                 plan = self._verified_plan(args, kwargs, with_grad, in_one=True)
-            except (MemoryError, torch.OutOfMemoryError):
+            except OUT_OF_MEMORY:
                 raise
             except Exception as error:
                 logger.debug("no plan with all blocks in one layer: %r", error)

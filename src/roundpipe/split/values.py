@@ -147,7 +147,7 @@ def is_plain(leaf: Any) -> bool:
 
 
 def may_hold_containers(value: Any) -> bool:
-    """Whether a value may contain a dict or list. Fast; True for every type that is not known to contain none."""
+    """Whether a value may contain a dict or list. A fast test that returns True for types it does not know."""
     kind = type(value)
     return kind not in _ATOMS and (kind is not tuple or any(map(may_hold_containers, value)))
 
