@@ -82,6 +82,7 @@ def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _Check
             for param in group["params"]:
                 state = optimizer.state.get(param)
                 if not state:
+                    checked.pop(id(param), None)
                     continue
                 tensors = [state.get(name) for name in names]
                 known = checked.get(id(param))
@@ -255,7 +256,7 @@ class _OnePass:
             rule = self._rules[id(group), step, factors] = _rule(self._optimizer, group, step, factors)
         known = self._checked.get(id(copy))
         segment = None if known is None else known.segment
-        master = _master_of(copy, weight, segment)
+        master = _master_of(copy, weight)
         if segment is not None and segment.renew(master, gradient, weight, rule):
             return segment
         moments = [state[name] for name in _state_names(group)[1:]]
@@ -269,16 +270,9 @@ class _OnePass:
         return segment
 
 
-def _master_of(
-    copy: OptimizerCopy, weight: torch.Tensor | None, segment: Segment | None
-) -> torch.Tensor | HalvedMaster:
+def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor | HalvedMaster:
     """The values of a copy: its two halves, or its memory if it has some or there is no weight to hold high halves."""
-    if copy.halves is not None:
-        return copy.values() if weight is None else copy.halves
-    last = None if segment is None else segment.master
-    if isinstance(last, torch.Tensor) and last.data_ptr() == copy.data_ptr():
-        return last  # the same object, so that the segment can be renewed
-    return copy.values()
+    return copy.values() if weight is None or copy.halves is None else copy.halves
 
 
 def _state_of(
@@ -380,8 +374,9 @@ class _FusedByDefault(torch.optim.Optimizer):
         # One copy of each model is enough to see what was gathered outside steps, which is dropped too.
         for copy in {copy.home: copy for copy in copies}.values():
             copy.see_gradients()
-        for copy in copies:
-            copy.drop_gradient()
+        with torch._C.DisableTorchFunctionSubclass():
+            for copy in copies:
+                copy.drop_gradient()
         return len(copies) == len(params)
 
     def add_param_group(self, param_group: _Group) -> None:
@@ -403,6 +398,7 @@ class _FusedByDefault(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state; `load_state_dict` ends here too. The state dict of an unfused optimizer continues fused."""
         super().__setstate__(state)
+        self._checked = None  # would keep the old moments alive
         for group in self.param_groups:
             if _choose_fused(group):
                 self._move_step_counts(group["params"])

@@ -449,7 +449,8 @@ class OptimizerCopy(nn.Parameter):
     def values(self) -> torch.Tensor:
         """The values as a plain tensor over the copy's memory. Writes leave no trace; does not count as a read."""
         with self.lock, torch._C.DisableTorchFunctionSubclass():
-            self.take_memory()
+            if self.halves is not None:
+                self.take_memory()
             plain: torch.Tensor = _DATA.__get__(self)
             return plain
 
