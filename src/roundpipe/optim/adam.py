@@ -192,10 +192,10 @@ class _OnePass:
         self,
         optimizer: torch.optim.Optimizer,
         kernel: OnePassKernel,
-        reserve: Reserve,
+        reserve: Reserve | None,
         checked: dict[int, _CheckedState],
     ) -> None:
-        """`reserve`: has memory for moments that do not exist yet. `checked`: by id of the copy, current ones only."""
+        """`reserve`: may have memory for moments that do not exist yet. `checked`: current states by id of the copy."""
         self._optimizer, self._kernel = optimizer, kernel
         self._reserve, self._checked = reserve, checked
         self._rules: dict[tuple[int, int, tuple[float, ...]], AdamRule] = {}  # most copies of a step share one rule
@@ -276,14 +276,14 @@ def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor
 
 
 def _state_of(
-    optimizer: torch.optim.Optimizer, copy: OptimizerCopy, reserve: Reserve, *, amsgrad: bool
+    optimizer: torch.optim.Optimizer, copy: OptimizerCopy, reserve: Reserve | None, *, amsgrad: bool
 ) -> dict[str, Any]:
     """The state of a copy, created as torch does it in a parameter's first step."""
     state: dict[str, Any] = optimizer.state[copy]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())):
-            state[key] = reserve.moment_for(copy)
+            state[key] = (reserve or Reserve()).moment_for(copy)
     return state
 
 
@@ -303,7 +303,7 @@ def step_in_one_pass(
     kernel = one_pass_kernel() if left else None
     if kernel is None:
         return frozenset()
-    one_pass = _OnePass(optimizer, kernel, reserve or Reserve(), checked)
+    one_pass = _OnePass(optimizer, kernel, reserve, checked)
     done: list[int] = []
     while left:
         # In the order in which gradients land; once all have landed, in the order in which calls need the weights.
@@ -363,21 +363,16 @@ class _FusedByDefault(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. `set_to_none=True` does not wait for gradients that have not landed."""
-        if set_to_none and self._drop_gradients_of_copies():
-            return
-        super().zero_grad(set_to_none)
-
-    def _drop_gradients_of_copies(self) -> bool:
-        """Returns whether all parameters are optimizer copies, so that nothing is left to do."""
         params = [param for group in self.param_groups for param in group["params"]]
-        copies = [param for param in params if isinstance(param, OptimizerCopy)]
-        # One copy of each model is enough to see what was gathered outside steps, which is dropped too.
+        copies = [param for param in params if isinstance(param, OptimizerCopy)] if set_to_none else []
+        # Gradients gathered outside steps are dropped too. One copy of each model is enough to see all of them.
         for copy in {copy.home: copy for copy in copies}.values():
             copy.see_gradients()
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
                 copy.drop_gradient()
-        return len(copies) == len(params)
+        if len(copies) < len(params):
+            super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: _Group) -> None:
         super().add_param_group(param_group)

@@ -173,11 +173,11 @@ class Segment:
 def _forms(master: torch.Tensor | HalvedMaster, gradient: torch.Tensor, weight: torch.Tensor | None) -> _Forms:
     """Halved masters differ from others by their dtype."""
     whole = master.weight if isinstance(master, HalvedMaster) else master
-    return _form(whole), _form(gradient), None if weight is None else _form(weight)
-
-
-def _form(tensor: torch.Tensor) -> _Form:
-    return tensor.dtype, tensor.shape, tensor.stride()
+    return (
+        (whole.dtype, whole.shape, whole.stride()),
+        (gradient.dtype, gradient.shape, gradient.stride()),
+        None if weight is None else (weight.dtype, weight.shape, weight.stride()),
+    )
 
 
 def can_read(tensor: torch.Tensor) -> bool:
