@@ -44,10 +44,10 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subcla
 
 
 class _CheckedState:
-    """The state of one parameter as it was when it was last checked, and the segment made from it.
+    """The state of one optimizer copy as it was when it was last checked, and the segment made from it.
 
-    A state changes when the user loads, replaces or moves its tensors. Comparing identities and addresses notices that
-    and costs less than a check.
+    A state changes when the user loads, replaces or moves its tensors. Comparing identities and addresses detects that
+    and takes less time than another check.
     """
 
     __slots__ = ("addresses", "segment", "tensors")
@@ -58,6 +58,7 @@ class _CheckedState:
         self.segment: Segment | None = None
 
     def is_current(self, tensors: Sequence[Any]) -> bool:
+        """Whether these are still the tensors that were checked, in the same memory."""
         return (
             len(tensors) == len(self.tensors)
             and all(map(operator.is_, tensors, self.tensors))
@@ -73,8 +74,8 @@ def _state_names(group: _Group) -> tuple[str, ...]:
 def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _CheckedState]) -> bool:
     """Whether every existing state has all moments, each in its parameter's shape, dtype and place.
 
-    A state loaded from another model may not match; torch's default implementation raises on it. `checked` keeps the
-    states that match, by the id of the parameter.
+    A state loaded from another model may not match; torch's default implementation raises on it. `checked` remembers
+    states of optimizer copies that match, by the id of the copy.
     """
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
@@ -89,7 +90,9 @@ def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _Check
                 if known is None or not known.is_current(tensors):
                     if not _state_matches(param, tensors):
                         return False
-                    checked[id(param)] = _CheckedState(tensors)
+                    # Tensor subclasses may have no address.
+                    if isinstance(param, OptimizerCopy) and all(type(tensor) is Tensor for tensor in tensors):
+                        checked[id(param)] = _CheckedState(tensors)
     return True
 
 
@@ -204,52 +207,42 @@ class _OnePass:
         """Update the copies of one layer that the kernel can update; returns their ids."""
         update.wait_for_gradients()
         locked: list[OptimizerCopy] = []
+        ready: list[OptimizerCopy] = []
+        segments: list[Segment] = []
         # Attributes of a copy are read without __torch_function__, which would take longer than everything else here.
         with torch._C.DisableTorchFunctionSubclass():
             try:
-                for copy, _ in items:
-                    copy.lock.acquire()
+                for copy, group in items:
+                    copy.lock.acquire()  # until the kernel is done: no other thread may join or exchange the halves
                     locked.append(copy)
-                return self._update_locked(update, items)
+                    segment = self._segment(update, copy, group)
+                    if segment is not None:
+                        ready.append(copy)
+                        segments.append(segment)
+                if segments:
+                    torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in ready], 1)
+                    self._kernel.adam(segments)
+                for copy, segment in zip(ready, segments, strict=True):
+                    if segment.weight is not None:
+                        copy.weight_was_written(segment.weight)
+                    update.updated.add(copy.record)
             finally:
+                for segment in segments:
+                    segment.forget_memory()
                 for copy in locked:
                     copy.lock.release()
+        return list(map(id, ready))
 
-    def _update_locked(self, update: LayerUpdate, items: Sequence[tuple[OptimizerCopy, _Group]]) -> list[int]:
-        copies, segments = [], []
-        for copy, group in items:
-            gradient, factors = copy.low_gradient(), copy.factors
-            if gradient is None or len(factors) >= MAX_FACTORS:
-                gradient, factors = copy.grad, ()
-            if gradient is None:
-                continue
-            target = update.target()
-            weight = None if target is None else copy.record.memory(target)
-            segment = self._segment(copy, group, gradient, factors, weight)
-            if segment is not None:
-                copies.append(copy)
-                segments.append(segment)
-        if not segments:
-            return []
-        torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in copies], 1)
-        self._kernel.adam(segments)
-        for copy, segment in zip(copies, segments, strict=True):
-            if segment.weight is not None:
-                copy.weight_was_written(segment.weight)
-            segment.forget_memory()
-            update.updated.add(copy.record)
-        return list(map(id, copies))
-
-    def _segment(
-        self,
-        copy: OptimizerCopy,
-        group: _Group,
-        gradient: torch.Tensor,
-        factors: tuple[float, ...],
-        weight: torch.Tensor | None,
-    ) -> Segment | None:
-        """What the kernel needs to update a copy; None if the kernel cannot update it."""
+    def _segment(self, update: LayerUpdate, copy: OptimizerCopy, group: _Group) -> Segment | None:
+        """What the kernel needs to update a copy; None if there is no gradient or the kernel cannot update it."""
+        gradient, factors = copy.low_gradient(), copy.factors
+        if gradient is None or len(factors) >= MAX_FACTORS:
+            gradient, factors = copy.grad, ()
+        if gradient is None:
+            return None
         state = _state_of(self._optimizer, copy, self._reserve, amsgrad=group["amsgrad"])
+        target = update.target()
+        weight = None if target is None else copy.record.memory(target)
         step = int(state["step"]) + 1
         rule = self._rules.get((id(group), step, factors))
         if rule is None:
@@ -322,7 +315,7 @@ class _FusedByDefault(torch.optim.Optimizer):
     _updated: frozenset[int] | None = None  # ids of parameters that this step has updated; None: torch updates all
     _unfused: Sequence[_Group] = ()  # groups that use torch's default implementation in this step
     _reserve: Reserve | None = None  # until the first step
-    _checked: dict[int, _CheckedState] | None = None  # by id of the parameter, which the optimizer keeps alive
+    _checked: dict[int, _CheckedState] | None = None  # by id of the copy, which the optimizer keeps alive
 
     @_disable_dynamo  # a trace would not contain what the kernel does
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
