@@ -48,32 +48,33 @@ class HalvedMaster:
     """
 
     def __init__(self, weight: torch.Tensor, low: torch.Tensor | None = None, ties: torch.Tensor | None = None) -> None:
-        """Without `low` the values are exactly those of `weight`, until memory for the low halves is first needed."""
+        """Without `low` the values are exactly those of `weight`."""
         self.weight = weight
-        self._low, self._ties = low, ties
+        if low is not None:
+            self.low = low
+        if ties is not None:
+            self.ties = ties
 
-    @property
+    @functools.cached_property
     def low(self) -> torch.Tensor:
-        """The low 16 bits of each value, flat, in the order of the weight's memory."""
-        if self._low is None:
-            self._low = HostBuffer(2 * self.weight.numel(), None).tensor.view(torch.int16)
-        return self._low
+        """The low 16 bits of each value, flat, in the order of the weight's memory. Allocated when first used."""
+        return HostBuffer(2 * self.weight.numel(), None).tensor.view(torch.int16)
 
-    @property
+    @functools.cached_property
     def ties(self) -> torch.Tensor:
         """One bit for each value; it tells whether a value half way between two bfloat16 numbers was rounded up."""
-        if self._ties is None:
-            self._ties = HostBuffer(-(-self.weight.numel() // 8), None).tensor
-        return self._ties
+        return HostBuffer(-(-self.weight.numel() // 8), None).tensor
 
     @property
     def low_bytes_to_come(self) -> int:
-        """Bytes that `low` will allocate when it is first needed."""
-        return 2 * self.weight.numel() if self._low is None else 0
+        """Bytes that `low` will allocate when it is first used."""
+        return 0 if "low" in vars(self) else 2 * self.weight.numel()
 
     def become(self, weight: torch.Tensor) -> None:
         """Set the values to those of `weight`."""
-        self.weight, self._low, self._ties = weight, None, None
+        self.weight = weight
+        vars(self).pop("low", None)
+        vars(self).pop("ties", None)
 
     def joined(self) -> torch.Tensor:
         """The values as a new float32 tensor with the strides of the weight."""
@@ -83,13 +84,13 @@ class HalvedMaster:
 
     def join_into(self, to: torch.Tensor) -> None:
         """Write the values into a float32 tensor of the weight's shape and strides."""
-        if self._low is None:
+        if "low" not in vars(self):
             to.copy_(self.weight)
             return
         weight, bits = _flat(self.weight).view(torch.int16), _flat(to).view(torch.int32)
         for start in range(0, self.weight.numel(), _CHUNK):
             piece = slice(start, start + _CHUNK)
-            lower = self._low[piece].to(torch.int32) & 0xFFFF
+            lower = self.low[piece].to(torch.int32) & 0xFFFF
             went_up, is_tie = lower > _HALF, lower == _HALF
             if is_tie.any():
                 went_up |= is_tie & _unpacked(self.ties[start // 8 : (start + _CHUNK) // 8])[: len(lower)]
@@ -113,7 +114,8 @@ class HalvedMaster:
                 return False
             if (is_tie & went_up).any():
                 other.ties[start // 8 : (start + _CHUNK) // 8] = _packed(is_tie & went_up)
-        self._low, self._ties = other._low, other._ties
+        self.become(self.weight)
+        vars(self).update(vars(other))
         return True
 
 
@@ -449,7 +451,8 @@ class OptimizerCopy(nn.Parameter):
     def values(self) -> torch.Tensor:
         """The values as a plain tensor over the copy's memory. Writes leave no trace; does not count as a read."""
         with self.lock, torch._C.DisableTorchFunctionSubclass():
-            self.take_memory()
+            if self.halves is not None:
+                self.take_memory()
             plain: torch.Tensor = _DATA.__get__(self)
             return plain
 

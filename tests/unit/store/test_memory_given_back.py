@@ -242,7 +242,7 @@ def test_memory_stays_while_another_thread_uses_it() -> None:
     user.start()
     assert started.wait(WAIT_S)
     made.rest_between_steps()
-    made._was_looked_at = False
+    made._was_read = False
     made.rest_after_step()
     assert memory_of(made) == value.nbytes
     go_on.set()
