@@ -1,7 +1,11 @@
-"""Values that a task receives, saves for recomputation and sends to the next task or to the caller.
+"""The values of one task: inputs, values saved for recomputation, outputs, gradients, and the buffers of its layers.
 
 Values for a task on the same device stay in device memory; all others go through host memory. Knows parcels and
-transfers, never layers' code or weights.
+transfers, never schedules.
+
+[Note: buffers] Buffers are those of nn.Module: running statistics, masks. A forward sees them as the previous
+microbatch left them. The host gets the values after the last microbatch. A recomputation sees the values that the
+forward of its microbatch saw, and its writes are dropped.
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from roundpipe.context import LayerPhase
+from roundpipe.errors import UsageError
 from roundpipe.plan import StageTask
 from roundpipe.runtime.autograd import Gradients
+from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import GradientParcel, HostValues, Parcel, Place, Run
-from roundpipe.runtime.transfer import Transfer
-from roundpipe.runtime.values import Bundle
+from roundpipe.runtime.transfer import Bundle, Transfer
 
 
 class Losses(NamedTuple):
@@ -135,3 +141,88 @@ class StageMail:
         if parcel.resident:
             return parcel.bundle
         return parcel.bundle.with_tensors(self._transfer.up(parcel.bundle.tensors, parcel.events))
+
+
+_Tensors = list[torch.Tensor | None]
+
+
+class StageBuffers:
+    """Sets, saves and downloads the buffers of a task's layers. One object per task."""
+
+    def __init__(self, run: Run, transfer: Transfer) -> None:
+        self._run = run
+        self._recall = run.recall
+        self._transfer = transfer
+        self._as_call_began: dict[int, _Tensors] = {}
+        # Buffers and their version counters before the forward that is running.
+        self._before: list[tuple[torch.Tensor | None, int]] = []
+
+    def upload(self, replica: Replica) -> None:
+        """Give the replica device copies of the buffers as they were when the call began."""
+        layer_id = replica.record.layer_id
+        values = self._up(self._recall.frozen_buffers.get(layer_id, []), None)
+        self._as_call_began[layer_id] = values
+        replica.set_buffers(values)
+
+    def before_forward(self, replica: Replica, microbatch: int, phase: LayerPhase) -> None:
+        """Prepare the buffers for one forward, and remember their versions to detect writes.
+
+        Only layers that have written a buffer in this call pay for saving and restoring per microbatch.
+        """
+        if not replica.record.buffers:
+            return
+        layer_id = replica.record.layer_id
+        if layer_id in self._recall.writes_buffers:
+            if phase is LayerPhase.RECOMPUTE:
+                replica.set_buffers(self._as_forward_saw_them(layer_id, microbatch))
+            elif phase is LayerPhase.FORWARD:
+                # A clone, because the layer's next forward may write in place while the download is queued.
+                present = [None if b is None else b.clone() for b in replica.get_buffers()]
+                self._recall.buffers_before[layer_id, microbatch] = self._down(present)
+        self._before = [(b, -1 if b is None else b._version) for b in replica.get_buffers()]
+
+    def after_forward(self, replica: Replica, microbatch: int, phase: LayerPhase) -> None:
+        """Detect writes, and after the last microbatch download the buffers of a layer that wrote any."""
+        if not replica.record.buffers or phase is LayerPhase.RECOMPUTE:
+            return
+        layer_id = replica.record.layer_id
+        after = replica.get_buffers()
+        changed = [
+            new is not old or (new is not None and new._version != version)
+            for (old, version), new in zip(self._before, after, strict=True)
+        ]
+        replica.behaviour.writes_buffers = bool(replica.behaviour.writes_buffers) or any(changed)
+        if any(changed):
+            _refuse_shared_writes(replica, changed)
+            self._recall.writes_buffers.add(layer_id)
+            # A buffer computed from a graph would keep this microbatch's activations alive.
+            after = [None if b is None else b.detach() for b in after]
+            replica.set_buffers(after)
+        if layer_id in self._recall.writes_buffers and microbatch == self._run.num_microbatch - 1:
+            self._run.note_result(self._run.buffer_results, layer_id, self._down(after))
+
+    def _as_forward_saw_them(self, layer_id: int, microbatch: int) -> _Tensors:
+        saved = self._recall.buffers_before.pop((layer_id, microbatch), None)
+        if saved is None:  # no earlier microbatch had written
+            return [None if b is None else b.clone() for b in self._as_call_began[layer_id]]
+        return self._up(saved.tensors, saved)
+
+    def _up(self, values: Sequence[torch.Tensor | None], source: HostValues | None) -> _Tensors:
+        after = () if source is None else (source.event,)
+        arrived = iter(self._transfer.up([value for value in values if value is not None], after))
+        return [None if value is None else next(arrived) for value in values]
+
+    def _down(self, values: Sequence[torch.Tensor | None]) -> HostValues:
+        copies, event = self._transfer.down([value for value in values if value is not None])
+        arrived = iter(copies)
+        return HostValues([None if value is None else next(arrived) for value in values], event)
+
+
+def _refuse_shared_writes(replica: Replica, changed: Sequence[bool]) -> None:
+    for record, was_changed in zip(replica.record.buffers, changed, strict=True):
+        if was_changed and record.shared_between_layers:
+            raise UsageError(
+                f"buffer {record.name!r} belongs to several layers and layer {replica.record.layer_id} wrote to it; "
+                "layers run at the same time on several devices, so the order of such writes is undefined. Give each "
+                "layer a buffer of its own."
+            )

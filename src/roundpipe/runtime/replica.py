@@ -30,8 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from roundpipe.context import gradient_hook_context
 from roundpipe.errors import UsageError
 from roundpipe.module_copy import copy_tree
-from roundpipe.runtime.transfer import duplicate
-from roundpipe.runtime.values import Bundle
+from roundpipe.runtime.transfer import Bundle, duplicate
 from roundpipe.store import LayerRecord, Layout, ParameterRecord
 
 Hook = Callable[[torch.Tensor], Any]

@@ -30,15 +30,12 @@ from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
 from roundpipe.microbatch.loss_shares import own_loss, weighted
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, StageGraph, stays_on_device, tensors_in
-from roundpipe.runtime.buffers import StageBuffers
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
-from roundpipe.runtime.mailbox import Losses, StageMail
-from roundpipe.runtime.profiler import Began, LayerProfiler
+from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
 from roundpipe.runtime.replica import Behaviour, Replica
 from roundpipe.runtime.rng import mixed, stream_seed
-from roundpipe.runtime.run import Place, Run, TaskSpan
-from roundpipe.runtime.transfer import DeviceBuffers, Transfer
-from roundpipe.runtime.values import Bundle
+from roundpipe.runtime.run import Began, LayerProfiler, Place, Run, TaskSpan
+from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Transfer
 from roundpipe.runtime.weights import LayerImages
 
 
