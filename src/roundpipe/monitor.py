@@ -111,8 +111,12 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         from the thread that launches kernels.
         """
         for sleeper, ready in list(self._sleepers.items()):
-            # `pop` tells who wakes it: a finalizer may call this in between.
-            if _holds_or_fails(ready) and self._sleepers.pop(sleeper, None) is not None:
+            try:
+                holds = ready()
+            except Exception:  # a condition that raises must do so on the thread that waits for it
+                holds = True
+            # A finalizer may call this in between: only one of the two gets the sleeper from `pop`.
+            if holds and self._sleepers.pop(sleeper, None) is not None:
                 sleeper.release()
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
@@ -167,14 +171,6 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         finally:
             restore(held)
             self._sleepers.pop(sleeper, None)
-
-
-def _holds_or_fails(ready: Callable[[], bool]) -> bool:
-    """Return whether a condition holds; one that raises must do so on the thread that waits for it."""
-    try:
-        return ready()
-    except Exception:
-        return True
 
 
 def _depth_of(lock: _thread.RLock) -> int:

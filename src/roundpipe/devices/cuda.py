@@ -66,6 +66,8 @@ class CudaMark:
 class CudaDevice(Device):
     """One GPU as one worker uses it: five private streams; `share` workers divide the GPU's memory."""
 
+    draws_on_host = False
+
     def __init__(self, index: int, name: str, share: int) -> None:
         self.name = name
         self.torch_device = torch.device("cuda", index)
@@ -86,10 +88,6 @@ class CudaDevice(Device):
     def close(self) -> None:
         with _shared_guard:
             _free_streams.setdefault(self._index, []).append(self._streams)
-
-    @property
-    def draws_on_host(self) -> bool:
-        return False
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

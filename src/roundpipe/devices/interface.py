@@ -66,11 +66,7 @@ class Device(abc.ABC):
 
     name: str
     torch_device: torch.device
-
-    @property
-    @abc.abstractmethod
-    def draws_on_host(self) -> bool:
-        """Whether kernels of this device draw from the process-wide CPU generator."""
+    draws_on_host: bool  # whether kernels of this device draw from the process-wide CPU generator
 
     @abc.abstractmethod
     def computing(self) -> AbstractContextManager[None]:

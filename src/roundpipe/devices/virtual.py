@@ -81,18 +81,17 @@ class _Passed:
         return
 
 
-class _TimeMark:
+class _TimeMark(float):
     """The host's clock when the mark was made; compute issued before the mark has run."""
 
-    def __init__(self) -> None:
-        self._seconds = time.perf_counter()
-
     def seconds(self) -> float:
-        return self._seconds
+        return self
 
 
 class VirtualDevice(Device):
     """A CPU device for tests and trials. Its memory is ordinary host memory and has no limit."""
+
+    draws_on_host = True
 
     def __init__(self, index: int) -> None:
         self.name = f"cpu:{index}"
@@ -101,10 +100,6 @@ class VirtualDevice(Device):
             kind: _CopyStream() for kind in StreamKind if kind is not StreamKind.COMPUTE
         }
         self._random = random.Random(int(os.environ.get("ROUNDPIPE_VIRTUAL_SEED", "0")) * 1000 + index)
-
-    @property
-    def draws_on_host(self) -> bool:
-        return True
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -154,7 +149,7 @@ class VirtualDevice(Device):
             self._streams[stream].push(lambda: poisoned(buffer))
 
     def mark(self) -> Mark:
-        return _TimeMark()
+        return _TimeMark(time.perf_counter())
 
     def memory_limit_bytes(self) -> int | None:
         return None

@@ -347,21 +347,23 @@ class Place:
     """The position of a worker in its run, kept up to date for the notes of exceptions."""
 
     def __init__(self) -> None:
+        self._task, self._device = "", ""
+        self.layer_id: int | None = None
         self.microbatch: int | None = None
-        self._task, self._layer_id, self._phase, self._device = "", None, "", ""  # type: tuple[str, int | None, str, str]
+        self.phase = ""
 
     def enter(self, run: Run, task: StageTask, device: str) -> None:
         """A task begins."""
         self._task, self._device = f"{task} of {run!r}", device
-        self._layer_id, self._phase, self.microbatch = None, "set-up", None
+        self.layer_id, self.phase, self.microbatch = None, "set-up", None
 
     def at(self, layer_id: int | None, phase: str) -> None:
-        self._layer_id, self._phase = layer_id, phase
+        self.layer_id, self.phase = layer_id, phase
 
     def note(self) -> str:
-        layer = "" if self._layer_id is None else f"layer {self._layer_id}, "
+        layer = "" if self.layer_id is None else f"layer {self.layer_id}, "
         microbatch = "" if self.microbatch is None else f"microbatch {self.microbatch}, "
-        return f"while running {self._task}: {layer}{microbatch}{self._phase} on {self._device}"
+        return f"while running {self._task}: {layer}{microbatch}{self.phase} on {self._device}"
 
 
 # Measuring costs the worker time in which it launches nothing, and the first microbatches show enough.
@@ -392,12 +394,14 @@ class LayerProfiler:
 
     def begin(self) -> Began | None:
         """Note the present state; None where the microbatch is not measured."""
-        return Began(self._device.mark(), self._memory_use()) if self.is_on else None
+        if not self.is_on:
+            return None
+        return Began(self._device.mark(), self._device.memory_use() if self._measures_memory else None)
 
     def end_forward(self, began: Began, layer_id: int, phase: LayerPhase, inputs: Iterable[torch.Tensor]) -> None:
         timed = Phase.RECOMPUTE if phase is LayerPhase.RECOMPUTE else Phase.FORWARD
         self._run.measurements.append(Measurement(layer_id, timed, began.mark, self._device.mark()))
-        now = self._memory_use()
+        now = self._device.memory_use() if self._measures_memory else None
         if began.memory is not None and now is not None and phase is not LayerPhase.INFERENCE:
             kept = max(now.current - began.memory.current, 0)
             self._run.activation_bytes[layer_id] = (kept, sum(tensor.nbytes for tensor in inputs))
@@ -407,8 +411,10 @@ class LayerProfiler:
 
     def loss_computed(self, began: Began | None) -> None:
         """The loss exists and its backward follows."""
-        now = self._memory_use()
-        if began is not None and began.memory is not None and now is not None:
+        if began is None or began.memory is None:
+            return
+        now = self._device.memory_use()
+        if now is not None:
             self._loss_bytes = max(now.current - began.memory.current, 0)
 
     def end_loss(self, began: Began, last_layer: int) -> None:
@@ -416,7 +422,7 @@ class LayerProfiler:
 
         The most is known where it exceeds every earlier peak, and estimated otherwise.
         """
-        now = self._memory_use()
+        now = None if began.memory is None else self._device.memory_use()
         if now is None or began.memory is None or last_layer not in self._run.activation_bytes:
             return
         most = (1 + _LOSS_BACKWARD_FACTOR) * self._loss_bytes
@@ -424,6 +430,3 @@ class LayerProfiler:
             most = now.peak - began.memory.current
         kept, input_bytes = self._run.activation_bytes[last_layer]
         self._run.activation_bytes[last_layer] = (kept + most, input_bytes)
-
-    def _memory_use(self) -> MemoryUse | None:
-        return self._device.memory_use() if self._measures_memory else None

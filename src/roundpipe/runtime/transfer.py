@@ -1,7 +1,7 @@
-"""Values in flat form, copies of them between host memory and one device, and the device buffers for weights and gradients.
+"""Nested values as bundles of tensors, copies between host memory and one device, and the device's buffers.
 
-A Bundle is a nested value as a flat tuple of distinct tensors and the structure of the nest. A tensor that occurs twice in
-a value occurs once in the bundle. This keeps aliasing, and the order in which autograd sums the tensor's gradients,
+A Bundle is a nested value as a flat tuple of distinct tensors and the structure of the nest. A tensor that occurs twice
+in a value occurs once in the bundle. This keeps aliasing, and the order in which autograd sums the tensor's gradients,
 as in the plain model.
 
 Knows streams and buffers, never schedules or models. `down` and `gradients_down` return an event that passes when the
