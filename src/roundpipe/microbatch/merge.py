@@ -286,9 +286,9 @@ def merged_now(value: Any) -> Any:
 
 
 def as_microbatches(value: Any, num_microbatch: int) -> Any:
-    """Return a RoundPipe's inputs with packed data in place of each unread LateMerge of `num_microbatch` microbatches.
+    """Return a RoundPipe's inputs with packed data or an ordinary tensor in place of each LateMerge.
 
-    Every other LateMerge becomes an ordinary tensor.
+    Packed data needs a LateMerge that was not read yet and that has `num_microbatch` microbatches.
     """
     return pytree.tree_map(
         lambda leaf: leaf.microbatches(num_microbatch) if isinstance(leaf, LateMerge) else leaf, value

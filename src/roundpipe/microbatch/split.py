@@ -177,7 +177,7 @@ class RuledLeaf:
                 return self.value.as_microbatches()  # type: ignore[no-any-return]
             case Rule.REPLICATE:
                 return [self.value] * num_microbatch
-            case Rule.AUTO if self.size == 1:  # beside a larger batch; a batch of one has one microbatch
+            case Rule.AUTO if self.size == 1:  # replicated beside a larger batch
                 return [self.value] * num_microbatch
             case Rule.CHUNK | Rule.AUTO:
                 return torch.tensor_split(self.value, num_microbatch, dim=self.dim)

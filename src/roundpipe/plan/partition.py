@@ -184,9 +184,10 @@ def lower_bound_s(packers: Sequence[PassPacker], num_stages: int) -> float:
 def tightest(
     packers: Sequence[PassPacker], num_stages: int, max_s: float, min_s: float = 0.0, precision: float = TOLERANCE
 ) -> list[Partition] | None:
-    """Return at most ``num_stages`` stages in total, with the smallest slowest stage; ``None`` if ``max_s`` is too low.
+    """Return partitions with at most ``num_stages`` stages in total whose slowest stage is as fast as possible.
 
-    ``min_s`` is any bound for which no such partition exists. ``precision`` is the allowed relative error.
+    Return ``None`` if no such partition is within ``max_s``. ``min_s`` is any bound that no partition can meet: the
+    search starts there. ``precision`` is the allowed relative error.
     """
     partitions = _pack_within(packers, num_stages, max_s)
     if partitions is None:
@@ -217,7 +218,7 @@ def balance(packers: Sequence[PassPacker], min_stages: int, upper_threshold: flo
     """Return one partition per packer, all balanced to the same stage time.
 
     No stage is slower than ``upper_threshold`` times the lower bound. Among such partitions this returns the one with
-    the fewest stages (at least ``min_stages`` in total, if there are enough layers), then the smallest slowest stage.
+    the fewest stages (at least ``min_stages`` in total, if there are enough layers), then the fastest slowest stage.
     """
     max_s = upper_threshold * lower_bound_s(packers, min_stages)
     fewest = sum(packer.pack(max_s).num_stages for packer in packers)

@@ -223,7 +223,7 @@ class _Search:
         return step_s
 
     def _balanced(self, packer: PassPacker, counts: Iterable[int]) -> list[Partition]:
-        """Return for each stage count the partition with the smallest slowest stage, without repetitions."""
+        """Return for each stage count the partition with the fastest slowest stage, without repetitions."""
         coarsest = packer.pack(math.inf)
         least_s = packer.total_s(coarsest)  # the coarsest partition has the least recomputation
         found = {coarsest: None}
@@ -249,7 +249,10 @@ class _Search:
         )
 
     def _packer(self, running_share: float | None) -> PassPacker:
-        """Return a packer whose stages fit into a division of memory; None: no memory bound."""
+        """Return a packer without a memory bound (None), or one for a division of memory.
+
+        A stage then takes at most `running_share` of the memory, and its weights fit into the rest while they arrive.
+        """
         layers, memory = self._profile.layers, self._memory
         seconds = {
             TaskKind.FORWARD: [cost.forward_s for cost in layers],
