@@ -224,7 +224,7 @@ def _compare_recomputed(
 ) -> None:
     """Raise ModelSplitError if recomputing layer by layer changes the loss or the gradients `in_one` graph."""
     if loss.requires_grad:
-        # Leaves its gradients in the parameters' hooks, from where `take` gets them.
+        # The hooks of `gradients` collect the gradients of its backward passes; `take` returns them.
         again = _recomputed(layers, fresh(args), fresh(kwargs))
         if not equal(loss, again) and not _is_near(loss, again):
             raise ModelSplitError(
