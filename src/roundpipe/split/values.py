@@ -64,7 +64,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
         return [map_leaves(change, item) for item in value]
     if kind is dict:
         return {name: map_leaves(change, item) for name, item in value.items()}
-    if isinstance(value, UserDict):
+    if isinstance(value, UserDict):  # pytree takes it for a leaf
         changed = copy.copy(value)
         changed.data = map_leaves(change, value.data)
         return changed
@@ -134,6 +134,7 @@ def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
         return True
     if not (left.is_floating_point() or left.is_complex()):
         return False
+    # torch.equal is False for NaN.
     same = (left == right) | (left.isnan() & right.isnan())
     return bool(same.all())
 

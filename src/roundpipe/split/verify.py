@@ -224,6 +224,7 @@ def _compare_recomputed(
 ) -> None:
     """Raise ModelSplitError if recomputing layer by layer changes the loss or the gradients `in_one` graph."""
     if loss.requires_grad:
+        # The hooks of `gradients` collect the gradients of its backward passes; `take` returns them.
         again = _recomputed(layers, fresh(args), fresh(kwargs))
         if not equal(loss, again) and not _is_near(loss, again):
             raise ModelSplitError(
@@ -284,6 +285,7 @@ class _Gradients:
 
 def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Tensor:
     """Run forward keeping only each layer's input, then backward, running each layer again; returns the loss."""
+    # Each layer gets the same seed in both passes, as a layer's recomputation does.
     inputs: list[Any] = [(args, kwargs)]
     for i, layer in enumerate(layers[:-1]):
         _seed(i)
