@@ -384,7 +384,7 @@ class ModelEngine:
                     has_other_plan = self.split_model is not None and self.split_model.distrust(batches)
                 if not has_other_plan or not may_repeat:
                     raise error.__cause__ or error from None  # the failure may be the model's own
-                logger.info("%s: this call gets a split plan of its own: %s", self.name, error)
+                logger.info("%s: splitting the model again, for this call: %s", self.name, error)
                 self._split_for(batches, config)
             except torch.OutOfMemoryError as error:
                 if not (self._planner.plan_smaller() and may_repeat):

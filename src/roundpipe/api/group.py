@@ -292,7 +292,7 @@ class Group:
     def abort(self, name: str) -> None:
         """Close without finishing anything, once no member can be reached: called by finalizers and at exit."""
         if not self.is_inherited and not self._is_shut_down and all(member.is_unreachable for member in self.members):
-            self.recovery.log_failures("when nobody could reach the model any more")
+            self.recovery.log_failures("when the last reference to the model was gone")
             self._shut_down(name)
 
     def _settles(self, name: str) -> bool:

@@ -38,7 +38,7 @@ class _Rehearsal(TorchFunctionMode):
 
 
 class ModelProxy(nn.Module):
-    """A module with few attributes of its own. All other attributes are read from and written to the wrapped model."""
+    """A module that reads all attributes but a few from the wrapped model, and writes them there."""
 
     model: nn.Module  # the module that runs
     original_model: nn.Module  # the module the user handed in

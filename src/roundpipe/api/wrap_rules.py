@@ -61,7 +61,7 @@ class WrapRules:
         if shared is not None:
             raise OwnershipError(
                 f"{shared[0]!r} and {shared[1]!r} are one parameter, but no module with a forward contains both; a "
-                "parameter can be in one RoundPipe only: give them parameters of their own, or skip both modules."
+                "parameter can be in one RoundPipe only: give each its own parameter, or skip both modules."
             )
         return parts
 

@@ -204,16 +204,14 @@ class Run:
         self.workers: tuple[int, ...] = ()  # device of each task, known when the pool deals the tasks
 
         # Layers whose parameters get gradients in this run.
-        self.landing_layers: frozenset[int] = frozenset()
-        if not call.is_probe:
-            settings = call.recall.settings
-            backward = [task for task in call.tasks if task.kind is not TaskKind.FORWARD]
-            self.landing_layers = frozenset(i for task in backward for i in task.layers if settings[i].trains)
+        settings = call.recall.settings
+        backward = [] if call.is_probe else [task for task in call.tasks if task.kind is not TaskKind.FORWARD]
+        self.landing_layers = frozenset(i for task in backward for i in task.layers if settings[i].trains)
         self.trains = bool(self.landing_layers)
         # For a parameter of several layers: those layers, and the gradients that have arrived from some of them.
         self.contributors = self._layers_of_shared_parameters()
         self.shared_parts: dict[ParameterRecord, dict[int, torch.Tensor | None]] = {}
-        hooks = {i: hooks_of(store.layers[i], self.recall.settings[i].requires_grad) for i in self.landing_layers}
+        hooks = {i: hooks_of(store.layers[i], settings[i].requires_grad) for i in self.landing_layers}
         self.parameter_hooks = {layer_id: of_layer for layer_id, of_layer in hooks.items() if of_layer}
         refuse_hooks_on_shared(self.parameter_hooks, self.contributors)
 
