@@ -70,6 +70,7 @@ def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> No
             for name, buffer in module.named_buffers(recurse=False):
                 full_name = joined(path_of(module, names, local_path), name)
                 _check_tensor(f"buffer {full_name!r} of layer {layer_id}", buffer)
+    # Each parameter once, however many layers use it.
     _refuse_shared_memory({id(p): p for layer in layers for p in layer.parameters()}.values(), names)
 
 
@@ -170,6 +171,7 @@ def training_memory(
     trainable = [p for p in params if p.requires_grad] if trains else []
     sizes = [p.numel() * (optim_dtype or p.dtype).itemsize for p in trainable]
     files = _MappedFiles()
+    # Weights in mapped files take memory when they are moved, pinned or written.
     is_written = {id(p) for p in trainable}
     new = [p for p in (*params, *buffers) if p.is_meta]
     new += [p for p in params if files.hold(p) and (mode is not PinMode.OFF or id(p) in is_written)]
@@ -287,6 +289,7 @@ def adopt(
     records: list[LayerRecord] = []
     try:
         for layer_id, layer in enumerate(layers):
+            # Layer by layer, so that at most one layer's weights exist twice while they are moved.
             own, foreign = _home_and_foreign(layer, layer_id, names, seen)
             flat = _move_into_flat(own, pinner) if mode is PinMode.ALLOC else None
             parameters = own + foreign
@@ -370,7 +373,7 @@ def _move_into_flat(records: Sequence[ParameterRecord], pinner: HostPinner) -> H
         with torch.no_grad():
             view.copy_(record.param)
         record.param.data = view
-        record.weights = record.param.data
+        record.weights = record.param.data  # a second tensor: writes to it do not change the version of `param`
     return flat
 
 

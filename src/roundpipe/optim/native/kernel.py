@@ -202,6 +202,7 @@ class OnePassKernel:
     def adam(self, segments: Sequence[Segment]) -> None:
         """Update all segments in one call of the team. Raises RuntimeError, updating none, if tensors do not match."""
         packed = (_Segment * len(segments))(*[segment.packed() for segment in segments])
+        # ctypes releases the interpreter lock during the call; `packed` and the tensors stay alive until it returns.
         start_s = time.perf_counter()
         self._adam(self._team, packed, len(segments))
         _rate.note(sum(struct.count for struct in packed), time.perf_counter() - start_s)
