@@ -186,3 +186,23 @@ def test_other_forms_take_a_new_segment(kernel: OnePassKernel, other: str) -> No
     kernel.adam([segment])
     assert not segment.renew(*OTHERS[other], rule(2))
     assert segment.renew(tensors(3), tensors(4, torch.bfloat16), tensors(5, torch.bfloat16), rule(2))
+
+
+def test_torch_updates_copies_whose_gradients_the_kernel_cannot_read() -> None:
+    """A float64 model with a float32 optimizer: the numbers are those of torch's optimizer on float32 masters."""
+    torch.manual_seed(0)
+    net = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    masters = [nn.Parameter(param.detach().float()) for param in net.parameters()]
+    reference = torch.optim.AdamW(masters, lr=1e-2, fused=True)
+    model = RoundPipe(nn.Sequential(net), optim_dtype=torch.float32, devices=["cpu"])
+    optimizer = optim.AdamW(model.optim_parameters(), lr=1e-2)
+    for _ in range(3):
+        x = torch.randn(4, WIDTH, dtype=torch.float64)
+        model.forward_backward((x,), label=x, loss_fn=lambda out, label: (out - label).pow(2).mean())
+        model.synchronize()
+        for master, param in zip(masters, model.optim_parameters(), strict=True):
+            master.grad = param.grad.clone()
+        reference.step()
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad())[0], is_async=False)
+    assert all(map(torch.equal, model.optim_parameters(), masters))
+    model.close()
