@@ -61,8 +61,8 @@ def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> No
             if isinstance(module, torch.jit.ScriptModule):
                 where = f"submodule {path_of(module, names, local_path)!r} of layer" if local_path else "layer"
                 raise ConfigError(
-                    f"{where} {layer_id} is a {type(module).__name__}, whose code is tied to its own tensors; wrap the "
-                    "plain module it was made from."
+                    f"{where} {layer_id} is a {type(module).__name__}, whose code is tied to its own tensors and "
+                    "cannot run on copies of them; wrap the plain module it was made from."
                 )
         for local_name, param in layer.named_parameters():
             _check_tensor(f"parameter {names.get(id(param), local_name)!r} of layer {layer_id}", param)
@@ -96,9 +96,9 @@ def _check_kind(what: str, tensor: torch.Tensor) -> None:
         kind = type(tensor)
         raise ConfigError(
             f"{what} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that adds {lost}; a plain copy on a "
-            "device does not have that, and layers would compute with the wrong numbers or fail. Load the model in "
+            "device does not have these, and layers would compute with the wrong numbers or fail. Load the model in "
             "a plain dtype such as torch.bfloat16 (without quantization_config), call model.dequantize() if it "
-            "has that, or convert the weight to an ordinary nn.Parameter, before wrapping it."
+            "has that method, or convert the weight to an ordinary nn.Parameter, before wrapping it."
         )
 
 
@@ -129,7 +129,9 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
             f"{what} is on {tensor.device}; RoundPipe keeps weights in host memory: build or load the model on the CPU."
         )
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{what} is {tensor.layout}; only dense tensors can travel: make it one with to_dense().")
+        raise ConfigError(
+            f"{what} is {tensor.layout}; only dense tensors can be copied to devices: convert it with to_dense()."
+        )
 
 
 def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, str]) -> None:
@@ -142,8 +144,9 @@ def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, st
         first = by_address.setdefault(param.data_ptr(), param) if param.numel() else param
         if first is not param and (first.requires_grad or param.requires_grad):
             raise ConfigError(
-                f"parameters {names.get(id(first))!r} and {names.get(id(param))!r} are two over the same memory; make "
-                "them one before wrapping: assign the same nn.Parameter in both places, or clone() the second."
+                f"parameters {names.get(id(first))!r} and {names.get(id(param))!r} are two objects over the same "
+                "memory and would be trained separately; before wrapping, assign the same nn.Parameter in both places, or "
+                "clone() the second."
             )
 
 

@@ -337,7 +337,7 @@ def _num_threads() -> int:
     asked = os.environ.get(_THREADS_VARIABLE)
     if asked:
         if not asked.isdigit() or int(asked) < 1:
-            raise ValueError(f"{_THREADS_VARIABLE}={asked!r} is no number of threads; give 1 or more, or unset it.")
+            raise ValueError(f"{_THREADS_VARIABLE}={asked!r} is not a number of threads; give 1 or more, or unset it.")
         return int(asked)
     cores = usable_cores()
     return cores - _CORES_FOR_LAUNCHES if cores > 2 * _CORES_FOR_LAUNCHES else cores

@@ -50,7 +50,7 @@ def load() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "Adam runs without its one-pass kernel, about half as fast and with more memory: %s. "
-            "A C compiler (cc) is all it needs.",
+            "It only needs a C compiler (cc).",
             _reason(error),
         )
         return None
