@@ -145,8 +145,8 @@ def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, st
         if first is not param and (first.requires_grad or param.requires_grad):
             raise ConfigError(
                 f"parameters {names.get(id(first))!r} and {names.get(id(param))!r} are two objects over the same "
-                "memory and would be trained separately; before wrapping, assign the same nn.Parameter in both places, or "
-                "clone() the second."
+                "memory and would be trained separately; before wrapping, assign the same nn.Parameter in both places, "
+                "or clone() the second."
             )
 
 
