@@ -368,6 +368,7 @@ class _FusedByDefault(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: _Group) -> None:
+        """As in torch. Also marks the group as fused if that is possible."""
         super().add_param_group(param_group)
         _choose_fused(self.param_groups[-1])
         for param in self.param_groups[-1]["params"]:

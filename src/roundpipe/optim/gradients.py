@@ -67,6 +67,7 @@ def clip_grad_norm_(
     _check_positive("norm_type", norm_type)
     params = _gradient_owners(model_or_params)
     pending = pending_copies(params)
+    # A mixture of pending gradients and tensors goes to torch, which reads `.grad` and so converts all of them.
     if pending and len(pending) == len(params) and len({copy.dtype for copy in pending}) == 1:
         norm = _clip_pending(pending, float(max_norm), float(norm_type), error_if_nonfinite)
         if norm is not None:
@@ -82,6 +83,7 @@ def _clip_pending(
 
     Returns None and changes nothing if there are no gradients, or if torch would raise because of their norm.
     """
+    # Norms are computed as gradients land, and stacked in the order of parameters, on which their sum depends.
     norms = {id(copy): torch.linalg.vector_norm(values, norm_type) for copy, values in widened(copies)}
     if not norms:
         return None
@@ -138,13 +140,14 @@ def unscale(optimizer: torch.optim.Optimizer, inverse_scale: float) -> bool:
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     pending = [copy for copy in pending_copies(params.values()) if copy.dtype in _UNSCALABLE_DTYPES]
     others = [param for key, param in params.items() if key not in {id(copy) for copy in pending}]
+    # First the gradients that may be refused: those of copies cannot be.
     found_inf = unscale_in_place(dense_gradients(others), inverse_scale)
     return _unscale_pending(pending, inverse_scale) or found_inf
 
 
 def _unscale_pending(copies: Sequence[OptimizerCopy], inverse_scale: float) -> bool:
     """Check gradients in host memory, and note the factor by which the optimizer multiplies them."""
-    factor = float(torch.full((), inverse_scale, dtype=torch.float32))
+    factor = float(torch.full((), inverse_scale, dtype=torch.float32))  # rounded as torch rounds it
     found_inf = False
     for copy, values in widened(copies):
         found_inf |= unscale_in_place([values], inverse_scale)

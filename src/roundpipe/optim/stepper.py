@@ -186,6 +186,7 @@ class Stepper:
 
     @property
     def steps_issued(self) -> int:
+        """The number of steps issued so far, which is the number of the last one."""
         return self._jobs[-1].number
 
     @property
@@ -223,6 +224,7 @@ class Stepper:
         self.issue(handed.wait_for_caller, False, False, handed)
 
     def was_issued(self, handed: HandedStep) -> bool:
+        """Whether `hand_over` has issued the step; an interrupt may have prevented it."""
         return handed.is_over or any(job.handed is handed for job in list(self._jobs))
 
     def wait_for(self, job: StepJob) -> None:

@@ -61,8 +61,8 @@ def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> No
             if isinstance(module, torch.jit.ScriptModule):
                 where = f"submodule {path_of(module, names, local_path)!r} of layer" if local_path else "layer"
                 raise ConfigError(
-                    f"{where} {layer_id} is a {type(module).__name__}, whose code is tied to its own tensors; wrap the "
-                    "plain module it was made from."
+                    f"{where} {layer_id} is a {type(module).__name__}, whose code is tied to its own tensors and "
+                    "cannot run on copies of them; wrap the plain module it was made from."
                 )
         for local_name, param in layer.named_parameters():
             _check_tensor(f"parameter {names.get(id(param), local_name)!r} of layer {layer_id}", param)
@@ -70,6 +70,7 @@ def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> No
             for name, buffer in module.named_buffers(recurse=False):
                 full_name = joined(path_of(module, names, local_path), name)
                 _check_tensor(f"buffer {full_name!r} of layer {layer_id}", buffer)
+    # Each parameter once, however many layers use it.
     _refuse_shared_memory({id(p): p for layer in layers for p in layer.parameters()}.values(), names)
 
 
@@ -95,9 +96,9 @@ def _check_kind(what: str, tensor: torch.Tensor) -> None:
         kind = type(tensor)
         raise ConfigError(
             f"{what} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that adds {lost}; a plain copy on a "
-            "device does not have that, and layers would compute with the wrong numbers or fail. Load the model in "
+            "device does not have these, and layers would compute with the wrong numbers or fail. Load the model in "
             "a plain dtype such as torch.bfloat16 (without quantization_config), call model.dequantize() if it "
-            "has that, or convert the weight to an ordinary nn.Parameter, before wrapping it."
+            "has that method, or convert the weight to an ordinary nn.Parameter, before wrapping it."
         )
 
 
@@ -128,7 +129,9 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
             f"{what} is on {tensor.device}; RoundPipe keeps weights in host memory: build or load the model on the CPU."
         )
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{what} is {tensor.layout}; only dense tensors can travel: make it one with to_dense().")
+        raise ConfigError(
+            f"{what} is {tensor.layout}; only dense tensors can be copied to devices: convert it with to_dense()."
+        )
 
 
 def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, str]) -> None:
@@ -141,8 +144,9 @@ def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, st
         first = by_address.setdefault(param.data_ptr(), param) if param.numel() else param
         if first is not param and (first.requires_grad or param.requires_grad):
             raise ConfigError(
-                f"parameters {names.get(id(first))!r} and {names.get(id(param))!r} are two over the same memory; make "
-                "them one before wrapping: assign the same nn.Parameter in both places, or clone() the second."
+                f"parameters {names.get(id(first))!r} and {names.get(id(param))!r} are two objects over the same "
+                "memory and would be trained separately; before wrapping, assign the same nn.Parameter in both places, "
+                "or clone() the second."
             )
 
 
@@ -170,6 +174,7 @@ def training_memory(
     trainable = [p for p in params if p.requires_grad] if trains else []
     sizes = [p.numel() * (optim_dtype or p.dtype).itemsize for p in trainable]
     files = _MappedFiles()
+    # Weights in mapped files take memory when they are moved, pinned or written.
     is_written = {id(p) for p in trainable}
     new = [p for p in (*params, *buffers) if p.is_meta]
     new += [p for p in params if files.hold(p) and (mode is not PinMode.OFF or id(p) in is_written)]
@@ -287,6 +292,7 @@ def adopt(
     records: list[LayerRecord] = []
     try:
         for layer_id, layer in enumerate(layers):
+            # Layer by layer, so that at most one layer's weights exist twice while they are moved.
             own, foreign = _home_and_foreign(layer, layer_id, names, seen)
             flat = _move_into_flat(own, pinner) if mode is PinMode.ALLOC else None
             parameters = own + foreign
@@ -370,7 +376,7 @@ def _move_into_flat(records: Sequence[ParameterRecord], pinner: HostPinner) -> H
         with torch.no_grad():
             view.copy_(record.param)
         record.param.data = view
-        record.weights = record.param.data
+        record.weights = record.param.data  # a second tensor: writes to it do not change the version of `param`
     return flat
 
 

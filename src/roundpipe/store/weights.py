@@ -104,6 +104,7 @@ class LayerWeights:
         slot = self._slots[layer_id]
         has_two = any(record.back is not None for record in self._layers[layer_id].at_home)
         with self._monitor:
+            # The other buffer than the newest version's, so that calls can go on reading that version.
             newest = slot.buffer_of(version - 1)
             assert newest is not None
             target = newest.other if has_two else WeightBuffer.FRONT
@@ -112,7 +113,7 @@ class LayerWeights:
             )
             slot.write_begun(version, target)
             events = slot.take_upload_events(target)
-        failure = _wait_for_all(events)
+        failure = _wait_for_all(events)  # outside the monitor: copies take long, and other threads must go on
         if failure is not None:
             self._failed_uploads[layer_id] = failure
         return target
@@ -172,6 +173,7 @@ class LayerWeights:
                 if slot.buffer_of(version) is WeightBuffer.FRONT:
                     continue
                 self._monitor.wait_until(slot.can_move, f"uploads of layer {layer.layer_id} to be issued")
+            # Shielded: a Ctrl-C between copying and noting it would leave the slot wrong about its buffers.
             shielded(functools.partial(self._bring_to_front, layer, slot, keep_old=version != slot.newest_version))
 
     def _bring_to_front(self, layer: LayerRecord, slot: LayerSlot, *, keep_old: bool) -> None:
@@ -199,6 +201,7 @@ class LayerWeights:
         self._require_second_memory()
         flat = HostBuffer(layout.total_bytes, self._pinner)
         self._backs.append(flat)
+        # One storage for all: the user never gets these tensors.
         for record, view in zip(missing, layout.views(flat.tensor), strict=True):
             record.back = view.copy_(record.weights) if others_have else view
         if len(missing) == len(layer.at_home):

@@ -1,4 +1,4 @@
-"""The kernel's library: compiled once, and never loaded from where another user could have put it."""
+"""The kernel's library is compiled once, and never loaded from a place that another user can write to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from roundpipe.optim.native import library
 
-NOBODY = 54321  # a user that no system knows
+UNKNOWN_USER = 54321  # has no account
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can hand files to another user")
 
 # Loads the kernel without the one that was built with the package, and steps with it.
@@ -84,7 +84,7 @@ def compiled_in(cache: Path) -> Path:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """By another file: this process has loaded the old one."""
+    """Replace a file by a new one: this process has loaded the old one, which must not change."""
     path.unlink()
     path.write_bytes(content)
     path.chmod(0o600)
@@ -129,7 +129,7 @@ def test_a_library_with_one_changed_byte_is_compiled_again(cache: Path, loaded_f
 
 
 def test_a_library_that_cannot_be_loaded_is_compiled_again(cache: Path) -> None:
-    """Its checksum is right: a machine with another C library has put it there."""
+    """Its checksum is right: it was compiled on a machine with another C library."""
     made = compiled_in(cache)
     made.unlink()
     content = b"no library"
@@ -158,7 +158,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(cache: Path, loaded_from:
     assert fresh_load() is not None
     assert len(loaded_from) == 1
     assert planted not in loaded_from
-    assert not loaded_from[0].exists(), "compiled into a private folder that is gone"
+    assert not loaded_from[0].exists(), "compiled into a private folder, which was removed"
     assert libraries(cache) == [planted]
 
 
@@ -178,7 +178,7 @@ def test_a_file_that_others_can_write_to_is_compiled_again(cache: Path) -> None:
 @as_root
 def test_the_folder_of_another_user_is_not_used(cache: Path, loaded_from: list[Path]) -> None:
     planted = compiled_in(cache)
-    os.chown(cache, NOBODY, NOBODY)
+    os.chown(cache, UNKNOWN_USER, UNKNOWN_USER)
     loaded_from.clear()
     assert fresh_load() is not None
     assert loaded_from
@@ -188,7 +188,7 @@ def test_the_folder_of_another_user_is_not_used(cache: Path, loaded_from: list[P
 @as_root
 def test_the_file_of_another_user_is_compiled_again(cache: Path) -> None:
     made = compiled_in(cache)
-    os.chown(made, NOBODY, NOBODY)
+    os.chown(made, UNKNOWN_USER, UNKNOWN_USER)
     assert fresh_load() is not None
     assert made.stat().st_uid == os.geteuid()
 
@@ -198,7 +198,7 @@ def test_a_link_to_the_folder_of_another_user_is_not_followed(cache: Path, loade
     planted = compiled_in(cache)
     elsewhere = cache.rename(cache.with_name("elsewhere"))
     cache.symlink_to(elsewhere)
-    os.chown(elsewhere, NOBODY, NOBODY)
+    os.chown(elsewhere, UNKNOWN_USER, UNKNOWN_USER)
     loaded_from.clear()
     assert fresh_load() is not None
     assert elsewhere / planted.name not in loaded_from
@@ -217,7 +217,7 @@ def test_a_link_in_the_place_of_the_library_is_not_followed(cache: Path, loaded_
 def test_a_relative_cache_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded_from: list[Path]
 ) -> None:
-    """What lies in the present folder may be anybody's."""
+    """Any user may have put files into the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -227,8 +227,8 @@ def test_a_relative_cache_is_not_used(
 
 @as_root
 def test_a_user_without_a_home_directory_has_the_kernel() -> None:
-    """As in containers: HOME is not set, and the user is not in the password file."""
-    drop = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
+    """As in containers: HOME is not set, and the password file does not contain the user."""
+    drop = f"import os; os.setgroups([]); os.setgid({UNKNOWN_USER}); os.setuid({UNKNOWN_USER})"
     done = step_in_a_process({}, before=drop)
     assert done.stdout.split() == ["kernel"], done.stderr
 

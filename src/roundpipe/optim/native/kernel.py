@@ -202,6 +202,7 @@ class OnePassKernel:
     def adam(self, segments: Sequence[Segment]) -> None:
         """Update all segments in one call of the team. Raises RuntimeError, updating none, if tensors do not match."""
         packed = (_Segment * len(segments))(*[segment.packed() for segment in segments])
+        # ctypes releases the interpreter lock during the call; `packed` and the tensors stay alive until it returns.
         start_s = time.perf_counter()
         self._adam(self._team, packed, len(segments))
         _rate.note(sum(struct.count for struct in packed), time.perf_counter() - start_s)
@@ -336,7 +337,7 @@ def _num_threads() -> int:
     asked = os.environ.get(_THREADS_VARIABLE)
     if asked:
         if not asked.isdigit() or int(asked) < 1:
-            raise ValueError(f"{_THREADS_VARIABLE}={asked!r} is no number of threads; give 1 or more, or unset it.")
+            raise ValueError(f"{_THREADS_VARIABLE}={asked!r} is not a number of threads; give 1 or more, or unset it.")
         return int(asked)
     cores = usable_cores()
     return cores - _CORES_FOR_LAUNCHES if cores > 2 * _CORES_FOR_LAUNCHES else cores

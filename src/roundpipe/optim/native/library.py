@@ -50,7 +50,7 @@ def load() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "Adam runs without its one-pass kernel, about half as fast and with more memory: %s. "
-            "A C compiler (cc) is all it needs.",
+            "It only needs a C compiler (cc).",
             _reason(error),
         )
         return None
@@ -92,6 +92,7 @@ def _name_without_checksum() -> str:
 
 def _cached(cache: Path) -> ctypes.CDLL | None:
     """The first library in the cache that passes the checks and can be loaded. Removes those that fail the checks."""
+    # The name contains the digest of the source, so libraries of other versions are not considered.
     for path in sorted(cache.glob(f"{_name_without_checksum()}-*.so")):
         try:
             return _load_checked(path)
