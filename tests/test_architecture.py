@@ -1,4 +1,4 @@
-"""Asserts the architecture: the tree, the import direction, the effects of an import, and the sizes of modules and functions.
+"""Asserts the architecture: the tree, the import direction, the effects of an import, the sizes of modules and functions.
 
 Reads the source with ast. Only the test of what an import does runs it, in a fresh interpreter.
 """
@@ -154,8 +154,8 @@ def single_importers() -> dict[str, str]:
 def test_few_modules_have_a_single_importer() -> None:
     lonely = [f"{module} (by {importer})" for module, importer in single_importers().items()]
     assert len(lonely) <= MAX_SINGLE_IMPORTER_MODULES, (
-        f"{len(lonely)} modules have one importer, at most {MAX_SINGLE_IMPORTER_MODULES} may; a helper with one importer "
-        "belongs in that file:" + listing(lonely)
+        f"{len(lonely)} modules have one importer, at most {MAX_SINGLE_IMPORTER_MODULES} may; a helper with one "
+        "importer belongs in that file:" + listing(lonely)
     )
 
 
