@@ -1,4 +1,4 @@
-"""Asserts the architecture: the tree, the import direction, the effects of an import, the sizes of modules and functions.
+"""Asserts the architecture: the tree, the import direction, the effects of an import, sizes of modules and functions.
 
 Reads the source with ast. Only the test of what an import does runs it, in a fresh interpreter.
 """
