@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported by now from garbage collection: many tests collect, and scanning it takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

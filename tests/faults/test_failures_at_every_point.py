@@ -33,7 +33,7 @@ from roundpipe.runtime.mailbox import StageMail
 from roundpipe.store.gradients import HostGradients
 from roundpipe.store.store import Masters
 
-DEVICE_COUNTS = (1, 2, 3)
+DEVICE_COUNTS = (1, 2, pytest.param(3, marks=pytest.mark.slow))
 USER_POINTS: list[tuple[str, Any, str]] = [
     *[("forward", layer_id, "forward") for layer_id in (*RECOMPUTED, *FUSED)],
     *[("recompute", layer_id, "recompute") for layer_id in RECOMPUTED],

@@ -52,7 +52,9 @@ def interrupted(call: Callable[[], object], stuck: Stuck) -> BaseException:
     return caught
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_devices", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("point", "where"), [("forward", 0), ("forward", 3), ("backward", 3), ("loss_fn", None)])
 def test_in_a_call(stuck: Stuck, num_devices: int, point: str, where: Any) -> None:
     with bench(num_devices) as made:

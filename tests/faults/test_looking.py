@@ -84,7 +84,7 @@ def evaluate(made: Training) -> None:
 
 
 def train(
-    precision: str, look: Callable[[Training], object] | None = None, place: str = "everywhere", steps: int = 10
+    precision: str, look: Callable[[Training], object] | None = None, place: str = "everywhere", steps: int = 6
 ) -> list[Any]:
     made = Training(precision)
     seen: list[Any] = []
@@ -106,8 +106,13 @@ def never_looked_at(precision: str) -> list[Any]:
     return train(precision)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("look", LOOKS)
+FAST_LOOKS = [(look, "bfloat16") for look in LOOKS] + [(look, "float32") for look in ("state_dict", "evaluation")]
+SLOW_LOOKS = [(look, "float32") for look in LOOKS if (look, "float32") not in FAST_LOOKS]
+
+
+@pytest.mark.parametrize(
+    ("look", "precision"), [*FAST_LOOKS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_LOOKS)]
+)
 def test_a_look_changes_no_bit(look: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = never_looked_at(precision)
     for seed, place in enumerate(PLACES):

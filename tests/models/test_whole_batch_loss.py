@@ -179,7 +179,7 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], tolera
         torch.testing.assert_close(found[1][name], grad, atol=tolerance * largest, rtol=0.0)
 
 
-@pytest.mark.parametrize("num_devices", [1, 7])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize(("build", "make_batch"), COMPUTED_IN_DOUBLE.values(), ids=COMPUTED_IN_DOUBLE)
 def test_loss_and_gradients_are_those_of_the_whole_batch(
     build: Callable[[], nn.Module], make_batch: Callable[[], Batch], num_devices: int
@@ -197,7 +197,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(
     torch.testing.assert_close(evaluated, expected[0], atol=0.0, rtol=IN_DOUBLE)
 
 
-@pytest.mark.parametrize("num_devices", [1, 7])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize(("build", "make_batch"), COMPUTED_IN_FLOAT.values(), ids=COMPUTED_IN_FLOAT)
 def test_loss_and_gradients_in_float_are_those_of_the_whole_batch(
     build: Callable[[], nn.Module], make_batch: Callable[[], Batch], num_devices: int
@@ -395,7 +395,7 @@ def num_labels(batch: Batch, model_type: str) -> int:
     return int((labels != IGNORED).sum())
 
 
-@pytest.mark.parametrize("num_microbatch", [1, 2, 4])
+@pytest.mark.parametrize("num_microbatch", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("model_type", ["llama", "bert", "t5"])
 def test_calls_with_the_number_of_all_their_labels_add_up_to_one_batch(model_type: str, num_microbatch: int) -> None:
     """Also where the loss of the model does not take that number."""
@@ -429,7 +429,7 @@ def routed_loss(plain: nn.Module, pieces: list[Batch], count: int, num_rows: int
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("num_microbatch", [1, 3, 4])
+@pytest.mark.parametrize("num_microbatch", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_loss_of_routers_is_weighed_by_rows(model_type: str, num_microbatch: int) -> None:
     plain, batch = small(model_type, **ROUTED), ragged(model_type)
     expected = routed_loss(plain, split(batch, num_microbatch), num_labels(batch, model_type), 6)

@@ -43,12 +43,17 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Step = Callable[[torch.optim.Optimizer, list[nn.Parameter]], object]
 
 
-@pytest.fixture(params=[1, 3], ids=["1dev", "3dev"])
+SLOW = pytest.mark.slow
+# Each kind of steps alone is slow: the mixed ones contain them, and test_a_bfloat16_model_with_our_optimizer runs all.
+ALL_STEPS = {"sync": SYNC, "async": ASYNC, "mixed": MIXED}
+
+
+@pytest.fixture(params=[pytest.param(1, marks=SLOW), 3], ids=["1dev", "3dev"])
 def num_devices(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(params=[SYNC, ASYNC, MIXED], ids=["sync", "async", "mixed"])
+@pytest.fixture(params=[pytest.param(SYNC, marks=SLOW), pytest.param(ASYNC, marks=SLOW), MIXED], ids=ALL_STEPS)
 def steps(request: pytest.FixtureRequest) -> list[bool]:
     return list(request.param)
 
@@ -191,6 +196,15 @@ OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 # Plain training.
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "steps"),
+    [
+        pytest.param(1, SYNC, marks=SLOW),
+        pytest.param(1, ASYNC, marks=SLOW),
+        *[(1, MIXED), (3, SYNC), (3, ASYNC), (3, MIXED)],
+    ],
+    ids=["1dev-sync", "1dev-async", "1dev-mixed", "3dev-sync", "3dev-async", "3dev-mixed"],
+)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_bfloat16_model_with_our_optimizer(
     models: Models, num_devices: int, steps: list[bool], kind: str, updates: list[Segment]
