@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Batch, labelled, livened, plain_loss, plain_outputs, small, tokens, train_call, wrapped
+from small_models import Batch, labelled, lora, plain_loss, plain_outputs, small, tokens, train_call, wrapped
 from torch import Tensor, nn
 
 from helpers_adam import NumpyAdamW
@@ -195,9 +195,7 @@ def test_training_goes_on_after_generating_as_if_nothing_had_been() -> None:
 
 
 def test_a_model_with_adapters_generates() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
-    plain = livened(peft.get_peft_model(small("llama"), config)).eval()
+    plain = lora(small("llama"), "q_proj", "v_proj").eval()
     expected = generated(plain, prompt())
     assert not torch.equal(expected, generated(small("llama").eval(), prompt())), "the adapter does nothing"
     with wrapped(copy.deepcopy(plain), 3) as model:

@@ -18,7 +18,7 @@ from small_models import (
     Batch,
     assert_close_grads,
     labelled,
-    livened,
+    lora,
     plain_loss,
     small,
     tokens,
@@ -103,9 +103,7 @@ def test_tiles_are_the_same_on_any_number_of_devices(tiles: Seen) -> None:
 
 
 def test_adapters_are_tiled_with_what_they_adapt(tiles: Seen) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
-    plain, batch = livened(peft.get_peft_model(small("llama"), config)), labelled("llama", 4, 24)
+    plain, batch = lora(small("llama")), labelled("llama", 4, 24)
     with wrapped(copy.deepcopy(plain)) as model:
         torch.testing.assert_close(train_call(model, batch), plain_loss(plain, batch), atol=0.0, rtol=1e-6)
         assert_close_grads(model.original_model, plain, 1e-6)

@@ -14,12 +14,14 @@ import pytest
 import torch
 from small_models import (
     IGNORED,
+    ROUNDING,
     VOCAB,
     Batch,
     added_loss,
     assert_close_grads,
     labelled,
     livened,
+    lora,
     plain_loss,
     ragged,
     small,
@@ -34,7 +36,6 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 
 transformers = pytest.importorskip("transformers")
 
-ROUNDING = 2e-6  # of gradients in float32, against others summed in another order
 IN_DOUBLE = 1e-12  # of losses and gradients in float64
 NUM_ROWS = 10
 
@@ -77,12 +78,6 @@ def bart() -> nn.Module:
     return livened(transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART)).train())
 
 
-def lora() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
-    return livened(peft.get_peft_model(small("llama"), config))
-
-
 def uneven_labels() -> Tensor:
     """Rows with nine labels to one, and two without any: one microbatch of four or eight has none at all."""
     labels = tokens(NUM_ROWS, 9, seed=9)
@@ -109,7 +104,7 @@ Case = tuple[Callable[[], nn.Module], Callable[[], Batch]]
 COMPUTED_IN_FLOAT: dict[str, Case] = {
     "causal": (lambda: small("llama"), lambda: text(uneven_labels())),
     "causal_tied": (lambda: small("gpt2"), lambda: text(uneven_labels())),
-    "causal_with_adapters": (lora, lambda: text(uneven_labels())),
+    "causal_with_adapters": (lambda: lora(small("llama")), lambda: text(uneven_labels())),
     "causal_with_experts": (lambda: small("mixtral"), lambda: text(uneven_labels())),
     "shifted_by_the_user": (
         lambda: small("llama"),

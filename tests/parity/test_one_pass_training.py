@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from helpers_parity import (
 )
 from roundpipe import GradScaler, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, clip_grad_norm_
 from roundpipe.optim import Adam, AdamW
-from roundpipe.optim.native.kernel import OnePassKernel, Segment
+from roundpipe.optim.native.kernel import Segment
 
 WIDTH, ROWS, NUM_MICROBATCH = 13, 8, 3
 SYNC, ASYNC = [False] * 4, [True] * 5
@@ -56,21 +56,6 @@ def num_devices(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(params=[pytest.param(SYNC, marks=SLOW), pytest.param(ASYNC, marks=SLOW), MIXED], ids=ALL_STEPS)
 def steps(request: pytest.FixtureRequest) -> list[bool]:
     return list(request.param)
-
-
-@pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
-    """What the kernel was given: a test that never reaches it proves nothing."""
-    seen: list[Segment] = []
-    real = OnePassKernel.adam
-
-    def adam(self: OnePassKernel, segments: list[Segment]) -> None:
-        seen.extend(segments)
-        real(self, segments)
-
-    monkeypatch.setattr(OnePassKernel, "adam", adam)
-    yield seen
-    seen.clear()
 
 
 def low_mlp(dtype: torch.dtype = BF16) -> nn.Sequential:
