@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 
 from roundpipe.optim.native import library
-from roundpipe.optim.native.kernel import AdamRule, OnePassKernel, Segment, SplitMaster, usable_cores
+from roundpipe.optim.native.kernel import AdamRule, OnePassKernel, Segment, usable_cores
+from roundpipe.store import HalvedMaster
 
 ROUNDS = 5
 LR, BETAS, EPS, DECAY = 1e-5, (0.9, 0.999), 1e-8, 0.01
@@ -56,7 +57,7 @@ class Work:
         kernel.adam([Segment(self.master, self.gradient, self.first, self.second, None, self.weight, self.rule)])
 
     def one_pass_split(self, kernel: OnePassKernel) -> None:
-        master = SplitMaster(self.weight, self.low, self.ties)
+        master = HalvedMaster(self.weight, self.low, self.ties)
         kernel.adam([Segment(master, self.gradient, self.first, self.second, None, self.weight, self.rule)])
 
 

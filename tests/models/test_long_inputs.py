@@ -176,7 +176,7 @@ def test_a_tiled_block_keeps_less_for_backward(tiles: Seen) -> None:
     plain = small("llama", intermediate_size=256)
     with wrapped(copy.deepcopy(plain)) as model:
         train_call(model, labelled("llama", 4, 24))
-        (plan, *_) = [placed.plan for placed in model._engine.split_model._splitter._layout.placed]
+        (plan, *_) = [placed.plan for placed in model._engine.split_model._splitter._arrangement.placed]
         paths = plan.tokenwise["model.layers.0"]
     assert "mlp" in paths
     hidden = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(1))

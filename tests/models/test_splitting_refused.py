@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a forward replaced on an inner module": (with_replaced_forward, "forward of its Toy was replaced on the instance"),
     "a forward replaced on a block": (with_replaced_block_forward, "replaced on the instance"),
     "layerdrop": (Dropping, r"the model drops layers at random \(layerdrop=0.1\); set it to 0"),
-    "an object nobody can look into": (Opaque, "a Cell, which nobody can look into, is handed to blocks.0"),
+    "an object of an unknown class": (Opaque, "blocks.0 receives a Cell object; only tensors, numbers, strings"),
     "state that blocks share in secret": (lambda: Toy(block=Memorising), "."),
     "blocks called past the tree": (Bypassing, "no repeated list of modules that its forward calls"),
     "no list": (NoList, "no repeated list of modules"),

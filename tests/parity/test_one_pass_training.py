@@ -197,7 +197,7 @@ def test_a_bfloat16_model_with_our_optimizer(
     ours, plain, options = OPTIMIZERS[kind]
     made = pair(models, num_devices, lambda p: ours(p, **options), lambda p: plain(p, **options))
     made.train(steps)
-    assert all(copy.split_value is not None for copy in made.copies), "nobody has looked at the values"
+    assert all(copy.halves is not None for copy in made.copies), "nobody has looked at the values"
     made.check()
     assert len(updates) == len(steps) * len(made.copies), "every update was the kernel's"
 
@@ -705,7 +705,7 @@ def test_an_optimizers_state_is_saved_and_loaded_in_the_middle(
     assert_same(saved["state"], made.reference.optimizer.state_dict()["state"])
     made.optimizer = ours(made.copies)
     made.optimizer.load_state_dict(saved)
-    assert all(copy.split_value is not None for copy in made.copies), "no values were needed for that"
+    assert all(copy.halves is not None for copy in made.copies), "no values were needed for that"
     made.reference.synchronize()
     made.train(steps)
     made.check()

@@ -419,7 +419,7 @@ def test_a_plain_step_keeps_split_masters_and_low_gradients(opened: list[Any]) -
     """The plain loop costs no float32 gradients and no float32 masters where our optimizer works in one pass."""
     job = Job(opened, our_adamw, torch.bfloat16, torch.float32)
     train_plainly(job, our_clip)
-    assert all(isinstance(param, OptimizerCopy) and param.split_value is not None for param in job.params)
+    assert all(isinstance(param, OptimizerCopy) and param.halves is not None for param in job.params)
     job.loss(0).backward()
     our_clip(job.params)
     job.optimizer.step()

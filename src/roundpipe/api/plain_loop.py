@@ -35,7 +35,6 @@ from roundpipe.optim.state import require_state_memory
 from roundpipe.optim.stepper import HandedStep, Stepper
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.adopt import owner_of
-from roundpipe.store.gradients import GatheredGradient
 
 _IN_BACKGROUND = "it happened in the background after the call that caused it had returned"
 
@@ -115,7 +114,7 @@ class PlainLoop:
         for store in stepper.stores:
             for record in store.parameters:
                 if record.master is not None and record.gathered is not None:
-                    record.master.begin_view(GatheredGradient(store.gradients, record))
+                    record.master.begin_view(store.gradients, record)
                     self._viewed.append(record.master)
         self._looked_at = self._gathered_so_far()
 

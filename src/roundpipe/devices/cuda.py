@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -91,18 +92,8 @@ class CudaDevice(Device):
         with torch.cuda.device(self._index), torch.cuda.stream(self._streams[StreamKind.COMPUTE]):
             yield
 
-    @contextlib.contextmanager
-    def random_stream(self, seed: int) -> Iterator[None]:
-        generator = torch.cuda.default_generators[self._index]
-        with self._generator_lock:
-            # Seed and offset are all there is to its state, and much cheaper to keep than the state as a tensor.
-            users_seed, users_offset = generator.initial_seed(), generator.get_offset()
-            generator.manual_seed(seed)
-            try:
-                yield
-            finally:
-                generator.manual_seed(users_seed)
-                generator.set_offset(users_offset)
+    def random_stream(self, seed: int) -> AbstractContextManager[None]:
+        return _RandomStream(self._generator_lock, torch.cuda.default_generators[self._index], seed)
 
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         memory = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu", pin_memory=True)
@@ -164,6 +155,27 @@ class CudaDevice(Device):
 
     def release_unused(self) -> None:
         torch.cuda.empty_cache()
+
+
+class _RandomStream(AbstractContextManager[None]):
+    """Owns the GPU's generator while it is entered. A class, because it is entered for every layer and microbatch."""
+
+    def __init__(self, lock: threading.Lock, generator: torch.Generator, seed: int) -> None:
+        self._lock, self._generator, self._seed = lock, generator, seed
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        generator = self._generator
+        # Seed and offset are all of a CUDA generator's state, and much cheaper to keep than the state as a tensor.
+        self._users_seed, self._users_offset = generator.initial_seed(), generator.get_offset()
+        generator.manual_seed(self._seed)
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self._generator.manual_seed(self._users_seed)
+            self._generator.set_offset(self._users_offset)
+        finally:
+            self._lock.release()
 
 
 def _take_streams(index: int) -> dict[StreamKind, torch.cuda.Stream]:

@@ -1,6 +1,6 @@
-"""Turns what the user says about devices into opened devices.
+"""Parses the user's choice of devices and opens them.
 
-Called by runtime.pool and api. Queries the machine only when asked, never at import.
+Queries the machine only inside its functions, never at import.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _ENTRY = re.compile(r"^\s*(?P<kind>cpu|cuda)(?::(?P<index>\d+))?\s*(?:\*\s*(?P<c
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpec:
-    """One worker's device: a kind and, for CUDA, which GPU."""
+    """The device of one worker: its kind ("cpu" or "cuda") and, for CUDA, the index of the GPU."""
 
     kind: str
     index: int
 
 
 def parse_devices(devices: object) -> tuple[DeviceSpec, ...]:
-    """The pool a `devices=` argument asks for; None asks the environment variable, then the machine."""
+    """Return the devices that a `devices=` argument names; None: see `default_specs`."""
     if devices is None:
         return default_specs()
     entries = devices.split(",") if isinstance(devices, str) else devices
@@ -42,7 +42,7 @@ def parse_devices(devices: object) -> tuple[DeviceSpec, ...]:
 
 
 def default_specs() -> tuple[DeviceSpec, ...]:
-    """From `ROUNDPIPE_DEVICES`, or every visible GPU, or one virtual device."""
+    """Return the devices in `ROUNDPIPE_DEVICES`, else every visible GPU, else one virtual device."""
     text = os.environ.get(ENVIRONMENT_VARIABLE)
     if text:
         asked = f"{ENVIRONMENT_VARIABLE}={text!r}"
@@ -52,7 +52,7 @@ def default_specs() -> tuple[DeviceSpec, ...]:
 
 
 def open_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
-    """Devices in the order given; a GPU named k times becomes k workers that share its memory."""
+    """Open the devices in the given order. A GPU that is named k times becomes k devices that share its memory."""
     shares = Counter(specs)
     opened: Counter[DeviceSpec] = Counter()
     devices: list[Device] = []
@@ -67,11 +67,12 @@ def open_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
 
 
 def host_pinner(specs: Sequence[DeviceSpec]) -> HostPinner:
+    """Return an object that pins host memory if a device is a GPU, else one that does nothing."""
     return cuda.CudaPinner() if any(spec.kind == "cuda" for spec in specs) else NoPinner()
 
 
 def require_device(device: torch.device, what: str) -> None:
-    """Refuse a device on which nothing can be left for the user."""
+    """Raise a DeviceError unless the device exists and can hold outputs. `what` names the option in the message."""
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f'{what}={str(device)!r} cannot hold outputs; give "cpu" or a CUDA device such as "cuda:0".')
     present = cuda.device_count() if device.type == "cuda" else 0
@@ -80,12 +81,13 @@ def require_device(device: torch.device, what: str) -> None:
 
 
 def wait_for_producers(tensors: Sequence[torch.Tensor]) -> None:
-    """Block until what the calling thread has queued on GPUs for these tensors has run."""
+    """Block until the GPU work that the calling thread has queued to compute these tensors is done."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         cuda.synchronize_current_stream(device)
 
 
 def _parse_entry(entry: object, asked: str) -> list[DeviceSpec]:
+    """Return the devices of one entry such as "cuda:0" or "cpu*4". `asked` names the option in messages."""
     if isinstance(entry, torch.device):
         entry = str(entry)
     if not isinstance(entry, str):
@@ -99,11 +101,14 @@ def _parse_entry(entry: object, asked: str) -> list[DeviceSpec]:
 
 
 def _checked(specs: tuple[DeviceSpec, ...], asked: str) -> tuple[DeviceSpec, ...]:
+    """Return `specs`, or raise a DeviceError if they are empty, mixed or not on this machine."""
     if not specs:
         raise DeviceError(f"{asked} names no device; leave it out to use every GPU, or name at least one.")
     kinds = {spec.kind for spec in specs}
     if len(kinds) > 1:
-        raise DeviceError(f"{asked} mixes CPU and CUDA devices; a pool is of one kind: name only GPUs or only CPUs.")
+        raise DeviceError(
+            f"{asked} mixes CPU and CUDA devices; a pool has one kind of device: name only GPUs or only CPUs."
+        )
     if kinds == {"cuda"}:
         present = cuda.device_count()
         missing = sorted({spec.index for spec in specs if spec.index >= present})

@@ -1,19 +1,16 @@
-"""Gives the random numbers a layer draws from Python's and numpy's shared generators a stream of their own.
+"""Separate random streams for layers that draw random numbers on the host.
 
-`random` and `numpy.random` each have one generator for the whole process, and their module-level functions are its
-bound methods. The runtime replaces these functions once by functions that look at the calling thread: inside a
-`ProcessRandomStream` they draw from that stream, everywhere else from the shared generator, as before. So a layer's
-numbers do not depend on other threads, a recomputation repeats them, and the user's own sequences stay untouched.
+Torch's CPU generator, `random` and `numpy.random` each have one generator for the whole process. A layer must not draw
+from it: its numbers would depend on other threads, a recomputation could not repeat them, and the user's own sequence
+would change. Saving, seeding and restoring the shared generator around a layer does not work, because layers run on
+several threads at the same time and the user's thread may draw meanwhile. Instead:
 
-Saving, seeding and restoring the shared generator around a layer would not do: layers run at the same time on several
-threads, and the user's thread may draw while a backward still runs.
-Knows no layer.
+- `HostRandomStream` passes an explicit generator to every random CPU operation of torch on its thread.
+- `ProcessRandomStream` does the same for `random` and `numpy.random`. Their module-level functions are bound methods of
+  the shared generator. `route_shared_generators` replaces them once by functions that draw from the calling thread's
+  stream, or from the shared generator outside of a stream.
 
-Gives the random numbers a layer draws on the CPU a stream of their own.
-
-Torch has one CPU generator for all threads. Seeding it for a layer would race with other workers and with the user's
-own thread, so on worker threads every random CPU operation is handed an explicit generator instead.
-Entered by the runtime around a layer's forward. Knows no layer.
+Knows no layers.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ _default_generator_lock = process_lock()
 
 
 class HostRandomStream(TorchDispatchMode):
-    """While entered, random CPU operations of this thread draw from a generator seeded with `seed`."""
+    """While entered, torch's random CPU operations on this thread draw from a generator seeded with `seed`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -47,6 +44,7 @@ class HostRandomStream(TorchDispatchMode):
 
     @property
     def drew(self) -> bool:
+        """Whether any operation has drawn from this stream."""
         return self._generator is not None
 
     def __torch_dispatch__(
@@ -59,9 +57,12 @@ class HostRandomStream(TorchDispatchMode):
         return self._draw(func, args, kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        generator = self._stream()
+        if self._generator is None:
+            self._generator = torch.Generator("cpu")
+            self._generator.manual_seed(self._seed)
+        generator = self._generator
         if any(argument.name == "generator" for argument in func._schema.arguments):
-            if kwargs.get("generator") is not None:  # the layer brought a generator of its own
+            if kwargs.get("generator") is not None:  # the layer passes its own generator
                 return func(*args, **kwargs)
             return func(*args, **{**kwargs, "generator": generator})
         replacement = _REPLACEMENTS.get(func.overloadpacket)
@@ -69,14 +70,9 @@ class HostRandomStream(TorchDispatchMode):
             return replacement(generator, func, args, kwargs)
         return _draw_with_swapped_default(generator, func, args, kwargs)
 
-    def _stream(self) -> torch.Generator:
-        if self._generator is None:
-            self._generator = torch.Generator("cpu")
-            self._generator.manual_seed(self._seed)
-        return self._generator
-
 
 def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation runs on the CPU: by its first tensor, else by its `device` argument."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.device.type == "cpu"
@@ -85,12 +81,15 @@ def _on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _never_draws(func: Any, args: tuple[Any, ...]) -> bool:
-    # Fused attention carries the tag for its dropout, which the CPU kernel does not have.
+    # Fused attention is tagged as random because of its dropout, which the CPU kernel does not implement.
     return bool(func is getattr(_aten._scaled_dot_product_flash_attention_for_cpu, "default", None))
 
 
 def refuse_inside_checkpoint(how: str) -> None:
-    """torch.utils.checkpoint would replay the process-wide generator, not this stream: wrong masks, silently."""
+    """Raise a UsageError inside torch.utils.checkpoint, which would restore the shared generator but not this stream.
+
+    Its recomputation would then silently use different dropout masks. `how` describes the draw in the message.
+    """
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = top_hooks(False) if top_hooks is not None else None
     if hooks and "checkpoint" in str(getattr(hooks[0], "__module__", "")):
@@ -129,7 +128,7 @@ def _dropout(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwarg
 def _draw_with_swapped_default(
     generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Last resort for operations that take no generator: lend our state to the default one for this operation."""
+    """Run an operation that takes no generator while the default generator has this stream's state."""
     with _default_generator_lock:
         users_state = torch.default_generator.get_state()
         torch.default_generator.set_state(generator.get_state())
@@ -140,6 +139,7 @@ def _draw_with_swapped_default(
             torch.default_generator.set_state(users_state)
 
 
+# Operations whose called overload takes no generator, each with a replacement that does.
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     _aten.rand: _factory,
     _aten.randn: _factory,
@@ -152,7 +152,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 }
 
 
-# numpy functions that are not bound methods of the shared generator but call one.
+# Functions of numpy.random that are not bound methods of the shared generator, with the method that they call.
 _NUMPY_ALIASES = {"seed": "seed", "ranf": "random_sample", "sample": "random_sample"}
 
 
@@ -160,7 +160,7 @@ class ProcessRandomStream:
     """While entered, `random` and `numpy.random` draw on this thread from generators seeded with `seed`."""
 
     def __init__(self, seed: int, *, is_watched: bool = False) -> None:
-        """`is_watched`: raise UsageError on exit if the shared generators were used past the routed functions."""
+        """`is_watched`: raise a UsageError on exit if a shared generator was used without the replaced functions."""
         self._seed = seed
         self._is_watched = is_watched
         self._generators: dict[str, Any] = {}
@@ -175,10 +175,10 @@ class ProcessRandomStream:
             _refuse_unrouted_use(*self._before)
 
     def generator(self, module: str) -> Any:
-        """This stream's generator in place of the shared one of `random` or `numpy.random`."""
+        """Return this stream's generator for `module`: "random" or "numpy.random"."""
         refuse_inside_checkpoint(f"from the functions of {module}")
         if module not in self._generators:
-            # numpy takes words of 32 bits. Without the third both generators would give the same numbers.
+            # numpy takes seeds as 32-bit words. The third word makes its numbers differ from those of `random`.
             seed = self._seed if module == "random" else (self._seed & 0xFFFFFFFF, self._seed >> 32, 1)
             self._generators[module] = _kind_of_generator(sys.modules[module])(seed)
         return self._generators[module]
@@ -186,24 +186,25 @@ class ProcessRandomStream:
 
 _stream: ContextVar[ProcessRandomStream | None] = ContextVar("roundpipe_process_random_stream", default=None)
 _shared: dict[str, Any] = {}  # the shared generator of each module whose functions were replaced
-_outside = [0]  # grows with every use of a shared generator through its functions
+_outside = [0]  # increases with every use of a shared generator through its functions
 
 
 def route_shared_generators() -> None:
-    """Let the functions of `random`, and of `numpy.random` where torch has imported numpy, obey `ProcessRandomStream`.
+    """Replace the functions of `random`, and of `numpy.random` if numpy is imported; see the module docstring.
 
-    Names that modules have imported from them (`from random import random`) are replaced, too. Calling this again is
-    cheap. Two threads may do it at the same time, without a lock: the functions of both do the same.
+    Also replaces them in modules that have imported them by name (`from random import random`). Repeated calls return
+    at once. Two threads may call this at the same time without a lock, because both install equivalent functions.
     """
     if "random" not in _shared:
         _route(random)
     if "numpy.random" not in _shared and "numpy" in sys.modules:
-        _route(importlib.import_module("numpy.random"))  # numpy itself imports it at its first use
+        _route(importlib.import_module("numpy.random"))  # numpy imports it lazily
 
 
 def _route(module: types.ModuleType) -> None:
+    """Replace the functions of one module, in all modules that have imported them."""
     kind = _kind_of_generator(module)
-    # Another thread may have replaced some of the functions by now; `__wrapped__` is the original.
+    # A different thread may have replaced some functions already; `__wrapped__` is the original function.
     functions = {name: getattr(value, "__wrapped__", value) for name, value in list(vars(module).items())}
     owners = (getattr(function, "__self__", None) for function in functions.values())
     shared = next(owner for owner in owners if isinstance(owner, kind))
@@ -222,27 +223,30 @@ def _route(module: types.ModuleType) -> None:
 
 
 def _kind_of_generator(module: types.ModuleType) -> Any:
+    """Return the class of the module's generators."""
     return module.Random if module.__name__ == "random" else module.RandomState
 
 
 def _routed(shared_function: Callable[..., Any], module: str, name: str, method: str) -> Callable[..., Any]:
+    """Return a function that calls `method` of the thread's stream, or `shared_function` outside of a stream."""
+
     @functools.wraps(shared_function)
     def draw(*args: Any, **kwargs: Any) -> Any:
         stream = _stream.get()
         if stream is not None:
             return getattr(stream.generator(module), method)(*args, **kwargs)
-        _outside[0] += 1  # before and after: a watch that ends in between must notice, too
+        _outside[0] += 1  # before and after the draw: a watched stream may exit in between
         try:
             return shared_function(*args, **kwargs)
         finally:
             _outside[0] += 1
 
-    draw.__module__, draw.__name__, draw.__qualname__ = module, name, name  # pickled by name, as before
+    draw.__module__, draw.__name__, draw.__qualname__ = module, name, name  # pickle finds functions by name
     return draw
 
 
 def _use_of_shared_generators() -> tuple[int, dict[str, tuple[Any, ...]]]:
-    """How often they were used through their functions outside of streams, and their states."""
+    """Return how often the shared generators were used through their functions, and their states."""
     states: dict[str, tuple[Any, ...]] = {}
     for module, shared in _shared.items():
         if module == "random":
@@ -254,6 +258,7 @@ def _use_of_shared_generators() -> tuple[int, dict[str, tuple[Any, ...]]]:
 
 
 def _refuse_unrouted_use(draws_before: int, states_before: dict[str, tuple[Any, ...]]) -> None:
+    """Raise a UsageError if a shared generator's state changed although none of its functions was called."""
     draws, states = _use_of_shared_generators()
     used = [name for name, state in states.items() if state != states_before.get(name, state)]
     if used and draws == draws_before:

@@ -13,6 +13,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -21,6 +22,7 @@ from roundpipe.monitor import process_rlock, shielded
 
 # One lock for all virtual devices: a copy may have to force events of another device first.
 _fabric_lock = process_rlock()
+_NO_RANDOM_STREAM = contextlib.nullcontext()
 _EARLY_SHARE = 0.2  # of all calls that queue something, how many also run something ahead of need
 
 
@@ -101,9 +103,8 @@ class VirtualDevice(Device):
     def computing(self) -> Iterator[None]:
         yield
 
-    @contextlib.contextmanager
-    def random_stream(self, seed: int) -> Iterator[None]:
-        yield
+    def random_stream(self, seed: int) -> AbstractContextManager[None]:
+        return _NO_RANDOM_STREAM
 
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return poisoned(torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu"))

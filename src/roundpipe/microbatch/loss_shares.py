@@ -1,7 +1,7 @@
-"""How much the loss of each microbatch counts in the loss of the batch.
+"""Loss shares: the factor of each microbatch's loss in the loss of the batch.
 
-Made by api for each call; applied by the last layer, where a model computes its own loss, after loss_fn, and where
-outputs are merged. All of them use `weighted`, so that a loss is the same number whichever way it is asked for.
+They are applied to the output of a model that computes its own loss, to the result of loss_fn, and when outputs are
+merged. All three use `weighted`, so the loss is the same number in each of these ways.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Shares = tuple[float, ...]
 
 @dataclasses.dataclass(frozen=True)
 class LossShares:
-    """Factors by microbatch; None instead of a tuple: every loss counts as it is.
+    """The factors of the losses of a call, one per microbatch; None instead of a tuple: all factors are 1.
 
-    own: of the loss that a model computes itself, applied to its output. An entry None: it is needed and unknown.
-    returned: of what loss_fn returns.
-    rows: the share of the batch's rows; None where they are unknown.
+    own: factors of the loss that the model computes itself. An entry None: the factor is needed but unknown.
+    returned: factors of the result of loss_fn.
+    rows: each microbatch's share of the batch's rows; None if unknown.
     covers_own: the model's own losses, with their factors, add up to the loss of the batch.
-    merged: of the model's own loss where outputs are merged; None: it is averaged like any number.
+    merged: factors of the model's own loss when outputs are merged; None: it is averaged like any other number.
     place: the key or position of the model's own loss in its output.
     """
 
@@ -38,7 +38,7 @@ class LossShares:
     place: str | int = "loss"
 
     def apply_to_output(self, value: Any, microbatch: int) -> Any:
-        """The output of a model with its own loss, if it has one, times the microbatch's share."""
+        """Return a model's output with its own loss, if it has one, multiplied by the microbatch's share."""
         if self.own is None:
             return value
         loss = own_loss(value, self.place)
@@ -48,20 +48,20 @@ class LossShares:
         share = self.own[microbatch]
         if share is None:
             raise ConfigError(
-                "the model returns a `loss`, and how many rows each microbatch has cannot be told from how this call "
-                "was cut, so the losses cannot be averaged. Set whole_batch_loss=False to add them up, or cut the call "
-                "with split_input specs such as Chunk(0)."
+                "the model returns a `loss`, but the number of rows of each microbatch cannot be told from how this "
+                "call was split, so the losses cannot be averaged. Set whole_batch_loss=False to add them up, or split "
+                "the call with split_input specs such as Chunk(0)."
             )
         changed = [weighted(loss, share) if child is loss else child for child in node.children]
         return node.rebuild(changed)
 
     def of_returned(self, microbatch: int, *, is_own: bool) -> float | None:
-        """The factor of what loss_fn returned; `is_own`: that is the loss in the model's output."""
+        """Return the factor of the result of loss_fn. `is_own`: the result is the loss in the model's output."""
         return None if self.returned is None or (is_own and self.covers_own) else self.returned[microbatch]
 
 
 def own_loss(value: Any, place: str | int = "loss") -> torch.Tensor | None:
-    """The loss in the output of a model that computes one itself."""
+    """Return the loss in the output of a model that computes its own loss; None if there is none."""
     if isinstance(place, str):
         loss = value.get(place) if isinstance(value, Mapping) else None
     else:
@@ -70,13 +70,13 @@ def own_loss(value: Any, place: str | int = "loss") -> torch.Tensor | None:
 
 
 def weighted(loss: torch.Tensor, share: float) -> torch.Tensor:
-    """The part of a loss that counts. A share of 0 makes it 0, without gradients, even where it is NaN."""
-    counted: torch.Tensor = _Nothing.apply(loss) if share == 0 else loss * share
+    """Return a loss times its share. With a share of 0 the result is 0, without gradients, even if the loss is NaN."""
+    counted: torch.Tensor = _Zero.apply(loss) if share == 0 else loss * share
     return counted
 
 
-class _Nothing(torch.autograd.Function):
-    """Zero in place of a mean over no labels: multiplying that by 0 would leave NaN, in the gradients too."""
+class _Zero(torch.autograd.Function):
+    """Replaces a loss by 0. A mean over no labels is NaN; multiplying it by 0 would keep NaN, also in gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The words of split and merge specs, and the checks that a spec is made of them.
+"""Split and merge specs: trees whose leaves are `Chunk`, `Replicate`, `Reducer` or None, and their validation.
 
-`Chunk`, `Replicate` and `Reducer` are torch's own marker classes under public names, so specs written with either
-work. Importing torch's module takes seconds and sets environment variables, so it is left to whoever names a marker:
-as long as nobody has imported it, no spec can contain one. Knows specs, never inputs.
+The three classes are those of torch.distributed.pipelining under public names, so users may import them from either
+place. Importing torch's module takes seconds and sets environment variables. It is therefore imported at the first use
+of one of the names; before that, no spec can contain one. Knows no inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "check_split_label",
     "is_chunk",
     "is_custom_function",
-    "is_marker",
+    "is_leaf_spec",
     "is_reducer",
     "is_replicate",
     "noting_function",
@@ -55,24 +55,25 @@ def is_reducer(spec: Any) -> TypeGuard[Reducer]:
 
 
 def is_replicate(spec: Any) -> bool:
-    """Replicate may be written as the class or as an instance of it."""
+    """Return whether `spec` is Replicate, written as the class or as an instance of it."""
     return _is_instance_of(spec, "Replicate") or _is_class_of(spec, "Replicate")
 
 
-def is_marker(spec: Any) -> bool:
-    """Whether `spec` is one word of a spec tree."""
+def is_leaf_spec(spec: Any) -> bool:
+    """Return whether `spec` is a leaf of a spec tree: Chunk, Reducer or Replicate."""
     return is_chunk(spec) or is_reducer(spec) or is_replicate(spec)
 
 
 def is_custom_function(spec: Any) -> bool:
-    """Whether `spec` is the user's own function. Marker classes can be called too but never are."""
-    is_class = _is_class_of(spec, "Chunk") or _is_class_of(spec, "Reducer")
-    return callable(spec) and not is_marker(spec) and not is_class
+    """Return whether `spec` is a function of the user. The spec classes are callable, too, but do not count."""
+    if not callable(spec):
+        return False
+    return not (is_leaf_spec(spec) or _is_class_of(spec, "Chunk") or _is_class_of(spec, "Reducer"))
 
 
 @contextmanager
 def noting_function(place: str, function: Any) -> Iterator[None]:
-    """Let what the user's function raises pass with its own type, and note which function it was."""
+    """Add a note that names the user's function to any exception it raises; the exception keeps its type."""
     try:
         yield
     except Exception as error:
@@ -81,7 +82,7 @@ def noting_function(place: str, function: Any) -> Iterator[None]:
 
 
 def check_split_input(split_input: Any) -> None:
-    """Refuse what is neither None, a function nor a pair (args_spec, kwargs_spec)."""
+    """Raise unless `split_input` is None, a function or a pair (args_spec, kwargs_spec)."""
     if split_input is None or is_custom_function(split_input):
         return
     if not isinstance(split_input, tuple | list):
@@ -104,52 +105,53 @@ def check_split_input(split_input: Any) -> None:
         raise SplitError(
             f"split_input[1] must be None or a dict with one spec per keyword argument, not {_typed(kwargs_spec)}"
         )
-    _check_words(args_spec, "split_input[0]", SplitError)
-    _check_words(kwargs_spec, "split_input[1]", SplitError)
+    _check_leaf_specs(args_spec, "split_input[0]", SplitError)
+    _check_leaf_specs(kwargs_spec, "split_input[1]", SplitError)
 
 
 def check_split_label(split_label: Any) -> None:
-    """Refuse what is neither None, a function nor a spec tree."""
+    """Raise unless `split_label` is None, a function or a spec tree."""
     if not is_custom_function(split_label):
-        _check_words(split_label, "split_label", SplitError)
+        _check_leaf_specs(split_label, "split_label", SplitError)
 
 
 def check_merge_output(merge_output: Any) -> None:
-    """Refuse what is neither None, a bool, a function nor a spec tree."""
+    """Raise unless `merge_output` is None, a bool, a function or a spec tree."""
     if not isinstance(merge_output, bool) and not is_custom_function(merge_output):
-        _check_words(merge_output, "merge_output", MergeError)
+        _check_leaf_specs(merge_output, "merge_output", MergeError)
 
 
-def _check_words(spec: Any, root: str, error: type[ConfigError]) -> None:
-    for path, word in leaves_with_path(spec, root):
-        if word is None or is_replicate(word):
+def _check_leaf_specs(spec: Any, root: str, error: type[ConfigError]) -> None:
+    """Raise `error` or ArgumentTypeError unless every leaf is a valid leaf spec or None. Splitting takes no Reducer."""
+    for path, leaf in leaves_with_path(spec, root):
+        if leaf is None or is_replicate(leaf):
             continue
-        if is_chunk(word):
-            _check_dim(word, path)
-        elif _is_class_of(word, "Chunk"):
-            raise error(f"{path} is the class {word.__name__}; say along which dimension: Chunk(0)")
-        elif _is_class_of(word, "Reducer"):
-            raise error(f"{path} is the class {word.__name__}; give it a start and a function: Reducer(init_value, fn)")
-        elif not is_reducer(word):
+        if is_chunk(leaf):
+            if isinstance(leaf.split_dim, bool) or not isinstance(leaf.split_dim, int):
+                raise ArgumentTypeError(
+                    f"{path} is Chunk({leaf.split_dim!r}); the dimension must be an int, such as Chunk(0)"
+                )
+        elif _is_class_of(leaf, "Chunk"):
+            raise error(f"{path} is the class {leaf.__name__}; say along which dimension: Chunk(0)")
+        elif _is_class_of(leaf, "Reducer"):
+            raise error(f"{path} is the class {leaf.__name__}; give it a start and a function: Reducer(init_value, fn)")
+        elif not is_reducer(leaf):
             raise ArgumentTypeError(
-                f"{path} is {_typed(word)}, which is no split or merge marker; use Chunk(dim), Replicate, "
+                f"{path} is {_typed(leaf)}, which is not a split or merge spec; use Chunk(dim), Replicate, "
                 "Reducer(init_value, fn) (merging only), or None for automatic"
             )
         elif error is SplitError:
             raise error(f"{path} is a Reducer, which only merges; to split use Chunk(dim), Replicate or None")
 
 
-def _check_dim(chunk: Chunk, path: str) -> None:
-    if isinstance(chunk.split_dim, bool) or not isinstance(chunk.split_dim, int):
-        raise ArgumentTypeError(f"{path} is Chunk({chunk.split_dim!r}); the dimension must be an int, such as Chunk(0)")
+def _is_instance_of(spec: Any, name: str) -> bool:
+    """Return whether `spec` is an instance of the spec class `name`, without importing torch's module."""
+    return _HOME in sys.modules and isinstance(spec, __getattr__(name))
 
 
-def _is_instance_of(spec: Any, marker: str) -> bool:
-    return _HOME in sys.modules and isinstance(spec, __getattr__(marker))
-
-
-def _is_class_of(spec: Any, marker: str) -> TypeGuard[type[Any]]:
-    return _HOME in sys.modules and isinstance(spec, type) and issubclass(spec, __getattr__(marker))
+def _is_class_of(spec: Any, name: str) -> TypeGuard[type[Any]]:
+    """Return whether `spec` is the spec class `name` itself, without importing torch's module."""
+    return _HOME in sys.modules and isinstance(spec, type) and issubclass(spec, __getattr__(name))
 
 
 def _typed(spec: Any) -> str:

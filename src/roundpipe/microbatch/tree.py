@@ -1,7 +1,7 @@
-"""Nested values (tuples, lists, dicts, nodes registered with torch's pytree), opened one level at a time.
+"""Opens nested values (tuples, lists, dicts, nodes registered with torch's pytree) one level at a time.
 
-Used by markers, split and merge to walk a value beside its spec and to name each place in messages. Knows nothing of
-markers or microbatches, only that a RoundPipePackedData is a leaf although it is a list.
+This allows walking a value together with its spec and naming each place in messages. Knows no specs and no
+microbatches, except that a RoundPipePackedData is a leaf although it is a list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from roundpipe.microbatch.packed import RoundPipePackedData
 
 @dataclass(frozen=True)
 class Node:
-    """An inner node: its children and how each is reached from it, such as `[0]`, `['mask']` or `.loss`."""
+    """An inner node of a nested value. `names` says how to reach each child: `[0]`, `['mask']` or `.loss`."""
 
     value: Any
     children: tuple[Any, ...]
@@ -26,32 +26,30 @@ class Node:
     structure: pytree.TreeSpec
 
     def rebuild(self, children: Sequence[Any]) -> Any:
-        """A node of the same kind with other children."""
+        """Return a node of the same kind with the given children."""
         return pytree.tree_unflatten(list(children), self.structure)
 
 
 def open_node(value: Any) -> Node | None:
-    """The node one level deep, or None when `value` is a leaf."""
+    """Return the node of `value` with its direct children, or None if `value` is a leaf."""
     if isinstance(value, RoundPipePackedData):
         return None
     children, structure = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     if len(children) == 1 and children[0] is value:
         return None
-    return Node(value, tuple(children), _child_names(value, len(children)), structure)
-
-
-def _child_names(value: Any, num_children: int) -> tuple[str, ...]:
-    if isinstance(value, Mapping) and len(value) == num_children:
-        return tuple(f"[{key!r}]" for key in value)
-    try:
-        keyed, _ = pytree.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
-    except ValueError:  # registered without a way to name its children
-        return tuple(f"[{index}]" for index in range(num_children))
-    return tuple(pytree.keystr(path) for path, _ in keyed)
+    if isinstance(value, Mapping) and len(value) == len(children):
+        names = [f"[{key!r}]" for key in value]
+    else:
+        try:
+            keyed, _ = pytree.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+            names = [pytree.keystr(path) for path, _ in keyed]
+        except ValueError:  # the node's type is registered without names for its children
+            names = [f"[{index}]" for index in range(len(children))]
+    return Node(value, tuple(children), tuple(names), structure)
 
 
 def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every leaf below `value` in flattening order, with its path starting from `path`."""
+    """Yield the path and value of every leaf of `value` in pytree's order; paths begin with `path`."""
     node = open_node(value)
     if node is None:
         yield path, value
@@ -60,17 +58,12 @@ def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from leaves_with_path(child, path + name)
 
 
-def flatten_structure(value: Any) -> pytree.TreeSpec:
-    """The whole structure of `value`, down to the leaves that `leaves_with_path` yields."""
-    return pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, RoundPipePackedData))[1]
-
-
 def children_as_spec(node: Node, spec: Any) -> tuple[Any, ...] | None:
-    """The parts of `spec` in the order of the node's children, or None when it has another structure.
+    """Return the parts of `spec` in the order of the node's children, or None if the structures differ.
 
-    A tuple or list serves for any tuple or list of that length (named tuples too), a mapping for any mapping with
-    those keys; everything else needs the same type. A registered dataclass hides fields that are None: those parts of
-    its spec come back as None.
+    A tuple or list matches every tuple or list of that length, including named tuples. A mapping matches every mapping
+    with the same keys. All other nodes match by type. A registered dataclass hides fields that are None; the spec of a
+    hidden field is None.
     """
     spec_node = open_node(spec)
     if spec_node is None:
@@ -83,9 +76,9 @@ def children_as_spec(node: Node, spec: Any) -> tuple[Any, ...] | None:
 
 
 def children_if_alike(node: Node, other: Any) -> tuple[Any, ...] | None:
-    """The children of `other` in the order of the node's, or None when it is another kind of node.
+    """Return the children of `other` in the order of the node's children, or None if the structures differ.
 
-    Mappings are alike with the same keys in any order.
+    Mappings with the same keys are alike, in any order of keys.
     """
     other_node = open_node(other)
     if other_node is None or type(node.value) is not type(other):
@@ -103,6 +96,7 @@ def _children_by_name(node: Node, other: Node) -> tuple[Any, ...] | None:
 
 
 def _children_by_field(node: Node, spec: Node) -> tuple[Any, ...] | None:
+    """As `_children_by_name`; fields that the spec hides because they are None (named `.field`) may be missing."""
     by_name = dict(zip(spec.names, spec.children, strict=True))
     hidden = set(node.names) - by_name.keys()
     if not by_name.keys() <= set(node.names) or not all(name.startswith(".") for name in hidden):
@@ -111,7 +105,7 @@ def _children_by_field(node: Node, spec: Node) -> tuple[Any, ...] | None:
 
 
 def outline(value: Any) -> str:
-    """The structure in one line for messages: `(Tensor[4, 3], {'mask': bool})`."""
+    """Return the structure of a value for messages, in one line: `(Tensor[4, 3], {'mask': bool})`."""
     node = open_node(value)
     if node is None:
         return _outline_leaf(value)
@@ -140,6 +134,6 @@ def _outline_leaf(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, cut to a bounded length."""
+    """Return the repr of a value for messages, at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,30 +1,27 @@
-"""Adam and AdamW: torch's, updated by the library's C kernel, or by torch's fused kernel where that is right.
+"""Adam and AdamW as in torch, updated by the library's C kernel where it can, else by torch.
 
-Built by users, on a model's optimizer copies or on ordinary tensors. Signatures, state and state dicts are torch's own.
-optim.one_pass updates float32 parameters in host memory, copies and ordinary tensors alike.
+Both work on a model's optimizer copies and on ordinary tensors. Signatures, state and state dicts are torch's. The C
+kernel updates float32 parameters in host memory whose gradient and moments have the same memory layout: optimizer
+copies layer by layer as their gradients land, ordinary tensors one by one. torch updates all other parameters. The
+kernel's arithmetic is that of whole vectors in torch's fused kernel, operation by operation, and is the same for every
+size, instruction set and number of threads.
 
-[Note: fused layout] torch's fused CPU kernel walks parameter, gradient and moments as flat memory and looks neither at
-strides nor at shapes: a transposed parameter with a contiguous gradient gets a wrong update, and moments of another
-model are written out of bounds, in silence (the CUDA kernel refuses). Layouts are only known once a gradient is there,
-so a group is chosen by type when it is added, and its layouts are checked in every step. A group that fails the check
-takes torch's default implementation in that step, which handles strides and raises on wrong shapes.
-
-Adam by the C kernel: over a model's optimizer copies layer by layer as their gradients land, and over tensors.
-
-Called by optim.adam in `step()`. Takes the parameters that the kernel can do: float32 in host memory, with gradient and
-moments in the same layout. torch updates all others, and every parameter where there is no kernel. The arithmetic is
-that of torch's fused kernel in whole vectors, operation by operation, and the same for copies and ordinary tensors, for
-every size, instruction set and number of threads.
+[Note: fused layout] torch's fused CPU kernel walks parameter, gradient and moments as flat memory and ignores strides
+and shapes: a transposed parameter with a contiguous gradient gets a wrong update, and moments of another model are
+silently written out of bounds (the CUDA kernel raises). Layouts are known only when a gradient is there. So a group is
+marked as fused by device and dtype when it is added, and its layouts are checked in every step. A group that fails the
+check uses torch's default implementation in that step, which handles strides and raises on wrong shapes.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
+import operator
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,39 +32,69 @@ from roundpipe.optim.native.kernel import (
     AdamRule,
     OnePassKernel,
     Segment,
-    SplitMaster,
+    can_read,
     one_pass_kernel,
     share_layout,
 )
 from roundpipe.optim.state import Reserve, require_state_memory
-from roundpipe.store import LayerUpdate, OptimizerCopy
-from roundpipe.store.update import Source
+from roundpipe.store import HalvedMaster, LayerUpdate, OptimizerCopy
 
-_Item = tuple[OptimizerCopy, Source, dict[str, Any]]
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # the memory of other subclasses may lie elsewhere
+_Group = dict[str, Any]
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subclasses may keep their values elsewhere
 
 
-def all_states_match(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every state that exists has all moments, each in its parameter's shape, dtype and place.
+class _CheckedState:
+    """The state of one parameter as it was when it was last checked, and the segment made from it.
 
-    A state loaded from another model need not. torch's default implementation raises on it.
+    A state changes when the user loads, replaces or moves its tensors. Comparing identities and addresses notices that
+    and costs less than a check.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        return all(
-            _state_matches(param, optimizer.state[param], _moment_names(group))
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if optimizer.state.get(param)
+
+    __slots__ = ("addresses", "segment", "tensors")
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.tensors = tensors
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
+        self.segment: Segment | None = None
+
+    def is_current(self, tensors: Sequence[Any]) -> bool:
+        return (
+            len(tensors) == len(self.tensors)
+            and all(map(operator.is_, tensors, self.tensors))
+            and [tensor.data_ptr() for tensor in tensors] == self.addresses
         )
 
 
-def _moment_names(group: dict[str, Any]) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+def _state_names(group: _Group) -> tuple[str, ...]:
+    names = ("step", "exp_avg", "exp_avg_sq")
+    return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
 
 
-def _state_matches(param: torch.Tensor, state: dict[str, Any], names: Sequence[str]) -> bool:
-    moments = [state.get(name) for name in names]
-    return isinstance(state.get("step"), torch.Tensor) and all(
+def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _CheckedState]) -> bool:
+    """Whether every existing state has all moments, each in its parameter's shape, dtype and place.
+
+    A state loaded from another model may not match; torch's default implementation raises on it. `checked` keeps the
+    states that match, by the id of the parameter.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            names = _state_names(group)
+            for param in group["params"]:
+                state = optimizer.state.get(param)
+                if not state:
+                    continue
+                tensors = [state.get(name) for name in names]
+                known = checked.get(id(param))
+                if known is None or not known.is_current(tensors):
+                    if not _state_matches(param, tensors):
+                        return False
+                    checked[id(param)] = _CheckedState(tensors)
+    return True
+
+
+def _state_matches(param: torch.Tensor, tensors: Sequence[Any]) -> bool:
+    step, *moments = tensors
+    return isinstance(step, torch.Tensor) and all(
         isinstance(moment, torch.Tensor)
         and moment.shape == param.shape
         and moment.dtype == param.dtype
@@ -77,8 +104,11 @@ def _state_matches(param: torch.Tensor, state: dict[str, Any], names: Sequence[s
     )
 
 
-def _is_for_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a group's options are the kernel's. torch's GradScaler lets fused optimizers unscale: torch does that."""
+def _is_for_kernel(optimizer: torch.optim.Optimizer, group: _Group) -> bool:
+    """Whether the kernel supports a group's options.
+
+    torch's GradScaler sets grad_scale and found_inf and expects the fused optimizer to unscale; torch does that.
+    """
     if not group["fused"] or group["capturable"] or group["differentiable"]:
         return False
     if any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
@@ -86,12 +116,27 @@ def _is_for_kernel(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> b
     return getattr(optimizer, "grad_scale", None) is None and getattr(optimizer, "found_inf", None) is None
 
 
-def update_tensors(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], params: Iterable[torch.Tensor]
-) -> frozenset[int]:
-    """Update ordinary tensors of a group, whose states exist; the ids of those that were updated.
+def _rule(optimizer: torch.optim.Optimizer, group: _Group, step: int, factors: tuple[float, ...]) -> AdamRule:
+    beta1, beta2 = group["betas"]
+    return AdamRule(
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        is_decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))),
+        step=step,
+        gradient_factors=(*factors, -1.0) if group["maximize"] else factors,
+    )
 
-    One after the other, as torch does: parameters may share memory.
+
+# Ordinary tensors.
+
+
+def update_tensors(optimizer: torch.optim.Optimizer, group: _Group, params: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Update ordinary tensors of a group, whose states exist; returns the ids of those that were updated.
+
+    One after the other, as torch does, because parameters may share memory.
     """
     if not _is_for_kernel(optimizer, group):
         return frozenset()
@@ -104,24 +149,28 @@ def update_tensors(
         written: list[torch.Tensor] = []
         try:
             for param in ready:
-                written += [param, *(optimizer.state[param][name] for name in _moment_names(group))]
-                kernel.adam([_tensor_segment(optimizer, group, param)])
+                assert param.grad is not None
+                step, *moments = (optimizer.state[param][name] for name in _state_names(group))
+                written += [param, *moments]
+                rule = _rule(optimizer, group, int(step), ())
+                first, second, largest = (*moments, None)[:3]
+                kernel.adam([Segment(param.data, param.grad, first, second, largest, None, rule)])
         finally:
-            for tensor in written:  # so that autograd notices when it has saved a value
+            for tensor in written:  # autograd raises if it has saved the old values for a backward pass
                 torch.autograd.graph.increment_version(tensor)
     return frozenset(id(param) for param in ready)
 
 
-def _is_ready(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor) -> bool:
+def _is_ready(optimizer: torch.optim.Optimizer, group: _Group, param: torch.Tensor) -> bool:
     """Whether the kernel can read and write the memory of a parameter, its gradient and its moments."""
     if param.grad is None:
         return False
-    tensors = [param, param.grad, *(optimizer.state[param][name] for name in _moment_names(group))]
+    tensors = [param, param.grad, *(optimizer.state[param][name] for name in _state_names(group)[1:])]
     return all(_is_plain_float(tensor) for tensor in tensors) and share_layout(tensors)
 
 
 def _is_plain_float(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's float32 values are what lies at its address in host memory."""
+    """Whether the memory of a tensor holds its values, as float32 on the host."""
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.dtype is torch.float32
@@ -132,133 +181,110 @@ def _is_plain_float(tensor: torch.Tensor) -> bool:
     )
 
 
-def _tensor_segment(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: torch.Tensor) -> Segment:
-    assert param.grad is not None
-    state = optimizer.state[param]
-    return Segment(
-        master=param.data,
-        gradient=param.grad,
-        first=state["exp_avg"],
-        second=state["exp_avg_sq"],
-        largest=state["max_exp_avg_sq"] if group["amsgrad"] else None,
-        weight=None,
-        rule=_rule(group, _is_decoupled(optimizer, group), int(state["step"]), ()),
-    )
+# Optimizer copies.
 
 
-def step_in_one_pass(optimizer: torch.optim.Optimizer, reserve: Reserve | None) -> Iterator[int]:
-    """Update what can be updated so; yields the ids of parameters with which the step is done.
+class _OnePass:
+    """One step over the optimizer copies of an optimizer, layer by layer."""
 
-    `reserve`: has memory for moments that do not exist yet.
-    """
-    items = _items_by_update(optimizer)
-    kernel = one_pass_kernel() if items else None
-    if kernel is None:
-        return
-    reserve = reserve or Reserve()
-    for update in _as_they_land(items):
-        yield from update.carry_out(
-            lambda update=update: list(_update_layer(optimizer, update, items[update], kernel, reserve))  # type: ignore[misc]
-        )
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kernel: OnePassKernel,
+        reserve: Reserve,
+        checked: dict[int, _CheckedState],
+    ) -> None:
+        """`reserve`: has memory for moments that do not exist yet. `checked`: by id of the copy, current ones only."""
+        self._optimizer, self._kernel = optimizer, kernel
+        self._reserve, self._checked = reserve, checked
+        self._rules: dict[tuple[int, int, tuple[float, ...]], AdamRule] = {}  # most copies of a step share one rule
 
+    def update_layer(self, update: LayerUpdate, items: Sequence[tuple[OptimizerCopy, _Group]]) -> list[int]:
+        """Update the copies of one layer that the kernel can update; returns their ids."""
+        update.wait_for_gradients()
+        locked: list[OptimizerCopy] = []
+        # Attributes of a copy are read without __torch_function__, which would take longer than everything else here.
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                for copy, _ in items:
+                    copy.lock.acquire()
+                    locked.append(copy)
+                return self._update_locked(update, items)
+            finally:
+                for copy in locked:
+                    copy.lock.release()
 
-def _as_they_land(updates: Iterable[LayerUpdate]) -> Iterator[LayerUpdate]:
-    """In the order in which gradients land; once all have landed, in the order in which calls need the weights."""
-    left = deque(sorted(updates, key=lambda update: update.order))
-    while left:
-        yield left.pop() if all(update.has_landed for update in left) else left.popleft()
-
-
-def _items_by_update(optimizer: torch.optim.Optimizer) -> dict[LayerUpdate, list[_Item]]:
-    items: dict[LayerUpdate, list[_Item]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        if not _is_for_kernel(optimizer, group):
-            continue
-        for param in group["params"]:
-            source = param.source if isinstance(param, OptimizerCopy) and param.dtype is torch.float32 else None
-            if isinstance(source, Source) and source.is_usable():
-                items[source.update].append((param, source, group))
-    return items
-
-
-class _Ready(NamedTuple):
-    """A copy that the kernel can update, with all that takes."""
-
-    copy: OptimizerCopy
-    source: Source
-    group: dict[str, Any]
-    gradient: torch.Tensor
-    factors: tuple[float, ...]
-    state: dict[str, Any]
-
-
-def _update_layer(
-    optimizer: torch.optim.Optimizer,
-    update: LayerUpdate,
-    items: Sequence[_Item],
-    kernel: OnePassKernel,
-    reserve: Reserve,
-) -> Iterator[int]:
-    update.wait_for_gradients()
-    # Here copies are asked for shapes and addresses only, or for their values by name.
-    with torch._C.DisableTorchFunctionSubclass(), contextlib.ExitStack() as held:
-        for copy, _, _ in items:
-            held.enter_context(copy.lock)
-        found = (_ready(optimizer, item, update, reserve) for item in items)
-        ready = [one for one in found if one is not None]
-        if not ready:
-            return
-        torch._foreach_add_([one.state["step"] for one in ready], 1)
-        segments = [_segment(one, update.target_of(one.source.record), optimizer) for one in ready]
-        kernel.adam(segments)
-        for one, segment in zip(ready, segments, strict=True):
+    def _update_locked(self, update: LayerUpdate, items: Sequence[tuple[OptimizerCopy, _Group]]) -> list[int]:
+        copies, segments = [], []
+        for copy, group in items:
+            gradient, factors = copy.low_gradient(), copy.factors
+            if gradient is None or len(factors) >= MAX_FACTORS:
+                gradient, factors = copy.grad, ()
+            if gradient is None:
+                continue
+            target = update.target()
+            weight = None if target is None else copy.record.memory(target)
+            segment = self._segment(copy, group, gradient, factors, weight)
+            if segment is not None:
+                copies.append(copy)
+                segments.append(segment)
+        if not segments:
+            return []
+        torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in copies], 1)
+        self._kernel.adam(segments)
+        for copy, segment in zip(copies, segments, strict=True):
             if segment.weight is not None:
-                one.copy.weight_was_written(segment.weight)
-            update.was_updated(one.source.record)
-            yield id(one.copy)
+                copy.weight_was_written(segment.weight)
+            segment.forget_memory()
+            update.updated.add(copy.record)
+        return list(map(id, copies))
+
+    def _segment(
+        self,
+        copy: OptimizerCopy,
+        group: _Group,
+        gradient: torch.Tensor,
+        factors: tuple[float, ...],
+        weight: torch.Tensor | None,
+    ) -> Segment | None:
+        """What the kernel needs to update a copy; None if the kernel cannot update it."""
+        state = _state_of(self._optimizer, copy, self._reserve, amsgrad=group["amsgrad"])
+        step = int(state["step"]) + 1
+        rule = self._rules.get((id(group), step, factors))
+        if rule is None:
+            rule = self._rules[id(group), step, factors] = _rule(self._optimizer, group, step, factors)
+        known = self._checked.get(id(copy))
+        segment = None if known is None else known.segment
+        master = _master_of(copy, weight, segment)
+        if segment is not None and segment.renew(master, gradient, weight, rule):
+            return segment
+        moments = [state[name] for name in _state_names(group)[1:]]
+        read = [gradient] if weight is None else [gradient, weight]
+        if not all(map(can_read, read)) or not share_layout([copy, *read, *moments]):
+            return None
+        first, second, largest = (*moments, None)[:3]
+        segment = Segment(master, gradient, first, second, largest, weight, rule)
+        if known is not None:
+            known.segment = segment
+        return segment
 
 
-def _ready(optimizer: torch.optim.Optimizer, item: _Item, update: LayerUpdate, reserve: Reserve) -> _Ready | None:
-    copy, source, group = item
-    gradient, factors = _gradient_of(copy)
-    if gradient is None:
-        return None
-    state = _state_of(optimizer, copy, reserve, amsgrad=group["amsgrad"])
-    weight = update.target_of(source.record)
-    tensors = [copy, gradient, *(state[name] for name in _moment_names(group)), *([] if weight is None else [weight])]
-    return _Ready(copy, source, group, gradient, factors, state) if share_layout(tensors) else None
-
-
-def _segment(one: _Ready, weight: torch.Tensor | None, optimizer: torch.optim.Optimizer) -> Segment:
-    state, group = one.state, one.group
-    return Segment(
-        master=_master_of(one.copy, weight),
-        gradient=one.gradient,
-        first=state["exp_avg"],
-        second=state["exp_avg_sq"],
-        largest=state["max_exp_avg_sq"] if group["amsgrad"] else None,
-        weight=weight,
-        rule=_rule(group, _is_decoupled(optimizer, group), int(state["step"]), one.factors),
-    )
-
-
-def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor | SplitMaster:
-    if weight is None or copy.split_value is None:  # nowhere to put the upper half, or it has memory already
-        return copy.values()
-    return SplitMaster(copy.split_value.weight, copy.split_value.low, copy.split_value.ties)
-
-
-def _gradient_of(copy: OptimizerCopy) -> tuple[torch.Tensor | None, tuple[float, ...]]:
-    low = copy.low_gradient()
-    if low is None or len(low.factors) >= MAX_FACTORS:
-        return copy.grad, ()
-    return low.tensor, low.factors
+def _master_of(
+    copy: OptimizerCopy, weight: torch.Tensor | None, segment: Segment | None
+) -> torch.Tensor | HalvedMaster:
+    """The values of a copy: its two halves, or its memory if it has some or there is no weight to hold high halves."""
+    if copy.halves is not None:
+        return copy.values() if weight is None else copy.halves
+    last = None if segment is None else segment.master
+    if isinstance(last, torch.Tensor) and last.data_ptr() == copy.data_ptr():
+        return last  # the same object, so that the segment can be renewed
+    return copy.values()
 
 
 def _state_of(
     optimizer: torch.optim.Optimizer, copy: OptimizerCopy, reserve: Reserve, *, amsgrad: bool
 ) -> dict[str, Any]:
-    """As torch makes it at a parameter's first step."""
+    """The state of a copy, created as torch does it in a parameter's first step."""
     state: dict[str, Any] = optimizer.state[copy]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -267,22 +293,29 @@ def _state_of(
     return state
 
 
-def _is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-
-
-def _rule(group: dict[str, Any], is_decoupled: bool, step: int, factors: tuple[float, ...]) -> AdamRule:
-    beta1, beta2 = group["betas"]
-    return AdamRule(
-        lr=float(group["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        is_decoupled=is_decoupled,
-        step=step,
-        gradient_factors=(*factors, -1.0) if group["maximize"] else factors,
-    )
+def step_in_one_pass(
+    optimizer: torch.optim.Optimizer, reserve: Reserve | None, checked: dict[int, _CheckedState]
+) -> frozenset[int]:
+    """Update the optimizer copies that the kernel can update; returns the ids of those whose step is done."""
+    items: dict[LayerUpdate, list[tuple[OptimizerCopy, _Group]]] = defaultdict(list)
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            if _is_for_kernel(optimizer, group):
+                for param in group["params"]:
+                    source = param.source if isinstance(param, OptimizerCopy) else None
+                    if isinstance(source, LayerUpdate) and param.dtype is torch.float32:
+                        items[source].append((param, group))
+    left = deque(sorted((update for update in items if update.is_usable()), key=lambda update: update.order))
+    kernel = one_pass_kernel() if left else None
+    if kernel is None:
+        return frozenset()
+    one_pass = _OnePass(optimizer, kernel, reserve or Reserve(), checked)
+    done: list[int] = []
+    while left:
+        # In the order in which gradients land; once all have landed, in the order in which calls need the weights.
+        update = left.pop() if all(update.has_landed for update in left) else left.popleft()
+        done += update.carry_out(functools.partial(one_pass.update_layer, update, items[update]))
+    return frozenset(done)
 
 
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -290,28 +323,31 @@ _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _FusedByDefault(torch.optim.Optimizer):
-    """What both optimizers add to torch's: `fused=True` for a group for which neither foreach nor fused was given."""
+    """What both optimizers add to torch's: the kernel, and `fused=True` unless a group sets foreach or fused."""
 
-    _updated: frozenset[int] | None = None  # ids of the parameters that this step has updated; None: torch updates all
-    _unfused: Sequence[dict[str, Any]] = ()  # groups that take torch's default implementation in this step
+    _updated: frozenset[int] | None = None  # ids of parameters that this step has updated; None: torch updates all
+    _unfused: Sequence[_Group] = ()  # groups that use torch's default implementation in this step
     _reserve: Reserve | None = None  # until the first step
+    _checked: dict[int, _CheckedState] | None = None  # by id of the parameter, which the optimizer keeps alive
 
-    @_disable_dynamo  # a trace of it would contain what the kernel does not do
+    @_disable_dynamo  # a trace would not contain what the kernel does
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform a single optimization step; a copy whose gradient is still on its way is waited for."""
+        """Perform one optimization step. Waits for gradients of optimizer copies that have not landed yet."""
         require_state_memory(self, self._reserve or (), in_one_pass=True)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         num_states = len(self.state)
-        # torch's own step, without the hooks around it, which are around this one already.
+        # torch's own step without the hooks around it: this step runs inside these hooks already.
         torchs = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
         self._unfused = []
+        if self._checked is None:
+            self._checked = {}
         try:
-            if all_states_match(self):
+            if all_states_match(self, self._checked):
                 with torch.no_grad():
-                    self._updated = frozenset(step_in_one_pass(self, self._reserve))
+                    self._updated = step_in_one_pass(self, self._reserve, self._checked)
                 self._reserve = None
             with torch.set_grad_enabled(self.defaults["differentiable"]):
                 torchs(self)
@@ -325,22 +361,30 @@ class _FusedByDefault(torch.optim.Optimizer):
         return loss
 
     def _order_states(self) -> None:
-        """As torch makes them, parameter by parameter, and not as gradients came: checkpoints depend on it."""
+        """Order states by parameter, as torch does, and not by the arrival of gradients: checkpoints depend on it."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param in self.state:
                     self.state[param] = self.state.pop(param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, without waiting for gradients that nobody has asked for."""
-        if set_to_none:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if isinstance(param, OptimizerCopy):
-                        param.grad = None
+        """As in torch. `set_to_none=True` does not wait for gradients that have not landed."""
+        if set_to_none and self._drop_gradients_of_copies():
+            return
         super().zero_grad(set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def _drop_gradients_of_copies(self) -> bool:
+        """Returns whether all parameters are optimizer copies, so that nothing is left to do."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        copies = [param for param in params if isinstance(param, OptimizerCopy)]
+        # One copy of each model is enough to see what was gathered outside steps, which is dropped too.
+        for copy in {copy.home: copy for copy in copies}.values():
+            copy.see_gradients()
+        for copy in copies:
+            copy.drop_gradient()
+        return len(copies) == len(params)
+
+    def add_param_group(self, param_group: _Group) -> None:
         super().add_param_group(param_group)
         _choose_fused(self.param_groups[-1])
         for param in self.param_groups[-1]["params"]:
@@ -348,7 +392,7 @@ class _FusedByDefault(torch.optim.Optimizer):
                 param.when_training = _weakly(self._get_memory_ready)
 
     def _get_memory_ready(self) -> None:
-        """The model begins to train: moments will be needed soon."""
+        """Create the pages of all moments in the background: the model begins to train, so a step will follow."""
         copies = {id(p): p for group in self.param_groups for p in group["params"] if isinstance(p, OptimizerCopy)}
         for copy in copies.values():
             copy.when_training = None
@@ -357,42 +401,51 @@ class _FusedByDefault(torch.optim.Optimizer):
         self._reserve.fill([copy for copy in copies.values() if not self.state.get(copy)], num_moments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also the end of `load_state_dict`: a state dict of an unfused optimizer is continued fused."""
+        """Restore a state; `load_state_dict` ends here too. The state dict of an unfused optimizer continues fused."""
         super().__setstate__(state)
         for group in self.param_groups:
             if _choose_fused(group):
                 self._move_step_counts(group["params"])
 
     def _move_step_counts(self, params: Sequence[Tensor]) -> None:
+        """Make step counts tensors on the parameter's device, where fused kernels expect them."""
         for param in params:
             param_state = self.state.get(param, {})
             if "step" in param_state:
                 param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32, device=param.device)
 
-    def _init_group(self, group: dict[str, Any], *lists: Any, **named_lists: Any) -> Any:
-        """torch's step calls this per group, closure done, then updates the tensors in `lists`."""
+    def _init_group(self, group: _Group, *lists: Any, **named_lists: Any) -> Any:
+        """Called by torch's step for each group after the closure; torch then updates the tensors in `lists`.
+
+        Leaves out what this step has updated already, and updates ordinary tensors with the kernel first.
+        """
         rest = group["params"]
         if self._updated is not None:
             rest = [param for param in rest if id(param) not in self._updated]
-            self._make_states(group, rest, len(lists) + len(named_lists))
-            with torch.no_grad():
-                done = update_tensors(self, group, rest)
-            rest = [param for param in rest if id(param) not in done]
+            if rest:
+                # torch creates the states of a first step, and raises on gradients that it refuses.
+                unused: list[list[Any]] = [[] for _ in range(len(lists) + len(named_lists))]
+                super()._init_group({**group, "params": rest}, *unused)  # type: ignore[misc]
+                with torch.no_grad():
+                    done = update_tensors(self, group, rest)
+                rest = [param for param in rest if id(param) not in done]
         has_complex = super()._init_group({**group, "params": rest}, *lists, **named_lists)  # type: ignore[misc]
-        if group["fused"] and not all(self._one_layout(param) for param in rest):
+        if group["fused"] and not all(self._has_one_layout(param) for param in rest):
             group["fused"] = None  # see [Note: fused layout]
             self._unfused = [*self._unfused, group]
         return has_complex
 
-    def _make_states(self, group: dict[str, Any], params: Sequence[Tensor], num_lists: int) -> None:
-        """As torch makes them at a parameter's first step; raises where torch refuses a gradient."""
-        super()._init_group({**group, "params": params}, *([] for _ in range(num_lists)))  # type: ignore[misc]
-
-    def _one_layout(self, param: Tensor) -> bool:
+    def _has_one_layout(self, param: Tensor) -> bool:
+        """Whether torch's fused kernel would treat a parameter, its gradient and its moments right."""
         if param.grad is None:
             return True
         moments = (value for key, value in self.state[param].items() if key.startswith(("exp_avg", "max_exp_avg")))
-        return _share_dense_layout([param, param.grad, *moments])
+        tensors = [param, param.grad, *moments]
+        if len({(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}) > 1:
+            return False
+        if all(tensor.is_contiguous() for tensor in tensors):
+            return True
+        return all(tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
 
 
 class Adam(_FusedByDefault, torch.optim.Adam):
@@ -404,7 +457,7 @@ class AdamW(_FusedByDefault, torch.optim.AdamW):
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Does nothing once the method's object is gone."""
+    """A function that calls `method`, or does nothing once the method's object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -415,8 +468,8 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _choose_fused(group: dict[str, Any]) -> bool:
-    """Set `fused` if the user left the kernel open and the fused one can do the group; whether it was set."""
+def _choose_fused(group: _Group) -> bool:
+    """Set `fused` if the user left the implementation open and the fused one supports the group; whether it was set."""
     left_open = group.get("foreach") is None and group.get("fused") is None
     plain = not group.get("differentiable") and not group.get("capturable")
     plain = plain and not any(isinstance(beta, Tensor) for beta in group.get("betas", ()))
@@ -428,12 +481,3 @@ def _choose_fused(group: dict[str, Any]) -> bool:
 
 def _fusable(param: Tensor) -> bool:
     return param.device.type in _FUSED_DEVICES and param.dtype in _FUSED_DTYPES and param.layout is torch.strided
-
-
-def _share_dense_layout(tensors: Sequence[Tensor]) -> bool:
-    kinds = {(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in tensors}
-    if len(kinds) > 1:
-        return False
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return True
-    return all(tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)

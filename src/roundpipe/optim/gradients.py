@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
-from roundpipe.store import LowGradient, OptimizerCopy
+from roundpipe.store import OptimizerCopy
 
 
 def pending_copies(params: Iterable[Any]) -> list[OptimizerCopy]:
@@ -31,23 +31,22 @@ def pending_copies(params: Iterable[Any]) -> list[OptimizerCopy]:
 
 
 def widened(copies: Sequence[OptimizerCopy]) -> Iterator[tuple[OptimizerCopy, Tensor]]:
-    """Each copy that has a gradient, and its values, valid until the next one; in the order in which they land."""
+    """Each copy that has a gradient, and the gradient in the dtype of the copy, valid until the next one.
+
+    One gradient at a time is widened, into memory that is used again; from the last copy to the first, as they land.
+    """
     scratch = torch.empty(0)
     for copy in reversed(copies):
         low = copy.low_gradient()
         if low is None:
             continue
-        if scratch.numel() < copy.numel() or scratch.dtype is not copy.dtype:
-            scratch = torch.empty(copy.numel(), dtype=copy.dtype)
-        yield copy, _into(scratch, low)
-
-
-def _into(scratch: Tensor, low: LowGradient) -> Tensor:
-    values = scratch[: low.tensor.numel()].as_strided(low.tensor.shape, low.tensor.stride())
-    values.copy_(low.tensor)
-    for factor in low.factors:
-        values.mul_(factor)
-    return values
+        if scratch.numel() < low.numel() or scratch.dtype is not copy.dtype:
+            scratch = torch.empty(low.numel(), dtype=copy.dtype)
+        values = scratch[: low.numel()].as_strided(low.shape, low.stride())
+        values.copy_(low)
+        for factor in copy.factors:
+            values.mul_(factor)
+        yield copy, values
 
 
 @runtime_checkable

@@ -374,7 +374,7 @@ class Stepper:
                 self._publish_late(job.number)
 
     def _note_half_done(self, job: StepJob, updates: Sequence[LayerUpdate]) -> None:
-        count = sum(update.has_updated for update in updates)
+        count = sum(bool(update.updated) for update in updates)
         if count:
             self.half_done = (
                 f"optimizer step {job.number} was under way: {count} of {len(updates)} layers were updated with this "

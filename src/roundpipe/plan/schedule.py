@@ -1,6 +1,5 @@
-"""The schedule as data: the stage tasks of one call, in their order, and the device each is dealt to.
+"""The schedule as data: the stage tasks of one call in order, and the device of each task.
 
-Built by the api from a plan; executed by the runtime, simulated by plan.simulator, drawn and asserted on by tests.
 Knows no costs, no microbatches and no tensors.
 """
 
@@ -16,7 +15,7 @@ from roundpipe.plan.execute_plan import ModelExecutePlan, RunType
 
 
 class TaskKind(enum.Enum):
-    """``FORWARD``; ``FUSED``: forward, loss and backward together; ``BACKWARD``: recompute and backward."""
+    """What a task computes. ``FUSED``: forward, loss and backward. ``BACKWARD``: recomputation and backward."""
 
     FORWARD = "F"
     FUSED = "FB"
@@ -25,7 +24,7 @@ class TaskKind(enum.Enum):
 
 @dataclass(frozen=True)
 class StageTask:
-    """One stage of a call, run for all microbatches by one device. ``index`` is its place in the whole schedule."""
+    """One stage that one device runs for all microbatches of a call. ``index`` is its place in the schedule."""
 
     kind: TaskKind
     index: int
@@ -36,7 +35,7 @@ class StageTask:
 
 
 def build_schedule(plan: ModelExecutePlan, run_type: RunType) -> tuple[StageTask, ...]:
-    """The tasks of a valid plan in the order in which they are dealt: F0, F1, FB2, B3, B4."""
+    """Return the tasks of a valid plan in running order, such as F0, F1, FB2, B3, B4."""
     match run_type:
         case RunType.INFER:
             return number_tasks(fwd=plan.fwd_plan)
@@ -51,7 +50,7 @@ def build_schedule(plan: ModelExecutePlan, run_type: RunType) -> tuple[StageTask
 def number_tasks(
     *, fwd: Iterable[range] = (), fused: Iterable[range] = (), bwd: Iterable[range] = ()
 ) -> tuple[StageTask, ...]:
-    """Forward, fused and backward stages, each list in its running order, as one numbered schedule."""
+    """Return forward, fused and backward stages as one numbered schedule; each list is in running order."""
     stages = [(TaskKind.FORWARD, layers) for layers in fwd]
     stages += [(TaskKind.FUSED, layers) for layers in fused]
     stages += [(TaskKind.BACKWARD, layers) for layers in bwd]
@@ -59,7 +58,7 @@ def number_tasks(
 
 
 def deal(tasks: Sequence[StageTask], first_device: int, num_devices: int) -> tuple[int, ...]:
-    """The device index of each task, round-robin from ``first_device``."""
+    """Return the device index of each task: round-robin, starting with ``first_device``."""
     if num_devices < 1:
         raise ConfigError(f"num_devices must be at least 1, not {num_devices}")
     return tuple((first_device + position) % num_devices for position in range(len(tasks)))

@@ -1,10 +1,10 @@
-"""Predicts when each task and microbatch of a schedule runs, from the costs of the layers alone.
+"""Predicts when each task and microbatch of a schedule runs, from layer costs.
 
-Called by plan.planner and by tests. Knows the rules of the schedule; knows no transfers: it assumes that copies hide
-behind compute.
+Knows no transfers: it assumes that copies overlap with compute completely.
 
 [Note: schedule rules] Task i runs on device (first + i) mod N. A device runs a task for all microbatches in order
-before its next task. Microbatch j of task i needs microbatch j of task i - 1. Nothing else orders tasks of one call.
+before its next task. Microbatch j of task i needs microbatch j of task i - 1. These are the only orderings between
+tasks of one call.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from roundpipe.plan.schedule import StageTask, TaskKind, deal
 from roundpipe.timeline import Span, Timeline
 
 SETTLING_CALLS = 3
-"""Calls left out where no cycle closes; then one call per device is measured, which is a whole turn of the round."""
+"""Calls to skip if the simulation finds no cycle; it then averages over one call per device, one whole round."""
 
 
 def task_seconds(task: StageTask, costs: Sequence[LayerCost]) -> float:
-    """The compute time of one microbatch of a task."""
+    """Return the compute seconds of one microbatch of a task."""
     layers = costs[task.layers.start : task.layers.stop]
     match task.kind:
         case TaskKind.FORWARD:
             return sum(cost.forward_s for cost in layers)
         case TaskKind.FUSED:
-            return sum(cost.forward_s + cost.backward_s for cost in layers)
+            return sum(cost.fused_s for cost in layers)
         case TaskKind.BACKWARD:
-            return sum(cost.recompute_s + cost.backward_s for cost in layers)
+            return sum(cost.recompute_backward_s for cost in layers)
         case _:
             assert_never(task.kind)
 
@@ -42,7 +42,7 @@ def simulate(
     num_microbatch: int,
     first_device: int = 0,
 ) -> Timeline:
-    """The timeline of one call on idle devices, named ``dev0``, ``dev1``, ... [Note: schedule rules]."""
+    """Return the timeline of one call on idle devices, named ``dev0``, ``dev1``, ... [Note: schedule rules]."""
     free_s = [0.0] * num_devices
     ready_s = [0.0] * num_microbatch
     spans: list[Span] = []
@@ -61,33 +61,35 @@ def simulate(
 def steady_step_s(
     tasks: Sequence[StageTask], costs: Sequence[LayerCost], *, num_devices: int, num_microbatch: int
 ) -> float:
-    """Seconds from call to call when the same call repeats and the round continues across calls.
+    """Return the seconds from call to call when the same call repeats and round-robin continues across calls.
 
-    A call is issued when the one before has returned: once its losses are known (its fused task is done), or, without
-    a fused task, once all its tasks are done. So the backward tasks of one call run beside the first ones of the next.
-    It also waits for all tasks of the call before that one, whose update made its weights (asynchronous steps).
+    Call k + 1 starts when call k has returned. A call with a fused task returns when that task is done, because its
+    losses are then known; its backward tasks overlap with the first tasks of call k + 1. Other calls return when all
+    their tasks are done. Call k + 1 also waits for all tasks of call k - 1: the update after those tasks made its
+    weights (asynchronous steps).
     """
     seconds = [task_seconds(task, costs) for task in tasks]
     returns_after = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.FUSED), len(tasks) - 1)
     if returns_after == len(tasks) - 1:
-        # Calls do not overlap, so the first of them shows all.
+        # Calls do not overlap, so every call takes as long as the first one.
         return _run_call(seconds, returns_after, num_microbatch, [0.0] * num_devices)[0]
     return _cycle_mean_s(seconds, returns_after, num_microbatch, num_devices)
 
 
 def _cycle_mean_s(seconds: Sequence[float], returns_after: int, num_microbatch: int, num_devices: int) -> float:
-    """The mean over one cycle of calls: what a call meets is how long each device of its round is still busy.
+    """Return the mean seconds per call over one cycle of calls.
 
-    Once a call meets what an earlier call met, everything between the two repeats for ever.
+    The state before a call is how long each device is still busy. When a state repeats, the calls between the two
+    occurrences form a cycle.
     """
-    unit_s = sum(seconds) or 1.0
+    unit_s = sum(seconds) or 1.0  # states are compared relative to it, rounded to 9 digits
     busy_s = [0.0] * num_devices
-    met = {tuple(busy_s): 0}
+    seen = {tuple(busy_s): 0}
     issued_s = [0.0]
     for call in range(1, SETTLING_CALLS + num_devices + 1):
         returned_s, busy_s = _run_call(seconds, returns_after, num_microbatch, busy_s)
         issued_s.append(issued_s[-1] + returned_s)
-        earlier = met.setdefault(tuple(round(left_s / unit_s, 9) for left_s in busy_s), call)
+        earlier = seen.setdefault(tuple(round(left_s / unit_s, 9) for left_s in busy_s), call)
         if earlier != call:
             return (issued_s[call] - issued_s[earlier]) / (call - earlier)
     return (issued_s[-1] - issued_s[-1 - num_devices]) / num_devices
@@ -96,14 +98,15 @@ def _cycle_mean_s(seconds: Sequence[float], returns_after: int, num_microbatch: 
 def _run_call(
     seconds: Sequence[float], returns_after: int, num_microbatch: int, busy_s: Sequence[float]
 ) -> tuple[float, list[float]]:
-    """When the call after one that is issued at 0 is issued, and how long after that each device is busy.
+    """Simulate a call that starts at 0; return when the next call starts and how long each device is busy after that.
 
-    Devices are listed from the one that the call starts with, so the next call finds its own list in the same order.
+    ``busy_s`` begins with the device of the call's first task. The returned list begins with the device of the next
+    call's first task, so it can be passed to the next simulation as it is.
     """
     num_devices = len(busy_s)
     free_s = list(busy_s)
     ready_s = [0.0] * num_microbatch
-    returned_s = max(busy_s)  # the end of the call before: nothing older is left
+    returned_s = max(busy_s)  # wait for all tasks of the call before
     for place, task_s in enumerate(seconds):
         device = place % num_devices
         ready_s = [start_s + task_s for start_s in _starts(ready_s, free_s[device], task_s)]
@@ -115,7 +118,7 @@ def _run_call(
 
 
 def _starts(ready_s: Sequence[float], free_s: float, seconds: float) -> list[float]:
-    """When each microbatch of one task starts: when its input is there and the device has done those before it."""
+    """Return when each microbatch of one task starts: its input is ready and the device is free."""
     starts_s = []
     for microbatch_ready_s in ready_s:
         start_s = microbatch_ready_s if microbatch_ready_s > free_s else free_s

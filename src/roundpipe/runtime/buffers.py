@@ -54,7 +54,7 @@ class StageBuffers:
             new is not old or (new is not None and new._version != version)
             for (old, version), new in zip(self._before, after, strict=True)
         ]
-        replica.note_buffers(self._recall.settings[layer_id].training, were_written=any(changed))
+        replica.behaviour.writes_buffers = bool(replica.behaviour.writes_buffers) or any(changed)
         if any(changed):
             _refuse_shared_writes(replica, changed)
             self._recall.writes_buffers.add(layer_id)

@@ -1,19 +1,16 @@
-"""Brings gradients that have come down into the host's sums.
+"""The way of a layer's gradients from autograd to the host's sums.
 
-One thread per pool. Workers submit; the thread waits for each download, then for the layer's turn, and adds.
-
-The gradients of one layer's parameters on a device, gathered over all microbatches in one flat buffer.
-
-Used by runtime.stage, one per task and layer. The buffer is taken when the first gradient is there and is free again
-when its download has run.
+LayerGradients gathers the gradients of all microbatches in one flat device buffer and downloads it (device thread).
+LandingThread adds what was downloaded to the host's sums, in the order that the store prescribes.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import operator
 import threading
 
 import torch
+from torch import nn
 
 from roundpipe.devices import Event
 from roundpipe.errors import UsageError, add_note
@@ -21,82 +18,116 @@ from roundpipe.monitor import THREAD_PREFIX, Monitor
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import Run
 from roundpipe.runtime.transfer import DeviceBuffers, Transfer
-from roundpipe.store import Layout, ParameterRecord
-from roundpipe.store.gradients import GradientPart
-from roundpipe.store.host_memory import LandingBuffer, LandingBuffers
+from roundpipe.store import HostGradient, Layout, ParameterRecord
+from roundpipe.store.host_memory import LandingBuffers
 from roundpipe.store.layout import lay_out
 
+Download = tuple[list[HostGradient], Event]  # gradients in host memory, which are complete once the event has passed
+_grad_of = operator.attrgetter("grad")
 
-@dataclasses.dataclass(frozen=True)
-class GradientsDown:
-    """Gradients on their way: parts of `buffer`, which are filled once `arrived` has passed."""
 
-    parts: list[tuple[ParameterRecord, torch.Tensor]]
-    buffer: LandingBuffer
-    arrived: Event
+class _TrainedParameters:
+    """The parameters of a replica that train, and the layout of their gradients."""
+
+    def __init__(self, replica: Replica) -> None:
+        pairs = zip(replica.record.parameters, replica.parameters, strict=True)
+        trained = [(record, stand_in) for record, stand_in in pairs if stand_in.requires_grad]
+        self.records: list[ParameterRecord] = [record for record, _ in trained]
+        self.stand_ins: list[nn.Parameter] = [stand_in for _, stand_in in trained]
+        self.layout: Layout = lay_out(self.stand_ins)
+
+    @staticmethod
+    def of(replica: Replica) -> _TrainedParameters:
+        """Made once per replica and set of trained parameters, because a task asks for them at every layer."""
+        cache: dict[tuple[bool, ...], _TrainedParameters] = vars(replica).setdefault("_trained_parameters", {})
+        flags = tuple(map(operator.attrgetter("requires_grad"), replica.parameters))
+        found = cache.get(flags)
+        if found is None:
+            found = cache[flags] = _TrainedParameters(replica)
+        return found
 
 
 class LayerGradients:
+    """The gradients of one layer in one task. The device buffer is free again when its download has run."""
+
     def __init__(self, replica: Replica, buffers: DeviceBuffers) -> None:
-        pairs = zip(replica.record.parameters, replica.parameters, strict=True)
-        self._trained = [(record, stand_in) for record, stand_in in pairs if stand_in.requires_grad]
-        self._layout: Layout = lay_out([stand_in for _, stand_in in self._trained])
+        """`replica` is bound: its parameters have the shapes and requires_grad flags of this task."""
+        self._trained = _TrainedParameters.of(replica)
         self._buffers = buffers
-        self._buffer: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
+        self._buffer: torch.Tensor | None = None  # taken when the first gradient is there
+        self._gathered: list[torch.Tensor | None] = []  # `.grad` of each parameter after the last `gather`
 
     def gather(self) -> None:
-        """Move what a backward has made into the buffer; what is there already was added to in place."""
-        fresh: dict[int, torch.Tensor] = {}
-        for position, (record, stand_in) in enumerate(self._trained):
-            gradient = stand_in.grad
-            if gradient is None or (self._views and gradient is self._views[position]):
-                continue
-            if gradient.layout is not torch.strided:
+        """Move gradients that a backward pass has created into the buffer, and make `.grad` a view of the buffer.
+
+        Later backward passes add to these views in place, so that there is nothing to do after the first microbatch.
+        """
+        stand_ins = self._trained.stand_ins
+        if self._gathered and all(map(operator.is_, map(_grad_of, stand_ins), self._gathered)):
+            return
+        gradients: list[torch.Tensor | None] = [stand_in.grad for stand_in in stand_ins]
+        for record, gradient in zip(self._trained.records, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
                 raise UsageError(
                     f"parameter {record.name!r} has a {gradient.layout} gradient; use dense ones (sparse=False)."
                 )
-            fresh[position] = gradient
-        if not fresh:
-            return
         if self._buffer is None:
-            self._buffer = self._buffers.take(self._layout.total_bytes)
-            self._views = self._layout.views(self._buffer)
-        views = [self._views[position] for position in fresh]
+            if all(gradient is None for gradient in gradients):
+                return
+            self._buffer = self._buffers.take(self._trained.layout.total_bytes)
+        views = _views_of(self._buffer, self._trained.layout)
+        fresh = {i: grad for i, grad in enumerate(gradients) if grad is not None and grad is not views[i]}
         with torch.no_grad():
-            torch._foreach_copy_(views, list(fresh.values()))
-        for position, view in zip(fresh, views, strict=True):
-            self._trained[position][1].grad = view
+            torch._foreach_copy_([views[i] for i in fresh], list(fresh.values()))
+        for i in fresh:
+            stand_ins[i].grad = gradients[i] = views[i]
+        self._gathered = gradients
 
-    def download(self, transfer: Transfer, landing: LandingBuffers) -> GradientsDown | None:
-        """Start their way down; None if there are none. The parameters have no gradients afterwards."""
-        present = [position for position, (_, stand_in) in enumerate(self._trained) if stand_in.grad is not None]
+    def download(self, transfer: Transfer, landing: LandingBuffers) -> Download | None:
+        """Start the download and clear `.grad` of the parameters. Returns None if there is no gradient."""
+        present = [i for i, gradient in enumerate(self._gathered) if gradient is not None]
         if self._buffer is None or not present:
             return None
-        host = landing.take(self._layout.total_bytes)
-        event = transfer.gradients_down(host.memory, self._buffer)
-        self._buffers.give(self._buffer, [event])
-        hosts = host.views(self._layout)
-        parts = [(self._trained[position][0], hosts[position]) for position in present]
+        layout, records = self._trained.layout, self._trained.records
+        host = landing.take(layout.total_bytes, num_gradients=len(present))
+        arrived = transfer.gradients_down(host.memory, self._buffer)
+        self._buffers.give(self._buffer, [arrived])
+        views = host.views(layout)
         self.drop()
-        return GradientsDown(parts, host, event)
+        return [HostGradient(records[i], views[i], host) for i in present], arrived
 
     def drop(self) -> None:
-        for _, stand_in in self._trained:
+        """Clear `.grad` of the parameters and forget the buffer."""
+        for stand_in in self._trained.stand_ins:
             stand_in.grad = None
-        self._buffer, self._views = None, []
+        self._buffer, self._gathered = None, []
 
 
-@dataclasses.dataclass(frozen=True)
+def _views_of(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """A tensor for each place of `layout` in a device buffer.
+
+    They are kept as an attribute of the buffer for the next time it is used, and freed together with it.
+    """
+    cache: dict[int, tuple[Layout, list[torch.Tensor]]] = vars(buffer).setdefault("_roundpipe_views", {})
+    found = cache.get(id(layout))
+    if found is None:
+        found = cache[id(layout)] = (layout, layout.views(buffer))  # keeps the layout alive, so its id stays valid
+    return found[1]
+
+
 class Landing:
-    """The gradients one layer has gathered over all microbatches of a run."""
+    """The downloaded gradients of one layer and run, which are to be added to the host's sums."""
 
-    run: Run
-    layer_id: int
-    sent: GradientsDown | None  # None: the layer has none
+    def __init__(self, run: Run, layer_id: int, sent: Download | None) -> None:
+        """`sent` is None if the layer has no gradients; the layer's turn passes all the same."""
+        self.run, self.layer_id = run, layer_id
+        self.gradients: list[HostGradient] = [] if sent is None else sent[0]  # those that this landing still owns
+        self.arrived: Event | None = None if sent is None else sent[1]
 
 
 class LandingThread:
+    """The thread that adds downloaded gradients to the host's sums; one per pool."""
+
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
         self._waiting: list[Landing] = []
@@ -121,54 +152,59 @@ class LandingThread:
                 add_note(error, f"while landing gradients of layer {landing.layer_id}")
                 landing.run.fail(error)
             finally:
-                if landing.sent is not None:
-                    landing.sent.buffer.let_go()
+                for gradient in landing.gradients:  # of a run that failed
+                    gradient.release()
                 landing.run.landing_done()
-                del landing  # an idle thread keeps no run alive
+                del landing  # an idle thread must not keep a run alive
 
     def _next(self) -> Landing | None:
-        """The first landing whose turn it is; a later one never waits behind one whose turn has not come."""
+        """The first landing that may be added now; one that may not does not hold up the others.
+
+        None when the thread is to stop.
+        """
         with self._monitor:
-            self._monitor.idle_until(lambda: self._stopping or any(map(_has_its_turn, self._waiting)))
-            position = next((i for i, landing in enumerate(self._waiting) if _has_its_turn(landing)), None)
+            self._monitor.idle_until(lambda: self._stopping or any(map(_may_land, self._waiting)))
+            position = next((i for i, landing in enumerate(self._waiting) if _may_land(landing)), None)
             return None if position is None else self._waiting.pop(position)
 
 
-def _has_its_turn(landing: Landing) -> bool:
+def _may_land(landing: Landing) -> bool:
     run = landing.run
     return run.failed or run.store.can_land(run, landing.layer_id, run.generation)
 
 
 def _land(landing: Landing) -> None:
     run, store = landing.run, landing.run.store
-    if landing.sent is not None:
-        landing.sent.arrived.wait()
+    if landing.arrived is not None:
+        landing.arrived.wait()
     store.gradients.add(_complete_parts(landing), lambda: run.failed)
     store.landed(run, landing.layer_id, run.generation)
 
 
-def _complete_parts(landing: Landing) -> list[GradientPart]:
-    """Parts that can be added now. A parameter of several layers waits for all its parts, and these are summed from
-    the last layer to the first, whatever order they arrive in."""
-    run, sent = landing.run, landing.sent
-    parts = {} if sent is None else dict(sent.parts)
-    buffer = None if sent is None else sent.buffer
-    complete = [GradientPart(record, part, buffer) for record, part in parts.items() if record not in run.contributors]
+def _complete_parts(landing: Landing) -> list[HostGradient]:
+    """The gradients of a landing that can be added now.
+
+    The gradient of a parameter that several layers use is the sum of their parts. It is added when all parts are there,
+    and is summed from the last layer to the first, whatever the order in which they arrive.
+    """
+    run, gradients = landing.run, landing.gradients
+    if not run.contributors:
+        return gradients
+    by_record = {gradient.record: gradient for gradient in gradients}
     for record in run.store.layers[landing.layer_id].parameters:
         layers = run.contributors.get(record)
         if layers is None:
             continue
-        gathered = run.shared_parts.setdefault(record, {})
-        part = parts.get(record)
-        gathered[landing.layer_id] = None if part is None else part.clone()  # it outlives its buffer
-        if len(gathered) == len(layers):
-            present = [part for _, part in sorted(gathered.items(), reverse=True) if part is not None]
-            complete += [GradientPart(record, _sum(present))] if present else []
-    return complete
-
-
-def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.add_(part)
-    return total
+        parts = run.shared_parts.setdefault(record, {})
+        gradient = by_record.get(record)
+        parts[landing.layer_id] = None if gradient is None else gradient.tensor.clone()  # outlives the landing buffer
+        if gradient is not None:
+            gradients.remove(gradient)
+            gradient.release()
+        if len(parts) == len(layers):
+            present = [part for _, part in sorted(parts.items(), reverse=True) if part is not None]
+            for part in present[1:]:
+                present[0].add_(part)
+            if present:
+                gradients.append(HostGradient(record, present[0]))
+    return gradients

@@ -7,7 +7,7 @@ through host memory otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,13 @@ from roundpipe.runtime.autograd import Gradients
 from roundpipe.runtime.run import GradientParcel, HostValues, Parcel, Place, Run
 from roundpipe.runtime.transfer import Transfer
 from roundpipe.runtime.values import Bundle
+
+
+class Losses(NamedTuple):
+    """The losses of one microbatch; `is_sequence`: loss_fn returned a sequence, not a tensor."""
+
+    tensors: list[torch.Tensor]
+    is_sequence: bool
 
 
 class StageMail:
@@ -53,9 +60,9 @@ class StageMail:
         host, event = self._transfer.down_bundle(bundle)
         self._run.note_result(self._run.outputs, microbatch, Parcel(host, flags, (event,)))
 
-    def send_losses(self, microbatch: int, losses: Sequence[torch.Tensor], *, is_sequence: bool) -> None:
-        host, event = self._transfer.down(losses)
-        self._run.note_result(self._run.losses, microbatch, (is_sequence, HostValues(list(host), event)))
+    def send_losses(self, microbatch: int, losses: Losses) -> None:
+        host, event = self._transfer.down(losses.tensors)
+        self._run.note_result(self._run.losses, microbatch, (losses.is_sequence, HostValues(list(host), event)))
 
     def label(self, microbatch: int) -> Any:
         bundle = self._run.labels[microbatch]

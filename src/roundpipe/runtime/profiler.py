@@ -1,90 +1,80 @@
-"""Notes what layers take, in time and device memory, while a stage runs them.
+"""Measures the time and device memory of layers while a task runs them, for the planner.
 
-Used by runtime.stage, one per task; a run that is not measured costs nothing. What is noted goes to the planner.
+Knows marks and memory counters, never plans. A run that is not measured costs two attribute reads per layer.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
 from roundpipe.context import LayerPhase
-from roundpipe.devices import Device, MemoryUse
+from roundpipe.devices import Device, Mark, MemoryUse
 from roundpipe.plan import Phase
-from roundpipe.runtime.run import Measurement, Place, Run
+from roundpipe.runtime.run import Measurement, Run
 
-_NOTHING_TO_NOTE = contextlib.nullcontext()
+# Measuring costs the worker time in which it launches nothing, and the first microbatches show enough.
 _TIMED_MICROBATCHES = 3
-_LOSS_BACKWARD_FACTOR = 2  # what a loss keeps has a gradient that comes in, and one that goes out
+_SIZED_MICROBATCHES = 1
+_LOSS_BACKWARD_FACTOR = 2  # everything that a loss keeps gets a gradient, and passes one on
 
 
-class Meter:
-    def __init__(self, run: Run, device: Device, place: Place) -> None:
-        """`place`: says which microbatch is running."""
-        self._run, self._device, self._place = run, device, place
+class Began(NamedTuple):
+    """The state before a layer or the loss ran."""
 
-    def forward(self, layer_id: int, phase: LayerPhase, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        return self._forward(layer_id, phase, inputs) if self._is_on(_TIMED_MICROBATCHES) else _NOTHING_TO_NOTE
+    mark: Mark
+    memory: MemoryUse | None
 
-    def backward(self, layer_id: int) -> AbstractContextManager[None]:
-        return self._backward(layer_id) if self._is_on(_TIMED_MICROBATCHES) else _NOTHING_TO_NOTE
 
-    def _is_on(self, for_microbatches: int) -> bool:
-        """The first few show enough, and each look costs the worker time in which it launches nothing."""
-        return self._run.is_measured and (self._place.microbatch or 0) < for_microbatches
+class LayerProfiler:
+    """The measurements of one task. `is_on` is False where the present microbatch is not measured."""
 
-    def _memory_use(self) -> MemoryUse | None:
-        return self._device.memory_use() if self._is_on(1) else None
+    def __init__(self, run: Run, device: Device) -> None:
+        self._run, self._device = run, device
+        self.is_on = False
+        self._measures_memory = False
+        self._loss_bytes = 0
 
-    @contextlib.contextmanager
-    def _forward(self, layer_id: int, phase: LayerPhase, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        memory_before, start = self._memory_use(), self._device.mark()
-        yield
+    def begin_microbatch(self, microbatch: int) -> None:
+        self.is_on = self._run.is_measured and microbatch < _TIMED_MICROBATCHES
+        self._measures_memory = self.is_on and microbatch < _SIZED_MICROBATCHES
+
+    def begin(self) -> Began | None:
+        """Note the present state; None where the microbatch is not measured."""
+        return Began(self._device.mark(), self._memory_use()) if self.is_on else None
+
+    def end_forward(self, began: Began, layer_id: int, phase: LayerPhase, inputs: Iterable[torch.Tensor]) -> None:
         timed = Phase.RECOMPUTE if phase is LayerPhase.RECOMPUTE else Phase.FORWARD
-        self._run.measurements.append(Measurement(layer_id, timed, start, self._device.mark()))
-        memory_after = self._memory_use()
-        if memory_before is not None and memory_after is not None and phase is not LayerPhase.INFERENCE:
-            kept = max(memory_after.current - memory_before.current, 0)
+        self._run.measurements.append(Measurement(layer_id, timed, began.mark, self._device.mark()))
+        now = self._memory_use()
+        if began.memory is not None and now is not None and phase is not LayerPhase.INFERENCE:
+            kept = max(now.current - began.memory.current, 0)
             self._run.activation_bytes[layer_id] = (kept, sum(tensor.nbytes for tensor in inputs))
 
-    @contextlib.contextmanager
-    def _backward(self, layer_id: int) -> Iterator[None]:
-        start = self._device.mark()
-        yield
-        self._run.measurements.append(Measurement(layer_id, Phase.BACKWARD, start, self._device.mark()))
+    def end_backward(self, began: Began, layer_id: int) -> None:
+        self._run.measurements.append(Measurement(layer_id, Phase.BACKWARD, began.mark, self._device.mark()))
 
-    @contextlib.contextmanager
-    def loss(self, last_layer: int) -> Iterator[LossMemory]:
-        """Around a loss and its backward: all they take at a time counts as kept by the last layer."""
-        is_on = self._is_on(1)
-        memory = LossMemory(self._device if is_on else None)
-        yield memory
-        if is_on and last_layer in self._run.activation_bytes:
-            kept, input_bytes = self._run.activation_bytes[last_layer]
-            self._run.activation_bytes[last_layer] = (kept + memory.most(), input_bytes)
+    def loss_computed(self, began: Began | None) -> None:
+        """The loss exists and its backward follows."""
+        now = self._memory_use()
+        if began is not None and began.memory is not None and now is not None:
+            self._loss_bytes = max(now.current - began.memory.current, 0)
 
+    def end_loss(self, began: Began, last_layer: int) -> None:
+        """The loss's backward is done: count the most it took as kept by the last layer.
 
-class LossMemory:
-    def __init__(self, device: Device | None) -> None:
-        self._device = device
-        self._before = self._use()
-        self._kept = 0
+        The most is known where it exceeds every earlier peak, and estimated otherwise.
+        """
+        now = self._memory_use()
+        if now is None or began.memory is None or last_layer not in self._run.activation_bytes:
+            return
+        most = (1 + _LOSS_BACKWARD_FACTOR) * self._loss_bytes
+        if now.peak > began.memory.peak:
+            most = now.peak - began.memory.current
+        kept, input_bytes = self._run.activation_bytes[last_layer]
+        self._run.activation_bytes[last_layer] = (kept + most, input_bytes)
 
-    def computed(self) -> None:
-        """The loss is there, its backward is still to come."""
-        use = self._use()
-        if use is not None and self._before is not None:
-            self._kept = max(use.current - self._before.current, 0)
-
-    def most(self) -> int:
-        """Known where it was more than was ever in use before; estimated otherwise."""
-        after, before = self._use(), self._before
-        if after is not None and before is not None and after.peak > before.peak:
-            return after.peak - before.current
-        return (1 + _LOSS_BACKWARD_FACTOR) * self._kept
-
-    def _use(self) -> MemoryUse | None:
-        return None if self._device is None else self._device.memory_use()
+    def _memory_use(self) -> MemoryUse | None:
+        return self._device.memory_use() if self._measures_memory else None

@@ -29,10 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 from roundpipe.context import gradient_hook_context
 from roundpipe.errors import UsageError
-from roundpipe.module_copy import translated
+from roundpipe.module_copy import copy_tree
 from roundpipe.runtime.transfer import duplicate
 from roundpipe.runtime.values import Bundle
-from roundpipe.store import BufferRecord, LayerRecord, ParameterRecord
+from roundpipe.store import LayerRecord, Layout, ParameterRecord
 
 Hook = Callable[[torch.Tensor], Any]
 
@@ -120,12 +120,6 @@ def _refuse_multi_grad_hooks(hooks: ParameterHooks) -> None:
             )
 
 
-# Set elsewhere, or tied to the original's tensors.
-_NOT_SYNCED = frozenset({"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl"})
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
-_MISSING = object()
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerSettings:
     """What a call fixes of a layer when it begins: later changes by the user must not reach its recomputation."""
@@ -145,71 +139,77 @@ class LayerSettings:
         return any(self.requires_grad)
 
 
+@dataclasses.dataclass
+class Behaviour:
+    """What forwards of a layer have shown with certain training flags. Until the first one the worst is assumed."""
+
+    is_known: bool = False
+    changes_input: bool = True
+    draws_on_host: bool = True
+    writes_buffers: bool | None = None  # None: not known
+    returns_own_memory: bool = True  # outputs lie in its weights or buffers, which the task does not keep
+    # Of forwards with grad; None before the first one.
+    leaves_device: bool | None = None  # its autograd graph has nodes on another device
+    calls_autograd: bool | None = None  # its forward computes gradients
+
+    @property
+    def suits_one_graph(self) -> bool:
+        """Whether the layer may share an autograd graph with the layers around it."""
+        knows_graph = self.leaves_device is False and self.calls_autograd is False
+        return knows_graph and not (self.changes_input or self.returns_own_memory)
+
+
 class Replica:
-    def __init__(self, record: LayerRecord, device: torch.device) -> None:
+    """A layer's module on one device. Between `bind` and `unbind` it can run."""
+
+    def __init__(self, record: LayerRecord, image_layout: Layout, device: torch.device) -> None:
         self.record = record
+        self.image_layout = image_layout
         self.parameters = [_stand_in(p.param, device) for p in record.parameters]
         self._nothing = [p.data for p in self.parameters]
-        swaps: dict[int, Any] = {
-            id(original.param): stand_in for original, stand_in in zip(record.parameters, self.parameters, strict=True)
-        }
-        self._pairs: list[_ModulePair] = []
-        self.module = self._replicate(_uncompiled(record.module), swaps)
-        for pair in self._pairs:
-            pair.sync(swaps)
-        self._swaps = swaps
-        self._buffer_homes = {id(pair.original): pair.replica for pair in self._pairs}
-        self._changes_input: dict[bool, bool] = {}
-        self._draws_on_host: dict[bool, bool] = {}
-        self._writes_buffers: dict[tuple[bool, ...], bool] = {}
+        stand_ins = {id(p.param): new for p, new in zip(record.parameters, self.parameters, strict=True)}
+        self.module, self._pairs = copy_tree(
+            record.module,
+            parameter=lambda param: stand_ins.get(id(param), param),
+            unwrap=_uncompiled,
+            not_followed=frozenset({"training"}),  # set by `bind`
+        )
+        copies = {id(pair.original): pair.copy for pair in self._pairs}
+        # In the order of LayerSettings.training. The store refuses models whose modules have changed.
+        self._modules = [copies[id(_uncompiled(module))] for module in record.module.modules()]
+        self._buffer_homes = [(copies[id(buffer.owner)], buffer.key) for buffer in record.buffers]
+        self._behaviours: dict[tuple[bool, ...], Behaviour] = {}
+        self.behaviour = Behaviour()  # with the training flags it is bound with
         self._image_address = 0
         self._hook_handles: list[RemovableHandle] = []
 
-    # What runs so far have shown of the layer, apart for training and evaluation; until then the worst is assumed.
-
-    def has_run(self) -> bool:
-        return self.module.training in self._changes_input
-
-    def may_change_input(self) -> bool:
-        return self._changes_input.get(self.module.training, True)
-
-    def may_draw_on_host(self) -> bool:
-        return self._draws_on_host.get(self.module.training, True)
-
-    def may_write_buffers(self, training: tuple[bool, ...]) -> bool:
-        """`training`: the modes of its modules, as in LayerSettings."""
-        return bool(self.record.buffers) and self._writes_buffers.get(training, True)
-
-    def note_buffers(self, training: tuple[bool, ...], *, were_written: bool) -> None:
-        self._writes_buffers[training] = were_written or self._writes_buffers.get(training, False)
-
-    def note_behaviour(self, *, changed_input: bool, drew_on_host: bool | None) -> None:
-        if changed_input and not self.may_change_input():
-            raise UsageError(
-                f"layer {self.record.layer_id} changed its input in place, which it had not done before; a layer must "
-                "either always or never do so. Use an out-of-place operation."
+    def behaviour_with(self, settings: LayerSettings) -> Behaviour:
+        known = self._behaviours.get(settings.training)
+        if known is None:
+            known = self._behaviours[settings.training] = Behaviour(
+                writes_buffers=None if self.record.buffers else False
             )
-        mode = self.module.training
-        self._changes_input[mode] = changed_input or self._changes_input.get(mode, False)
-        if drew_on_host is not None:
-            self._draws_on_host[mode] = drew_on_host or self._draws_on_host.get(mode, False)
+        return known
 
-    def bind(self, image: torch.Tensor, settings: LayerSettings, hooks: Sequence[ParameterHooks] = ()) -> None:
-        """Point the parameters into `image`, with the settings the call began with and the user's attributes of now."""
-        views = self.record.image.views(image)
-        self._image_address = image.untyped_storage().data_ptr()
+    def bind(
+        self, views: Sequence[torch.Tensor], settings: LayerSettings, hooks: Sequence[ParameterHooks] = ()
+    ) -> None:
+        """Point the parameters to `views` of the layer's image, with the call's settings and the user's attributes."""
+        self._image_address = views[0].untyped_storage().data_ptr() if views else 0
         for stand_in, view, trains in zip(self.parameters, views, settings.requires_grad, strict=True):
             stand_in.data = view
-            stand_in.grad = None
-            stand_in.requires_grad_(trains)
+            if stand_in.requires_grad is not trains:
+                stand_in.requires_grad_(trains)
         for of_parameter in hooks:
             self._hook_handles += of_parameter.attach(self.parameters[of_parameter.position])
         for pair in self._pairs:
-            pair.sync(self._swaps)
-        for module, training in zip(self.record.module.modules(), settings.training, strict=True):
-            self._swaps[id(_uncompiled(module))].__dict__["training"] = training
+            pair.sync()
+        for module, training in zip(self._modules, settings.training, strict=True):
+            module.__dict__["training"] = training
+        self.behaviour = self.behaviour_with(settings)
 
     def unbind(self) -> None:
+        """Release the image, gradients, hooks and buffers, and drop attributes that were not written back."""
         for stand_in, nothing in zip(self.parameters, self._nothing, strict=True):
             stand_in.data = nothing
             stand_in.grad = None
@@ -217,87 +217,51 @@ class Replica:
             self._hook_handles.pop().remove()
         for pair in self._pairs:
             pair.drop_changes()
-        self.set_buffers([None] * len(self.record.buffers))
+        for module, key in self._buffer_homes:
+            module._buffers[key] = None
+
+    def note_forward(self, *, changed_input: bool, drew_on_host: bool | None, returned_own_memory: bool) -> None:
+        """Remember what a forward did; `drew_on_host` is None where nobody watched."""
+        known = self.behaviour
+        if changed_input:
+            self.refuse_new_change_of_input()
+        known.changes_input = changed_input or (known.is_known and known.changes_input)
+        known.returns_own_memory = returned_own_memory or (known.is_known and known.returns_own_memory)
+        if drew_on_host is not None:
+            known.draws_on_host = drew_on_host or (known.is_known and known.draws_on_host)
+        known.is_known = True
+
+    def refuse_new_change_of_input(self) -> None:
+        """Raise if a layer that never changed its input in place has now done so: its input may be copied late."""
+        if self.behaviour.is_known and not self.behaviour.changes_input:
+            raise UsageError(
+                f"layer {self.record.layer_id} changed its input in place, which it had not done before; a layer must "
+                "either always or never do so. Use an out-of-place operation."
+            )
 
     def write_attributes_back(self) -> None:
         for pair in self._pairs:
             pair.write_back()
 
     def set_buffers(self, values: Sequence[torch.Tensor | None]) -> None:
-        for record, value in zip(self.record.buffers, values, strict=True):
-            self._home(record)._buffers[record.key] = value
+        for (module, key), value in zip(self._buffer_homes, values, strict=True):
+            module._buffers[key] = value
 
     def get_buffers(self) -> list[torch.Tensor | None]:
-        return [self._home(record)._buffers.get(record.key) for record in self.record.buffers]
+        return [module._buffers.get(key) for module, key in self._buffer_homes]
 
-    def apart(self, bundle: Bundle) -> Bundle:
-        """The bundle, with copies of what lies in the layer's own weights or buffers: those outlive no stage."""
+    def copy_own_memory(self, bundle: Bundle) -> tuple[Bundle, bool]:
+        """Return the bundle with copies of tensors in the layer's weights or buffers, and whether there are any.
+
+        Weights and buffers may be overwritten once the task is done with the layer.
+        """
         own = {b.untyped_storage().data_ptr() for b in self.get_buffers() if b is not None} | {self._image_address}
         own.discard(0)
-        return bundle.map(lambda t: duplicate(t) if _memory_of(t) in own else t)
-
-    def _home(self, record: BufferRecord) -> nn.Module:
-        return self._buffer_homes[id(record.owner)]
-
-    def _replicate(self, module: nn.Module, swaps: dict[int, Any]) -> nn.Module:
-        if id(module) in swaps:
-            known: nn.Module = swaps[id(module)]
-            return known
-        copy = module.__class__.__new__(module.__class__)
-        swaps[id(module)] = copy
-        own = copy.__dict__
-        own["_parameters"] = {k: _swap(p, swaps) for k, p in module._parameters.items()}
-        own["_buffers"] = dict(module._buffers)
-        own["_modules"] = {
-            k: None if child is None else self._replicate(_uncompiled(child), swaps)
-            for k, child in module._modules.items()
-        }
-        self._pairs.append(_ModulePair(module, copy))
-        return copy
-
-
-class _ModulePair:
-    """A module of the user's and its replica; `_synced` is what both had when they last agreed."""
-
-    def __init__(self, original: nn.Module, replica: nn.Module) -> None:
-        self.original, self.replica = original, replica
-        self._synced: dict[str, Any] = {}
-        self._given: dict[str, Any] = {}
-
-    def sync(self, swaps: dict[int, Any]) -> None:
-        """User to replica: whatever the user has changed since the last time."""
-        source = self.original.__dict__
-        for key, value in source.items():
-            if key in _NOT_SYNCED or self._synced.get(key, _MISSING) is value:
-                continue
-            self._synced[key] = value
-            self._given[key] = translated(value, self.original, self.replica, swaps)
-            self.replica.__dict__[key] = self._given[key]
-        for key in [key for key in self._synced if key not in source]:
-            del self._synced[key], self._given[key]
-            self.replica.__dict__.pop(key, None)
-
-    def write_back(self) -> None:
-        """Replica to user: plain values a forward has set. See [Note: attributes]."""
-        for key, value in self._changes().items():
-            self._synced[key] = self._given[key] = value
-            self.original.__dict__[key] = value
-
-    def drop_changes(self) -> None:
-        """Forget plain values that were set since the replica and the user's module last agreed."""
-        for key in self._changes():
-            if key in self._given:
-                self.replica.__dict__[key] = self._given[key]
-            else:
-                del self.replica.__dict__[key]
-
-    def _changes(self) -> dict[str, Any]:
-        given = self._given
-        return {
-            key: value
-            for key, value in self.replica.__dict__.items()
-            if given.get(key, _MISSING) is not value and key not in _NOT_SYNCED and isinstance(value, _PLAIN)
-        }
+        is_own = [_memory_of(tensor) in own for tensor in bundle.tensors]
+        if not any(is_own):
+            return bundle, False
+        pairs = zip(bundle.tensors, is_own, strict=True)
+        return bundle.with_tensors([duplicate(tensor) if mine else tensor for tensor, mine in pairs]), True
 
 
 def _stand_in(param: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -314,7 +278,3 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     """A module wrapped by torch.compile runs eagerly: its compiled code is tied to the original's tensors."""
     inner = module._modules.get("_orig_mod")
     return inner if inner is not None and type(module).__name__ == "OptimizedModule" else module
-
-
-def _swap(value: Any, swaps: dict[int, Any]) -> Any:
-    return swaps.get(id(value), value)

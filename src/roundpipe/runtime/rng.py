@@ -1,43 +1,44 @@
-"""Settings of the calling thread that decide what its kernels compute, carried over to the workers.
+"""The settings under which layers compute: random seeds, autocast and thread count.
 
-Captured once per call, entered around every layer and loss function.
-
-Random streams belong to (call, layer, microbatch), never to a device: this is where their seeds come from.
+Random streams belong to (call, layer, microbatch), never to a device, so that a call draws the same numbers on any
+number of devices and a recomputation draws what the forward drew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
 
 _MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def draw_call_seed() -> int:
-    """One number from torch's default generator, in the calling thread: `torch.manual_seed` repeats a run."""
+    """Draw one number from torch's default generator on the calling thread: `torch.manual_seed` repeats a call."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
-def stream_seed(call_seed: int, layer_id: int, microbatch: int, drawn_anew: bool) -> int:
-    """A seed of 63 bits; `drawn_anew` gives a recomputation that shall not repeat forward a stream of its own."""
-    state = call_seed & _MASK
-    for part in (layer_id, microbatch, int(drawn_anew)):
-        state = _mix((state + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK)
-    return state >> 1
+def mixed(state: int, *parts: int) -> int:
+    """Return a state of 64 bits that depends on every bit of `state` and `parts` (splitmix64)."""
+    state &= _MASK
+    for part in parts:
+        state = (state + _GOLDEN * (part + 1)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
 
 
-def _mix(value: int) -> int:
-    """The splitmix64 finaliser: every input bit reaches every output bit."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+def stream_seed(layer_state: int, microbatch: int, *, is_new: bool) -> int:
+    """Return the seed of one layer and microbatch.
 
-
-_NOTHING_TO_ENTER = contextlib.nullcontext()
+    layer_state: `mixed(call_seed, layer_id)`.
+    is_new: gives a recomputation that must not repeat the forward's numbers a different seed.
+    """
+    return mixed(layer_state, microbatch, int(is_new)) >> 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,8 @@ class _Autocast:
 
 @dataclasses.dataclass(frozen=True)
 class Ambient:
+    """Settings of the thread that made a call which decide what its kernels compute; workers take them over."""
+
     autocasts: tuple[_Autocast, ...]
     cache_enabled: bool
     num_threads: int
@@ -60,18 +63,29 @@ class Ambient:
         )
         return cls(autocasts, torch.is_autocast_cache_enabled(), torch.get_num_threads())
 
-    def entered(self) -> AbstractContextManager[None]:
-        # Threads beside the caller's have a thread count of their own, and sums on the CPU depend on it.
+    def set_threads(self) -> None:
+        """Use the caller's number of threads on this thread: sums on the CPU depend on it."""
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
-        return self._casting() if any(cast.enabled for cast in self.autocasts) else _NOTHING_TO_ENTER
 
-    @contextlib.contextmanager
-    def _casting(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return a context manager, to be entered around each layer by itself: leaving it clears the cache of casts.
+
+        The same object may be entered again after it was left.
+        """
+        enabled = [cast for cast in self.autocasts if cast.enabled]
+        return _Casting(enabled, self.cache_enabled) if enabled else contextlib.nullcontext()
+
+
+class _Casting(AbstractContextManager[None]):
+    def __init__(self, casts: list[_Autocast], cache_enabled: bool) -> None:
+        self._casts, self._cache_enabled = casts, cache_enabled
+
+    def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            for cast in self.autocasts:
-                if cast.enabled:
-                    stack.enter_context(
-                        torch.autocast(cast.device_type, dtype=cast.dtype, cache_enabled=self.cache_enabled)
-                    )
-            yield
+            for cast in self._casts:
+                stack.enter_context(torch.autocast(cast.device_type, cast.dtype, cache_enabled=self._cache_enabled))
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._entered.close()

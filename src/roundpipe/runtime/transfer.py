@@ -20,6 +20,7 @@ import torch
 from roundpipe.devices import Device, Event, StreamKind
 from roundpipe.errors import UsageError
 from roundpipe.runtime.values import Bundle
+from roundpipe.store import Layout
 from roundpipe.store.layout import dense_stride, span_elements
 
 
@@ -31,6 +32,8 @@ class DeviceBuffers:
         self._writer, self._reader = writer, reader
         self._free: dict[int, deque[tuple[torch.Tensor, Sequence[Event]]]] = defaultdict(deque)
         self._total_bytes = 0
+        # By the ids of a buffer and of a layout, both of which exist as long as the entry.
+        self._views: dict[int, dict[int, tuple[Layout, list[torch.Tensor]]]] = {}
 
     def take(self, num_bytes: int, room_bytes: int = 0) -> torch.Tensor:
         """A buffer that the writer may write from now on. `room_bytes`: what all of them may take, if need be."""
@@ -55,9 +58,23 @@ class DeviceBuffers:
     def give(self, buffer: torch.Tensor, free_after: Sequence[Event]) -> None:
         self._free[buffer.numel()].append((buffer, free_after))
 
+    def views(self, buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+        """Return the tensors of `layout` in a buffer, those of an earlier call where there was one.
+
+        Making views takes much longer than finding them, and so does hashing a layout: equal ones should be one object.
+        """
+        of_buffer = self._views.setdefault(id(buffer), {})
+        known = of_buffer.get(id(layout))
+        if known is None:
+            known = of_buffer[id(layout)] = (layout, layout.views(buffer))
+        return known[1]
+
     def release_unused(self) -> None:
         """Free buffers go back to the allocator."""
-        self._total_bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
+        for size, buffers in self._free.items():
+            self._total_bytes -= size * len(buffers)
+            for buffer, _ in buffers:
+                self._views.pop(id(buffer), None)
         self._free.clear()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:

@@ -1,91 +1,100 @@
-"""Gradients gathered in host memory since the optimizer last took them.
+"""The host's sums of gradients, from the first landing after a step until the next step takes them.
 
-The landing thread adds, the optimizer thread takes, callers look and drop. One lock makes each of these whole; their
-order is LayerStore's business. Knows no device and no call.
+The landing thread adds, the optimizer thread takes, callers read and drop. One lock makes each operation atomic; the
+order of the operations is decided by LayerStore. Knows no device and no call.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
-from roundpipe.store.host_memory import LandingBuffer
-from roundpipe.store.records import Gathered, ParameterRecord
-
-
-@dataclasses.dataclass(frozen=True)
-class GradientPart:
-    """What one call adds to a parameter's gradient: memory of a landing buffer, or the part's own."""
-
-    record: ParameterRecord
-    tensor: torch.Tensor
-    buffer: LandingBuffer | None = None
+from roundpipe.store.records import HostGradient, ParameterRecord
 
 
 class HostGradients:
+    """The sums of all parameters of one model, kept in `ParameterRecord.gathered`.
+
+    Also the GradientSource of optimizer copies outside steps: a copy then shows the sum of its parameter.
+    """
+
     def __init__(self, parameters: Sequence[ParameterRecord]) -> None:
         self._parameters = parameters
         self._lock = threading.Lock()
-        self.num_additions = 0  # only ever grows: tells whether anything came since one looked
+        self.num_additions = 0  # grows with every addition: an unchanged number means that no sum has changed
 
-    def add(self, parts: Sequence[GradientPart], cancelled: Callable[[], bool]) -> None:
-        """Put each part onto the sum so far; the first part is the sum, as with autograd, and stays where it is."""
+    def add(self, gradients: list[HostGradient], cancelled: Callable[[], bool]) -> None:
+        """Add each gradient to the sum of its parameter. Does nothing if the run was cancelled.
+
+        Removes from the list what it has added; the caller still owns the rest. The first gradient of a parameter
+        becomes the sum without a copy, as in autograd.
+        """
         with self._lock, torch.no_grad():
             if cancelled():
                 return
-            for part in parts:
-                self._add_one(part)
+            self.num_additions += len(gradients)
+            while gradients:
+                gradient = gradients[-1]
+                total = gradient.record.gathered
+                if total is None:
+                    gradient.record.gathered = gradients.pop()
+                else:
+                    total.tensor.add_(gradient.tensor)
+                    gradients.pop().release()
 
     def has_any(self) -> bool:
         return any(record.gathered is not None for record in self._parameters)
 
-    def drop(self) -> None:
-        """Forget everything gathered, here and in `param.grad`."""
-        with self._lock:
-            for record in self._parameters:
-                record.exposed, record.param.grad = False, None
-                self._forget(record)
-
-    def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, Gathered]:
-        """What is gathered is the caller's now, to be let go; sums start anew."""
+    def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, HostGradient]:
+        """Hand the sums of `records` to the caller, who releases them; the next gradient starts a new sum."""
         with self._lock:
             taken = {}
             for record in records:
-                self._conceal(record)
+                if record.exposed:
+                    _conceal(record)
                 if record.gathered is not None:
                     taken[record], record.gathered = record.gathered, None
             return taken
 
-    def drop_one(self, record: ParameterRecord) -> None:
-        """Forget what is gathered for one parameter, here and in `param.grad`."""
-        with self._lock:
-            self._conceal(record)
-            self._forget(record)
-
-    def expose(self) -> None:
-        """Let `param.grad` of every parameter show what is gathered."""
+    def drop(self) -> None:
+        """Forget all sums, and clear `.grad` of every parameter, also where the user has set it."""
         with self._lock:
             for record in self._parameters:
+                record.exposed, record.param.grad = False, None
+                _forget(record)
+
+    # Shown as `.grad` of the user's parameters.
+
+    def expose(self) -> None:
+        """Set `.grad` of every parameter to its sum."""
+        with self._lock:
+            for record in self._parameters:
+                if record.gathered is not None and not record.exposed:
+                    # Landing buffers use their views again: what the user does to this tensor object must not stay.
+                    record.gathered.tensor = record.gathered.tensor.detach()
                 record.param.grad = None if record.gathered is None else record.gathered.tensor
                 record.exposed = record.gathered is not None
 
     def conceal(self) -> None:
-        """Take `param.grad` back: what is gathered now belongs to a step, what the user adds later to the next one."""
+        """Clear `.grad` where it shows a sum: a step will take the sum, and later additions belong to the next step."""
         with self._lock:
             for record in self._parameters:
-                self._conceal(record)
+                _conceal(record)
 
     def touched_by_user(self) -> list[ParameterRecord]:
-        """Parameters whose `.grad` is not what we showed last: set, replaced or cleared by the user."""
-        return [record for record in self._parameters if record.param.grad is not _shown(record)]
+        """Parameters whose `.grad` the user has set, replaced or cleared since it was exposed or concealed."""
+        return [
+            record
+            for record in self._parameters
+            if record.param.grad is not (record.gathered.tensor if record.exposed and record.gathered else None)
+        ]
 
     def adopt_touched(self, records: Sequence[ParameterRecord]) -> None:
-        """Follow the user: a cleared gradient is dropped, a replaced one taken, a new one added.
+        """Follow the user's changes of `.grad`: drop a sum that was cleared, take one that was replaced, add a new one.
 
-        One assignment makes each of them the host's: after an interrupt none is lost or counted twice.
+        Each sum changes by one assignment, so an interrupt neither loses a gradient nor counts it twice.
         """
         with self._lock, torch.no_grad():
             for record in records:
@@ -93,49 +102,32 @@ class HostGradients:
                 new = None if record.exposed else old
                 if users is not None:
                     own = torch.empty_like(record.weights, memory_format=torch.preserve_format).copy_(users)
-                    new = Gathered(own if new is None else new.tensor + own)
+                    new = HostGradient(record, own if new is None else new.tensor + own)
                 record.gathered, record.param.grad, record.exposed = new, None, False
                 if old is not None and new is not old:
-                    old.let_go()
+                    old.release()
 
-    def _add_one(self, part: GradientPart) -> None:
-        record = part.record
-        self.num_additions += 1
-        if record.gathered is not None:
-            record.gathered.tensor.add_(part.tensor)
-            return
-        record.gathered = Gathered(part.tensor, part.buffer)
-        if part.buffer is not None:
-            part.buffer.hold()
-
-    @staticmethod
-    def _forget(record: ParameterRecord) -> None:
-        if record.gathered is not None:
-            record.gathered.let_go()
-            record.gathered = None
-
-    @staticmethod
-    def _conceal(record: ParameterRecord) -> None:
-        if record.exposed:
-            record.param.grad, record.exposed = None, False
-
-
-class GatheredGradient:
-    """What is gathered for one parameter, seen from its optimizer's copy outside a step; a GradientSource."""
-
-    def __init__(self, gradients: HostGradients, record: ParameterRecord) -> None:
-        self._gradients, self._record = gradients, record
+    # Shown as `.grad` of optimizer copies outside steps; see GradientSource.
 
     def is_usable(self) -> bool:
         return True
 
-    def get(self) -> torch.Tensor | None:
-        return None if self._record.gathered is None else self._record.gathered.tensor
+    def gradient_of(self, record: ParameterRecord) -> torch.Tensor | None:
+        return None if record.gathered is None else record.gathered.tensor
 
-    def release(self) -> None:
-        """The copy has another gradient now, or none: what was gathered for it is not to be stepped with."""
-        self._gradients.drop_one(self._record)
+    def release(self, record: ParameterRecord) -> None:
+        """Drop the sum of one parameter: its optimizer copy has a gradient tensor or none instead."""
+        with self._lock:
+            _conceal(record)
+            _forget(record)
 
 
-def _shown(record: ParameterRecord) -> torch.Tensor | None:
-    return record.gathered.tensor if record.exposed and record.gathered is not None else None
+def _forget(record: ParameterRecord) -> None:
+    if record.gathered is not None:
+        record.gathered.release()
+        record.gathered = None
+
+
+def _conceal(record: ParameterRecord) -> None:
+    if record.exposed:
+        record.param.grad, record.exposed = None, False

@@ -1,28 +1,16 @@
-"""Pins tensors in the memory they have.
+"""Host memory: how much is available, exact-size buffers in it, and the pages that are pinned.
 
-Owned by LayerStore when a model is wrapped with pin_model="register".
+Reads /proc and the control group. Knows byte sizes and layouts, never layers or optimizers. What allocates a buffer or
+registers pages also closes them; closing only unpins, because tensors may still use the memory.
 
-[Note: whose pages] CUDA refuses a copy that begins in registered memory and ends outside of it. Memory that is not ours
-alone has neighbours, so a page is registered only when one tensor fills it; and unless a tensor is whole pages, the
-page of its first byte is left out, so that the user can go on copying it as a whole. Our own copies are cut where
-registration begins and ends.
+[Note: one storage per tensor] A layer's weights lie in one buffer, so that they move in one copy. Each tensor of the
+buffer nevertheless has its own storage object over its part of the memory: torch.save writes the whole storage of a
+tensor, and other libraries take tensors that share a storage for tied weights.
 
-How much host memory there is, and whether what is asked for fits.
-
-Asked by the store and by optimizers before they take memory. Reads /proc and the control group; takes nothing itself.
-
-One exact-size piece of host memory, pinned or not.
-
-Allocated by the store. Rounded up to whole pages and no further; whoever allocates it closes it.
-
-[Note: one storage per tensor] A layer's weights lie in one buffer, so that they move in one copy. The tensors handed to
-the user must not show that: torch.save writes the whole storage of a tensor, and other libraries take tensors of one
-storage for tied weights. So each tensor of a buffer has a storage of its own, over its part of the same memory.
-
-Host memory that gradients come down into, one piece per layer, used again.
-
-Owned by LayerStore; workers take, whoever has used the last gradient of a piece gives it back. Pieces are exactly as
-large as the gradients, and pinned where weights are.
+[Note: registered pages] CUDA refuses a copy that begins in registered memory and ends outside of it. A page may hold
+several tensors, so only pages that one tensor fills are registered. Unless a tensor consists of whole pages, the page
+of its first byte is left out too: then the user's own copy of the whole tensor begins in unregistered memory and works.
+Our copies are divided where registration begins and ends.
 """
 
 from __future__ import annotations
@@ -51,8 +39,11 @@ _REFUSE, _WARN, _OFF = _POLICIES = ("refuse", "warn", "off")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+# Available memory.
+
+
 def available_host_bytes() -> int | None:
-    """What this process can still take without being killed; None where the system does not tell."""
+    """Bytes that this process can still allocate without being killed; None if the system does not tell."""
     limits = [value for value in (_meminfo_available(), _cgroup_available()) if value is not None]
     return min(limits) if limits else None
 
@@ -60,9 +51,10 @@ def available_host_bytes() -> int | None:
 def require_host_memory(
     needs: Mapping[str, int], what: str, advice: str, *, async_needs: Mapping[str, int] = {}, async_advice: str = ""
 ) -> None:
-    """Refuse with a table when the sum of `needs` (bytes) exceeds what is available.
+    """Raise HostMemoryError with a table if the sum of `needs` (bytes by name) exceeds the available memory.
 
-    async_needs: what asynchronous steps take on top. If only that does not fit, the table is logged as a warning.
+    `async_needs` is what asynchronous steps need in addition. If only these do not fit, the table is logged as a
+    warning. ROUNDPIPE_HOST_MEMORY_CHECK turns the error into a warning or the check off.
     """
     policy = _policy()
     available = None if policy == _OFF else available_host_bytes()
@@ -88,7 +80,7 @@ def require_host_memory(
 
 
 def memory_table(rows: Mapping[str, int]) -> str:
-    """Names and bytes, one pair a line."""
+    """A text table of names and sizes in GB, one row per line."""
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {value / 1e9:12.3f} GB" for name, value in rows.items())
 
@@ -129,7 +121,7 @@ def _cgroup_available() -> int | None:
 
 
 def _reclaimable_bytes() -> int:
-    """File pages the kernel gives back under pressure; they count as used in the control group."""
+    """Bytes of file pages, which the system frees under pressure but counts as used in the control group."""
     for name in ("memory.stat", "memory/memory.stat"):
         try:
             pairs = dict(line.split() for line in (_CGROUP / name).read_text().splitlines())
@@ -139,12 +131,17 @@ def _reclaimable_bytes() -> int:
     return 0
 
 
+# Buffers.
+
 HUGE_PAGE_BYTES = 2 << 20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; others refuse it, and pages are made when they are first written
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; older systems refuse it and create pages at the first write
 
 
 class HostBuffer:
-    """`tensor` is the memory as flat bytes, zero-filled. Views keep the memory alive; `close` only unpins it."""
+    """Zero-filled host memory of an exact size, pinned if a pinner is given and can pin it.
+
+    `tensor` is the whole memory as flat bytes. Views keep the memory alive; `close` only unpins it.
+    """
 
     def __init__(self, num_bytes: int, pinner: HostPinner | None) -> None:
         self._pages = _map_pages(num_bytes) if num_bytes else None
@@ -156,7 +153,7 @@ class HostBuffer:
         return self.tensor.numel()
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
-        """The tensors of a layout in this memory: see [Note: one storage per tensor]."""
+        """A tensor for each place of a layout, see [Note: one storage per tensor]."""
         return [place.shaped(self._piece(place.offset_bytes, place.num_bytes)) for place in layout.places]
 
     def _piece(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
@@ -171,7 +168,10 @@ class HostBuffer:
 
 
 def host_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros of a dense tensor's shape, type and layout, in huge pages where there are any: long loops run faster."""
+    """Zeros with the shape, dtype and strides of a dense tensor.
+
+    Large ones lie in huge pages if the system has any: loops over them cause fewer page-table misses.
+    """
     if tensor.nbytes < HUGE_PAGE_BYTES:
         return torch.zeros_like(tensor, memory_format=torch.preserve_format)
     flat = HostBuffer(tensor.nbytes, None).tensor.view(tensor.dtype)
@@ -179,7 +179,7 @@ def host_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_pages_ready(tensor: torch.Tensor) -> None:
-    """Have the system make the pages of a dense tensor now, values untouched; it may be in use meanwhile."""
+    """Create the memory pages of a dense tensor now, without changing values; other threads may use the tensor."""
     if sys.platform != "linux" or not tensor.nbytes:
         return
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -197,27 +197,26 @@ def _map_pages(num_bytes: int) -> Any:
 
 
 class LandingBuffer:
-    """One piece. It goes back to the others when nobody holds it any more."""
+    """Host memory that the gradients of one layer are downloaded into, used again once all of them are released."""
 
     def __init__(self, owner: LandingBuffers, host: HostBuffer) -> None:
+        self.memory = host.tensor
         self._owner, self._host = owner, host
-        self._holders = 0
-
-    @property
-    def memory(self) -> torch.Tensor:
-        return self._host.tensor
+        self._views: dict[int, tuple[Layout, list[torch.Tensor]]] = {}  # by id of the layout, which is kept alive
+        self.holders = 0  # gradients that are not released yet; guarded by the owner's lock
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
-        return self._host.views(layout)
+        """A tensor for each place of a layout. Later calls return the same objects: making them takes microseconds."""
+        found = self._views.get(id(layout))
+        if found is None:
+            found = self._views[id(layout)] = (layout, self._host.views(layout))
+        return found[1]
 
-    def hold(self) -> None:
+    def release(self) -> None:
+        """One of the gradients is not needed any more."""
         with self._owner.lock:
-            self._holders += 1
-
-    def let_go(self) -> None:
-        with self._owner.lock:
-            self._holders -= 1
-            if not self._holders:
+            self.holders -= 1
+            if not self.holders:
                 self._owner.free[len(self._host)].append(self)
 
     def close(self) -> None:
@@ -225,21 +224,23 @@ class LandingBuffer:
 
 
 class LandingBuffers:
+    """All landing buffers of one model, by size."""
+
     def __init__(self, pinner: HostPinner | None) -> None:
         self.lock = threading.Lock()
         self.free: dict[int, list[LandingBuffer]] = defaultdict(list)
         self._pinner = pinner
         self._all: list[LandingBuffer] = []
 
-    def take(self, num_bytes: int) -> LandingBuffer:
-        """A piece of this size that nobody uses, held once for the caller."""
+    def take(self, num_bytes: int, num_gradients: int) -> LandingBuffer:
+        """A buffer that is not in use. It is free again after `release` was called `num_gradients` times."""
         with self.lock:
             buffer = self.free[num_bytes].pop() if self.free[num_bytes] else None
         if buffer is None:
             buffer = LandingBuffer(self, HostBuffer(num_bytes, self._pinner))
             with self.lock:
                 self._all.append(buffer)
-        buffer.hold()
+        buffer.holders = num_gradients
         return buffer
 
     def close(self) -> None:
@@ -247,10 +248,15 @@ class LandingBuffers:
             buffer.close()
 
 
+# Pinning memory that was allocated elsewhere.
+
+
 class RegisteredPages:
+    """The pages of the user's tensors that are pinned where they lie; see [Note: registered pages]."""
+
     def __init__(self, tensors: Sequence[torch.Tensor], pinner: HostPinner) -> None:
         self._pinner = pinner
-        self._pinned: list[range] = []  # ascending, apart
+        self._pinned: list[range] = []  # addresses, ascending and disjoint
         for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
             pages = _pages_inside(tensor)
             overlaps = self._pinned and pages.start < self._pinned[-1].stop
@@ -259,9 +265,9 @@ class RegisteredPages:
         self._edges = sorted({edge for pages in self._pinned for edge in (pages.start, pages.stop)})
 
     def cuts(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The bytes of a tensor before which a copy of it must be cut, in ascending order."""
+        """The byte offsets in a tensor at which a copy of it must be divided, ascending."""
         if not _is_dense(tensor):
-            return ()  # it is packed before it is copied
+            return ()  # such a tensor is packed into other memory before it is copied
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         inside = self._edges[bisect.bisect_right(self._edges, start) : bisect.bisect_left(self._edges, end)]
         return tuple(edge - start for edge in inside)
@@ -273,7 +279,7 @@ class RegisteredPages:
 
 
 def _pages_inside(tensor: torch.Tensor) -> range:
-    """Addresses of the pages to register; none for a tensor with gaps."""
+    """The addresses of the pages to register for a tensor; an empty range for a tensor with gaps."""
     if not _is_dense(tensor):
         return range(0)
     page = mmap.PAGESIZE

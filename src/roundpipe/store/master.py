@@ -1,31 +1,28 @@
-"""The optimizer's copy of a parameter, whose gradient comes down in low precision and is made a tensor on demand.
+"""The optimizer's copy of a parameter (its master), a tensor subclass that users get from `optim_parameters()`.
 
-Made by Masters, handed to users by `optim_parameters()`. Inside a step its gradient may still be on its way: whoever
-asks for `.grad` waits for it and gets it in the copy's own precision; an optimizer that can use it as it lies asks for
-`low_gradient()`. Knows where its gradient comes from only by GradientSource.
+Two things make it cheap. Its gradient stays in host memory in the dtype in which a device computed it; reading `.grad`
+converts it, and inside a step waits until it has landed. A float32 copy of a bfloat16 weight needs no memory for values
+while no operation reads them. Knows where its gradient comes from only by GradientSource, and neither steps nor layers.
 
-[Note: values without memory] A float32 copy of a bfloat16 weight begins as a SplitValue and has no memory of its own.
-An operation that needs its values gives it memory; only questions about shape and type do not. The one-pass optimizer
-works on the split value under `lock`, so that no other thread joins it meanwhile.
+[Note: values without memory] A float32 copy of a bfloat16 weight begins as a HalvedMaster: the weight is the high half
+of each value, and only the low halves take memory. An operation that needs the values gives the copy memory; one that
+asks for shape or dtype does not. The one-pass optimizer works on the two halves under `lock`, so that no other thread
+joins them meanwhile.
 
-[Note: giving memory back] A copy becomes a SplitValue again when no operation runs on it, no other tensor or array
-shares its memory, and its weight still is its value rounded, so that no bit is lost. Splitting and joining cost time:
-a copy that is looked at in every step, as by an optimizer of torch, keeps its memory. A look is an operation that needs
-values; an interval reaches from the end of one step to the end of the next. Memory goes back
-- between steps and when a step begins, if the copy was looked at since the last one, unless that has become a habit;
-- when a step ends, if the copy was not looked at in this interval.
-An autograd graph refers to the copy itself, not to its memory. After an operation with gradients the memory therefore
-goes back at the end of a later interval only; backward through a graph that old raises, as after an update in place.
-
-A float32 value kept as the bfloat16 number it rounds to, and the 16 bits which that one lacks.
-
-What an optimizer's copy is while nobody looks at it: devices need the bfloat16 weight anyway, so the copy costs half of
-what it would. Joining gives back every bit; the C source of the one-pass kernel explains how, and does the same.
+[Note: giving memory back] A copy becomes a HalvedMaster again when no operation runs on it, no other tensor or array
+shares its memory, and its weight still equals its rounded value, so that no bit is lost. Converting costs time: a copy
+whose values are read in every step, as by an optimizer of torch, keeps its memory. An interval reaches from the end of
+one step to the end of the next. Memory is given back
+- between steps and when a step begins, if values were read since the last step, unless that happened in every one of
+  the last intervals;
+- when a step ends, if values were not read in this interval.
+An autograd graph refers to the copy itself, not to its memory. After an operation with gradients the memory is
+therefore given back at the end of a later interval only; backward through a graph that old raises, as after an update
+in place.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -43,43 +40,49 @@ _HALF = 0x8000
 _CHUNK = 1 << 20  # elements that are converted at a time, so that intermediate results stay small
 
 
-class SplitValue:
-    def __init__(self, weight: torch.Tensor) -> None:
-        """The value of `weight` itself; memory for the lower bits is taken when they are first needed."""
+class HalvedMaster:
+    """float32 values kept as two halves: the bfloat16 numbers they round to, and the 16 bits which those lack.
+
+    Devices need the bfloat16 weight anyway, so the values cost half of a float32 tensor. Joining the halves restores
+    every bit: [Note: halved masters] in one_pass_adam.c explains how, and the C code does the same.
+    """
+
+    def __init__(self, weight: torch.Tensor, low: torch.Tensor | None = None, ties: torch.Tensor | None = None) -> None:
+        """Without `low` the values are exactly those of `weight`, until memory for the low halves is first needed."""
         self.weight = weight
-        self._low: torch.Tensor | None = None
-        self._ties: torch.Tensor | None = None
+        self._low, self._ties = low, ties
 
     @property
     def low(self) -> torch.Tensor:
-        """The lower 16 bits, in the order in which the weight lies in memory."""
+        """The low 16 bits of each value, flat, in the order of the weight's memory."""
         if self._low is None:
             self._low = HostBuffer(2 * self.weight.numel(), None).tensor.view(torch.int16)
         return self._low
 
     @property
-    def low_bytes_to_come(self) -> int:
-        return 2 * self.weight.numel() if self._low is None else 0
-
-    @property
     def ties(self) -> torch.Tensor:
-        """A bit for each number; it counts where the lower bits are just half of the upper ones' last."""
+        """One bit for each value; it tells whether a value half way between two bfloat16 numbers was rounded up."""
         if self._ties is None:
             self._ties = HostBuffer(-(-self.weight.numel() // 8), None).tensor
         return self._ties
 
+    @property
+    def low_bytes_to_come(self) -> int:
+        """Bytes that `low` will allocate when it is first needed."""
+        return 2 * self.weight.numel() if self._low is None else 0
+
     def become(self, weight: torch.Tensor) -> None:
-        """The value is that of `weight` from now on."""
+        """Set the values to those of `weight`."""
         self.weight, self._low, self._ties = weight, None, None
 
     def joined(self) -> torch.Tensor:
-        """The value as a tensor of its own, with the strides of the weight."""
+        """The values as a new float32 tensor with the strides of the weight."""
         made = torch.empty_like(self.weight, dtype=torch.float32, memory_format=torch.preserve_format)
         self.join_into(made)
         return made
 
     def join_into(self, to: torch.Tensor) -> None:
-        """Write the value into a float32 tensor of the weight's shape and strides."""
+        """Write the values into a float32 tensor of the weight's shape and strides."""
         if self._low is None:
             to.copy_(self.weight)
             return
@@ -94,16 +97,16 @@ class SplitValue:
             torch.bitwise_or(upper << 16, lower, out=bits[piece])
 
     def take(self, values: torch.Tensor) -> bool:
-        """Be the value of `values`, float32 with the weight's shape and strides; reads the weight, never writes it.
+        """Store `values`, a float32 tensor of the weight's shape and strides, in the low halves; reads the weight only.
 
-        Returns False, with nothing changed, unless joining would give back every bit: the weight must be `values`
-        rounded, and no NaN among them.
+        Returns False and changes nothing unless joining would restore every bit: the weight must equal `values`
+        rounded, and no value may be NaN.
         """
-        other = SplitValue(self.weight)
+        other = HalvedMaster(self.weight)
         weight, bits = _flat(self.weight).view(torch.int16), _flat(values).view(torch.int32)
         for start in range(0, self.weight.numel(), _CHUNK):
             piece = slice(start, start + _CHUNK)
-            lower = other.low[piece].copy_(bits[piece])  # the lower half, as a signed number
+            lower = other.low[piece].copy_(bits[piece])  # keeps the low 16 bits, as a signed number
             rise = weight[piece] - (bits[piece] >> 16).to(torch.int16)
             is_tie, went_up = lower == -_HALF, rise == 1
             if not torch.where(is_tie, went_up | (rise == 0), rise == (lower < 0)).all():
@@ -115,23 +118,24 @@ class SplitValue:
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """The bits of bytes, lowest first."""
+    """The bits of a uint8 tensor as booleans, the lowest bit of each byte first."""
     return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
 
 
 def _packed(flags: torch.Tensor) -> torch.Tensor:
-    """Bytes whose bits, lowest first, are `flags`."""
+    """Booleans as bits of a uint8 tensor, the lowest bit of each byte first."""
     whole = torch.zeros(-(-len(flags) // 8) * 8, dtype=torch.uint8)
     whole[: len(flags)] = flags
     return (whole.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of memory."""
+    """The elements of a dense tensor in the order of memory."""
     return dense.as_strided((dense.numel(),), (1,))
 
 
-_HABIT = 8  # looks in a row after which a copy keeps its memory
+_HABIT = 8  # intervals in a row with reads of values after which a copy keeps its memory
+# The attributes of torch.Tensor themselves, below the properties that OptimizerCopy defines over them.
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _ATTRIBUTES = (
@@ -143,7 +147,7 @@ _METHODS = (
     *("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__"),
 )
 _FUNCTIONS = ("zeros_like", "empty_like", "ones_like", "full_like", "numel", "is_floating_point", "is_complex")
-_ABOUT_SHAPE_AND_TYPE = frozenset(
+_NEED_NO_VALUES = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in (*_ATTRIBUTES, "grad")),
         *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
@@ -153,38 +157,30 @@ _ABOUT_SHAPE_AND_TYPE = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class LowGradient:
-    """A gradient in host memory, in the precision it was computed in, and what it is still to be multiplied by."""
-
-    tensor: torch.Tensor
-    factors: tuple[float, ...] = ()
-
-    def materialised(self, dtype: torch.dtype) -> torch.Tensor:
-        value = self.tensor.to(dtype, copy=True)
-        for factor in self.factors:
-            value.mul_(factor)
-        return value
-
-
 class GradientSource(Protocol):
-    """Where one step's gradient of one copy comes from."""
+    """Where the gradients of optimizer copies come from: a step's update of a layer, or the host's sums.
+
+    `record` is the ParameterRecord that the copy was given together with the source.
+    """
 
     def is_usable(self) -> bool:
-        """Whether the calling thread carries the step out."""
+        """Whether the calling thread may read the gradient: only the one that runs the step, inside a step."""
 
-    def get(self) -> torch.Tensor | None:
-        """Wait for it; None if there is none. The memory stays valid until `release`."""
+    def gradient_of(self, record: Any) -> torch.Tensor | None:
+        """The gradient in host memory; waits until it has landed. None if there is none. Valid until `release`."""
 
-    def release(self) -> None:
-        """It is not needed any more."""
+    def release(self, record: Any) -> None:
+        """The copy does not need the gradient any more."""
 
 
 class GradientOwner(Protocol):
-    """The model whose gradients an optimizer's copies get outside of steps."""
+    """The model whose gradients its optimizer copies show outside steps."""
 
     def gradients_wanted(self) -> None:
-        """Give all copies a source for what was gathered since the last step, unless a step has done so."""
+        """Call `begin_view` of all copies, so that they show the gradients gathered since the last step.
+
+        Does nothing inside a step, where copies have the step's gradients.
+        """
 
 
 class CopyHome(Protocol):
@@ -194,42 +190,45 @@ class CopyHome(Protocol):
 
 
 class OptimizerCopy(nn.Parameter):
-    """A parameter like any other, until it has a gradient source."""
+    """An nn.Parameter with the values of one of the model's parameters, in the optimizer's dtype."""
 
+    # Gradient.
     home: Callable[[], CopyHome | None] | None = None  # weak, so that an optimizer does not keep a model alive
-    source: GradientSource | None = None  # of the latest step, while its gradient may be needed
-    is_pending = False  # whether its gradient is still the source's
-    _is_viewed = False  # whether the source is what was gathered so far, looked at outside a step
-    _is_shown = False  # while viewed: whether `.grad` is a tensor made from the source's gradient
-    _factors: tuple[float, ...] = ()
-    _seen_version = 0
+    source: GradientSource | None = None  # of the latest step or view, while its gradient may be needed
+    record: Any = None  # together with `source`: the ParameterRecord by which the source knows this copy
+    is_pending = False  # the gradient is the source's and not yet added to `.grad`
+    factors: tuple[float, ...] = ()  # numbers by which the pending gradient is still to be multiplied, in order
+    _is_viewed = False  # the source is the host's sum, read outside a step
+    _is_shown = False  # while viewed: `.grad` is a tensor made from the sum
+    # Values.
+    halves: HalvedMaster | None = None  # the values, while the copy has no memory for them
+    lock = process_rlock()  # guards `halves` and the memory; each copy that can be halved has its own lock
+    _weight: torch.Tensor | None = None  # of a copy that can be halved: the weight last written from the values
+    _uses: list[None]  # of a copy that can be halved: one entry for each operation that runs on its memory
+    _was_read = False  # values were read in this interval
+    _reads_in_a_row = 0  # consecutive intervals before this one in which values were read
+    _may_be_in_graph = False  # an operation with gradients was applied to the copy in this interval
+    _address_is_known = False  # data_ptr() was called: code outside Python may use the memory, so it must stay
+    _seen_version = 0  # `_version` when `forget_touches` was called
     _data_was_handed_out = False
-    split_value: SplitValue | None = None  # the value, while there is no memory for it
-    lock = process_rlock()  # of each copy that can be split its own
-    _weight: torch.Tensor | None = None  # of a copy that can be split: the weight that was last made of its value
-    _uses: list[None]  # one entry for each operation that runs on the memory of a copy that can be split
-    _was_looked_at = False  # in this interval
-    _looks_in_a_row = 0  # intervals before this one, without a gap, in which it was looked at
-    _may_be_in_graph = False  # an operation with gradients was applied to it in this interval
-    _address_is_known = False  # outside of Python's sight: its memory stays where it is
-    when_training: Callable[[], None] | None = None  # called once, when its model begins to train
+    when_training: Callable[[], None] | None = None  # called once, when the model begins to train
 
     @classmethod
     def of_weight(cls, weight: torch.Tensor, dtype: torch.dtype) -> OptimizerCopy:
-        """A copy of a dense weight; without memory of its own where that can be."""
-        is_split = weight.dtype is torch.bfloat16 and dtype is torch.float32 and weight.numel() > 0
-        is_split = is_split and dense_stride(weight) == tuple(weight.stride())
+        """A copy of `weight` in `dtype`; a dense bfloat16 weight in float32 takes no memory for values."""
+        is_halved = weight.dtype is torch.bfloat16 and dtype is torch.float32 and weight.numel() > 0
+        is_halved = is_halved and dense_stride(weight) == tuple(weight.stride())
         memory = torch.empty_like(weight, dtype=dtype, memory_format=torch.preserve_format)
-        copy = cls(_without_memory(memory) if is_split else memory.copy_(weight))
-        if is_split:
-            copy.split_value, copy.lock = SplitValue(weight), process_rlock()
+        copy = cls(_without_memory(memory) if is_halved else memory.copy_(weight))
+        if is_halved:
+            copy.halves, copy.lock = HalvedMaster(weight), process_rlock()
             copy._weight, copy._uses = weight, []
         copy.forget_touches()
         return copy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ABOUT_SHAPE_AND_TYPE:
+        if func in _NEED_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         copies = [value for value in tree_leaves((args, kwargs)) if isinstance(value, OptimizerCopy)]
@@ -238,7 +237,7 @@ class OptimizerCopy(nn.Parameter):
             for copy in copies:
                 copy._begin_use()
                 used.append(copy)
-                copy.mark_touched()  # not every kernel that writes leaves a trace in version counters
+                copy.mark_touched()  # not every kernel that writes changes the version counter
                 copy._address_is_known |= func is torch.Tensor.data_ptr
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
@@ -251,213 +250,217 @@ class OptimizerCopy(nn.Parameter):
                 copy._end_use()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain parameter it looks like: steps and locks are this process's."""
+        """Pickle as a plain nn.Parameter: sources and locks belong to this process."""
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
-    # Memory for its value. See [Note: giving memory back].
+    # Memory for values. See [Note: giving memory back].
 
     def take_memory(self) -> None:
-        """Be a tensor like any other."""
+        """Give the copy memory for its values, so that it is a tensor like any other."""
         with self.lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if self.split_value is not None:
+            if self.halves is not None:
                 value = host_zeros_like(self)
-                self.split_value.join_into(value)
+                self.halves.join_into(value)
                 _DATA.__set__(self, value)
-                self.split_value = None
+                self.halves = None
 
     def rest_between_steps(self) -> None:
-        """Give memory back that was taken since the last step, unless that is a habit."""
-        if self._was_looked_at and self._looks_in_a_row < _HABIT and not self._may_be_in_graph:
+        """Give back memory that was taken since the last step, unless values are read in every interval."""
+        if self._was_read and self._reads_in_a_row < _HABIT and not self._may_be_in_graph:
             self._give_memory_back()
 
     def rest_after_step(self) -> None:
-        if not self._was_looked_at:
-            self._give_memory_back()
-        self._looks_in_a_row = self._looks_in_a_row + 1 if self._was_looked_at else 0
-        self._was_looked_at = self._may_be_in_graph = False
+        """End an interval. Give memory back if values were not read in it."""
+        if self._was_read:
+            self._reads_in_a_row += 1
+        else:
+            self._reads_in_a_row = 0
+            if self.halves is None and self._weight is not None:
+                self._give_memory_back()
+        self._was_read = self._may_be_in_graph = False
 
     def _begin_use(self) -> None:
-        """Have memory until `_end_use`. What the operation returns shares the memory, or does not need it."""
+        """Have memory until `_end_use`. A result of the operation either shares the memory or does not need it."""
         if self._weight is not None:
             with self.lock:
                 self.take_memory()
                 self._uses.append(None)
-                self._was_looked_at = True
+                self._was_read = True
 
     def _end_use(self) -> None:
         if self._weight is not None:
             self._uses.pop()
 
     def _give_memory_back(self) -> None:
-        if self._weight is None or self.split_value is not None or not self.lock.acquire(blocking=False):
+        if self._weight is None or self.halves is not None or not self.lock.acquire(blocking=False):
             return
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                if self.split_value is None and not self._uses and self._could_be_split(self._weight):
-                    value = SplitValue(self._weight)
-                    if value.take(_DATA.__get__(self)):
-                        self._become_split(value)
+                if self.halves is None and not self._uses and self._could_be_halved(self._weight):
+                    halves = HalvedMaster(self._weight)
+                    if halves.take(_DATA.__get__(self)):
+                        self._become_halved(halves)
         finally:
             self.lock.release()
 
-    def _could_be_split(self, weight: torch.Tensor) -> bool:
+    def _could_be_halved(self, weight: torch.Tensor) -> bool:
         fits = self.dtype is torch.float32 and self.shape == weight.shape and self.stride() == weight.stride()
         return fits and not self._address_is_known and _memory_users(self) == _memory_users_of_one_tensor()
 
-    def _become_split(self, value: SplitValue) -> None:
+    def _become_halved(self, halves: HalvedMaster) -> None:
         was_touched = self.was_touched()
-        self.split_value = value
+        self.halves = halves
         _DATA.__set__(self, _without_memory(self))
-        torch.autograd.graph.increment_version(self)  # a graph that needs the value must not read what is not there
+        # A graph that saved the values must raise in backward instead of reading memory that is gone.
+        torch.autograd.graph.increment_version(self)
         if not was_touched:
             self.forget_touches()
 
     # The weight.
 
     def write_weight(self, to: torch.Tensor) -> None:
-        """Let `to` be the value, rounded."""
+        """Write the values, rounded, into the weight `to`."""
         with self.lock, torch.no_grad():
-            if self.split_value is None:
+            if self.halves is None:
                 to.copy_(self.values())
-            elif to is not self.split_value.weight:
-                to.copy_(self.split_value.weight)
+            elif to is not self.halves.weight:
+                to.copy_(self.halves.weight)
             self.weight_was_written(to)
 
     def weight_was_written(self, weight: torch.Tensor) -> None:
-        """`weight` is the value, rounded."""
-        with self.lock:
-            if self._weight is not None:
-                self._weight = weight
-            if self.split_value is not None:
-                self.split_value.weight = weight
+        """Note that `weight` now holds the rounded values. The caller holds `lock`."""
+        if self._weight is not None:
+            self._weight = weight
+        if self.halves is not None:
+            self.halves.weight = weight
 
     def lies_in(self, memory: torch.Tensor) -> bool:
-        """Whether `memory` holds a part of the value."""
-        return self.split_value is not None and self.split_value.weight is memory
+        """Whether `memory` holds the high halves of the values."""
+        return self.halves is not None and self.halves.weight is memory
 
     def weights_swapped(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """The contents of two memories have changed places."""
+        """Note that the contents of two weights were exchanged."""
         with self.lock:
             if self._weight is not None:
                 self.weight_was_written(other if self._weight is one else one)
 
     def follow_weight(self, weight: torch.Tensor) -> None:
-        """The user has written into the weight: that is the value now."""
+        """Set the values to those of `weight`, which the user has written."""
         with self.lock, torch.no_grad():
-            if self.split_value is None:
+            if self.halves is None:
                 self.copy_(weight)
             else:
-                self.split_value.become(weight)
+                self.halves.become(weight)
             self.weight_was_written(weight)
 
-    # What the step does.
+    # The gradient inside steps.
 
-    def begin_step(self, source: GradientSource) -> None:
-        """From now on the gradient is that of `source`; one that was not cleared since an earlier step is added to.
+    def begin_step(self, source: GradientSource, record: Any = None) -> None:
+        """Take the gradient from `source` from now on. A gradient left from an earlier step is added to.
 
-        What the user did to the gradient before the step, while it was viewed, counts in the step.
+        Changes that the user made to `.grad` before the step, while it was viewed, count in the step.
         """
         if self._is_shown:
-            source.release()  # the tensor in `.grad` stands for it
+            source.release(record)  # `.grad` is already a tensor with the same sum
         elif self.is_pending and not self._is_viewed:
             self._materialise()
-        is_pending, factors = not self._is_shown, self._factors if self._is_viewed else ()
+        is_pending, factors = not self._is_shown, self.factors if self._is_viewed else ()
         self._is_viewed = self._is_shown = False
-        self.source, self.is_pending, self._factors = source, is_pending, factors
+        self.source, self.record, self.is_pending, self.factors = source, record, is_pending, factors
 
     def end_step(self, *, keeps_source: bool = False) -> None:
-        """A gradient that was not cleared stays, as torch has it: the next step's is added to it.
+        """Make a gradient that was not cleared a tensor in `.grad`, as torch has it: the next one is added to it.
 
-        `keeps_source`: it stays as it came and is made a tensor only if that is asked for.
+        `keeps_source`: leave it with the source until `.grad` is read. A plain loop clears gradients after the step.
         """
         if keeps_source:
             return
         if self.is_pending:
             self._materialise()
-        self.source = None
+        self.source = self.record = None
 
-    # What the user does outside steps.
+    # The gradient outside steps.
 
-    def begin_view(self, gathered: GradientSource) -> None:
-        """Let `.grad` show what was gathered since the last step, until the next call into the model."""
-        if self.is_pending:  # of an earlier step, and not cleared since: it is added to
+    def begin_view(self, sums: GradientSource, record: Any) -> None:
+        """Show the host's sum in `.grad`, until `end_view`."""
+        if self.is_pending:  # a gradient of an earlier step that was not cleared: the sum is added to it
             self._materialise()
-        self.source, self.is_pending, self._is_viewed = gathered, True, True
+        self.source, self.record, self.is_pending, self._is_viewed = sums, record, True, True
 
     def end_view(self) -> None:
-        """What is gathered stays so unless the user has changed it; then it is this copy's own gradient."""
+        """Leave the sum to the host if the user has not changed it; otherwise the gradient is now this copy's own."""
         if not self._is_viewed:
             return
-        if self._is_shown and self._shows_source_gradient():
+        if self._is_shown and self._shows_sum():
             _GRAD.__set__(self, None)
             self._is_shown = False
-        if self.is_pending and self._factors:
+        if self.is_pending and self.factors:
             self._materialise()
         if self.is_pending:
             self.is_pending = False
         else:
-            self._let_go()
-        self.source, self._is_viewed = None, False
+            self.drop_pending()
+        self.source, self.record, self._is_viewed = None, None, False
 
-    def _shows_source_gradient(self) -> bool:
-        """Whether `.grad` still has the value it was made with: writes leave no certain trace in version counters."""
+    def _shows_sum(self) -> bool:
+        """Whether `.grad` still equals the sum. Compares values: not every write changes the version counter."""
         assert self.source is not None
-        shown, tensor = _GRAD.__get__(self), self.source.get()
-        if shown is None or tensor is None:
-            return False
-        return torch.equal(shown, LowGradient(tensor).materialised(self.dtype))
+        shown, total = _GRAD.__get__(self), self.source.gradient_of(self.record)
+        return shown is not None and total is not None and torch.equal(shown, total.to(self.dtype))
 
     def drop_gradient(self) -> None:
-        """As `grad = None`, for the model itself, which has seen to what was gathered."""
-        self._let_go()
+        """Set `.grad` to None without asking for gradients gathered outside steps; inside a step there are none."""
+        self.drop_pending()
         _GRAD.__set__(self, None)
 
-    # What an optimizer does that works in one pass.
+    # For code that works on gradients as they lie in host memory.
 
     @property
     def has_only_low_gradient(self) -> bool:
-        """Whether its gradient lies in host memory as it came, and nothing from an earlier step is to be added to."""
-        self._see_gradients()
-        return self._is_low()
-
-    def _is_low(self) -> bool:
+        """Whether the gradient is pending, and no tensor of an earlier step is to be added to it."""
+        self.see_gradients()
         return self.is_pending and _GRAD.__get__(self) is None
 
+    def low_gradient(self) -> torch.Tensor | None:
+        """The pending gradient in host memory, still to be multiplied by `factors`.
+
+        None if there is no gradient, or if `.grad` is already a tensor.
+        """
+        if not self.is_pending or self.source is None or _GRAD.__get__(self) is not None:
+            return None
+        return self.source.gradient_of(self.record)
+
+    def scale_gradient(self, factor: float) -> None:
+        """Multiply the pending gradient by `factor` when it is used."""
+        self.factors += (factor,)
+
     def memory_of_step(self) -> list[torch.Tensor]:
-        """What it will need beside its weight once it is stepped."""
+        """The memory beside weight and gradient that a one-pass step will write."""
         with self.lock:
-            return [] if self.split_value is None else [self.split_value.low]
+            return [] if self.halves is None else [self.halves.low]
 
     def bytes_to_come(self, *, in_one_pass: bool) -> int:
-        """Memory that its value will take beyond what it has, once it is stepped."""
+        """Bytes for values that the next step will allocate."""
         with self.lock:
-            if self.split_value is None:
+            if self.halves is None:
                 return 0
-            return self.split_value.low_bytes_to_come if in_one_pass else self.nbytes
+            return self.halves.low_bytes_to_come if in_one_pass else self.nbytes
 
     def values(self) -> torch.Tensor:
-        """Its memory as a plain tensor, for whoever needs no trace of what is written. Does not count as a look."""
+        """The values as a plain tensor over the copy's memory. Writes leave no trace; does not count as a read."""
         with self.lock, torch._C.DisableTorchFunctionSubclass():
             self.take_memory()
             plain: torch.Tensor = _DATA.__get__(self)
             return plain
 
-    def low_gradient(self) -> LowGradient | None:
-        """The gradient as it lies in host memory; None if there is none, or if `.grad` is a tensor by now."""
-        if not self._is_low():
-            return None
-        assert self.source is not None
-        tensor = self.source.get()
-        return None if tensor is None else LowGradient(tensor, self._factors)
-
-    def scale_gradient(self, factor: float) -> None:
-        """As `grad.mul_(factor)`, without making it a tensor."""
-        self._factors += (factor,)
-
-    # Whether somebody else may have written into it.
+    # Writes by code that we do not see.
 
     def was_touched(self) -> bool:
-        return self._data_was_handed_out or self._version != self._seen_version
+        """Whether values may have been written since `forget_touches`."""
+        if self._data_was_handed_out:
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._version != self._seen_version
 
     def forget_touches(self) -> None:
         self._data_was_handed_out, self._seen_version = False, self._version
@@ -465,9 +468,11 @@ class OptimizerCopy(nn.Parameter):
     def mark_touched(self) -> None:
         self._data_was_handed_out = True
 
+    # The attributes of a parameter.
+
     @property
     def data(self) -> torch.Tensor:
-        self._data_was_handed_out = True  # writes through it leave no trace
+        self._data_was_handed_out = True  # writes through it do not change the version counter
         self._begin_use()
         try:
             data: torch.Tensor = _DATA.__get__(self)
@@ -486,7 +491,7 @@ class OptimizerCopy(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        self._see_gradients()
+        self.see_gradients()
         if self.is_pending and self.source is not None and self.source.is_usable():
             self._materialise()
         grad: torch.Tensor | None = _GRAD.__get__(self)
@@ -494,38 +499,44 @@ class OptimizerCopy(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self._see_gradients()  # what was gathered before is replaced, too
-        self._let_go()
+        self.see_gradients()  # the assignment also replaces what was gathered before
+        self.drop_pending()
         _GRAD.__set__(self, value)
 
-    def _see_gradients(self) -> None:
+    def see_gradients(self) -> None:
+        """Outside steps: let all copies of the model show the gradients gathered so far."""
         home = None if self.home is None else self.home()
         if home is not None and home.gradient_owner is not None:
             home.gradient_owner.gradients_wanted()
 
     def _materialise(self) -> None:
+        """Add the pending gradient to `.grad`, in the dtype of the copy."""
         assert self.source is not None
-        tensor, own = self.source.get(), _GRAD.__get__(self)
-        if tensor is not None:  # without no_grad(): a Ctrl-C while that is left would leave gradients off
-            value = LowGradient(tensor, self._factors).materialised(self.dtype)
+        low, own = self.source.gradient_of(self.record), _GRAD.__get__(self)
+        # Without no_grad(), which is not needed here: a Ctrl-C while it exits would leave gradients disabled.
+        if low is not None:
+            value = low.to(self.dtype, copy=True)
+            for factor in self.factors:
+                value.mul_(factor)
             if own is None:
                 _GRAD.__set__(self, value)
             else:
                 own.detach().add_(value)
-        if self._is_viewed and tensor is not None and own is None and not self._factors:
+        if self._is_viewed and low is not None and own is None and not self.factors:
             self.is_pending, self._is_shown = False, True
         else:
-            self._let_go()
+            self.drop_pending()
 
-    def _let_go(self) -> None:
-        was_held = self.is_pending or self._is_shown
-        self.is_pending, self._is_shown, self._factors = False, False, ()
-        if was_held and self.source is not None:
-            self.source.release()
+    def drop_pending(self) -> None:
+        """Give up the source's gradient, if it is still needed; `.grad` stays as it is."""
+        was_needed = self.is_pending or self._is_shown
+        self.is_pending, self._is_shown, self.factors = False, False, ()
+        if was_needed and self.source is not None:
+            self.source.release(self.record)
 
 
 def _without_memory(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, type and strides whose storage has no bytes yet."""
+    """A tensor of the same shape, dtype and strides whose storage has no bytes."""
     made = torch.empty_like(like, requires_grad=False, memory_format=torch.preserve_format)
     made.untyped_storage().resize_(0)
     return made
@@ -536,7 +547,7 @@ def _has_graph(result: Any) -> bool:
 
 
 def _memory_users(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """A measure of how many tensors, arrays and storages share a tensor's memory; None where torch does not tell."""
+    """A measure of how many tensors, arrays and storages share a tensor's memory; None if torch does not tell."""
     storage = tensor.untyped_storage()
     count = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else (count(storage._cdata), sys.getrefcount(storage))
@@ -544,8 +555,8 @@ def _memory_users(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 @functools.cache
 def _memory_users_of_one_tensor() -> tuple[int, int] | str:
-    """That measure for memory which one tensor alone has."""
+    """The measure of `_memory_users` for memory that only one tensor uses."""
     with torch._C.DisableTorchFunctionSubclass():
         alone = OptimizerCopy(torch.empty(1))
-        _memory_users(alone)  # torch may keep the storage's Python object from the first look on
+        _memory_users(alone)  # torch may keep the storage's Python object after the first access
         return _memory_users(alone) or "unknown"

@@ -1,16 +1,8 @@
-"""The host's side of all layers: who may read or write which weights and gradients, and when.
+"""The host's side of all layers of one model: who may read or write which weights and gradients, and when.
 
-Opened by api for one model; used by runtime (uploads, landings), by optim.stepper (gradients, weights) and by api.
-All waiting goes through the monitor; the rules themselves are LayerSlot's. Knows no schedule and no optimizer.
-
-What a layer is made of, and whether it still is what was wrapped.
-
-Used by LayerStore before every call. Devices run copies made of the modules found at wrapping time, so a parameter or
-submodule put in later would be left out in silence. Looks at identities only, never at values.
-
-The optimizer's copies of the trainable parameters.
-
-Made on demand; read and written by the optimizer thread (and by callers while it is idle). Knows no optimizer.
+Three parts: Masters makes the optimizer copies, Composition checks that the model is still the one that was wrapped,
+and LayerStore owns everything and decides when gradients may land and be taken. All waiting goes through the monitor;
+the rules themselves are LayerSlot's. Knows no schedule and no optimizer.
 """
 
 from __future__ import annotations
@@ -39,15 +31,76 @@ from roundpipe.store.weights import LayerWeights
 _MISSING = object()
 
 
+_LOW_PRECISIONS = (torch.bfloat16, torch.float16)
+
+
+class Masters:
+    """The optimizer copies of one model, made on demand."""
+
+    def __init__(
+        self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None, home: Callable[[], CopyHome | None]
+    ) -> None:
+        """`optim_dtype`: of all copies; None: each has the dtype of its parameter. `home`: a weak reference."""
+        self._layers = layers
+        self.optim_dtype = optim_dtype
+        self._home = home
+        self._may_lose_updates = optim_dtype is None and any(
+            record.weights.dtype in _LOW_PRECISIONS for layer in layers for record in layer.parameters
+        )
+
+    def rearrange(self, layers: Sequence[LayerRecord]) -> None:
+        """Continue with other layers over the same parameters."""
+        self._layers = layers
+
+    def of(self, record: ParameterRecord) -> OptimizerCopy:
+        """The optimizer's copy of a parameter; the first call makes it from the current weights."""
+        if record.master is None:
+            record.master = OptimizerCopy.of_weight(record.weights, self.optim_dtype or record.weights.dtype)
+            record.master.home = self._home
+        return record.master
+
+    def has_own_precision(self, record: ParameterRecord) -> bool:
+        """Whether the optimizer's copy has another dtype than the parameter."""
+        return self.optim_dtype is not None and self.optim_dtype is not record.weights.dtype
+
+    def losing_updates(self) -> list[ParameterRecord]:
+        """Trainable parameters that are updated in low precision although the user did not ask for that."""
+        if not self._may_lose_updates:
+            return []
+        trained = {record.name: record for layer in self._layers for record in layer.trainable}
+        return [record for record in trained.values() if record.weights.dtype in _LOW_PRECISIONS]
+
+    def training_begins(self) -> None:
+        """Call `when_training` of every copy, once."""
+        for master in self.existing():
+            notify, master.when_training = master.when_training, None
+            if notify is not None:
+                notify()
+
+    @property
+    def exist(self) -> bool:
+        """Whether any copy was made so far."""
+        return next(self.existing(), None) is not None
+
+    def existing(self) -> Iterator[OptimizerCopy]:
+        """Every copy made so far, once, by layer."""
+        for layer in self._layers:
+            for record in layer.parameters:
+                if record.home == layer.layer_id and record.master is not None:
+                    yield record.master
+
+
 @dataclasses.dataclass(frozen=True)
 class _ModuleParts:
+    """The members of one module when the model was wrapped."""
+
     path: str
     module: nn.Module
     parameters: dict[str, nn.Parameter | None]
     children: dict[str, nn.Module | None]
     buffer_names: frozenset[str]
 
-    def are_the_same(self) -> bool:
+    def are_unchanged(self) -> bool:
         module = self.module
         return (
             _same(module._parameters, self.parameters)
@@ -57,10 +110,14 @@ class _ModuleParts:
 
 
 class Composition:
-    """The modules of one layer, and what each of them held when the model was wrapped."""
+    """The modules of one layer and their members when the model was wrapped.
+
+    Devices run copies of these modules, so they would silently ignore a parameter or submodule that was added later.
+    Compares identities, never values.
+    """
 
     def __init__(self, layer: LayerRecord, names: Mapping[int, str]) -> None:
-        """`names`: what the user calls parameters and modules, by id."""
+        """`names`: the user's names of parameters and modules, by id."""
         self._layer_id = layer.layer_id
         self._names = {id(record.param): record.name for record in layer.parameters}
         self._parts = [
@@ -75,8 +132,9 @@ class Composition:
         ]
 
     def check(self) -> None:
+        """Raise ModelChangedError if a module has other members now."""
         for parts in self._parts:
-            if not parts.are_the_same():
+            if not parts.are_unchanged():
                 self._raise_change(parts)
 
     def _raise_change(self, parts: _ModuleParts) -> None:
@@ -102,73 +160,14 @@ def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
 
 
 def _other_keys(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, in order."""
     keys = {**now, **then}
     return [key for key in keys if now.get(key, _MISSING) is not then.get(key, _MISSING)]
 
 
-_LOW_PRECISIONS = (torch.bfloat16, torch.float16)
-
-
-class Masters:
-    def __init__(
-        self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None, home: Callable[[], CopyHome | None]
-    ) -> None:
-        self._layers = layers
-        self.optim_dtype = optim_dtype
-        self._home = home
-        self._may_lose_updates = optim_dtype is None and any(
-            record.weights.dtype in _LOW_PRECISIONS for layer in layers for record in layer.parameters
-        )
-
-    def rearrange(self, layers: Sequence[LayerRecord]) -> None:
-        self._layers = layers
-
-    def of(self, record: ParameterRecord) -> OptimizerCopy:
-        """The optimizer's copy of a parameter, made when it is first asked for."""
-        if record.master is None:
-            newest = record.weights
-            record.master = OptimizerCopy.of_weight(newest, self.optim_dtype or newest.dtype)
-            record.master.home = self._home
-        return record.master
-
-    def has_own_precision(self, record: ParameterRecord) -> bool:
-        """Whether the optimizer's copy has another dtype than the parameter."""
-        return self.optim_dtype is not None and self.optim_dtype is not record.weights.dtype
-
-    def wanted(self, record: ParameterRecord) -> bool:
-        """Whether a gradient of this parameter would be the optimizer's."""
-        return record.master is not None or record.param.requires_grad or record.gathered is not None
-
-    def losing_updates(self) -> list[ParameterRecord]:
-        """Trainable parameters that an optimizer updates in low precision although the user did not choose that."""
-        if not self._may_lose_updates:
-            return []
-        trained = {record.name: record for layer in self._layers for record in layer.trainable}
-        return [record for record in trained.values() if record.weights.dtype in _LOW_PRECISIONS]
-
-    def training_begins(self) -> None:
-        """Tell whoever waits for it, once."""
-        for master in self.existing():
-            told, master.when_training = master.when_training, None
-            if told is not None:
-                told()
-
-    @property
-    def exist(self) -> bool:
-        """Whether any copy was asked for so far."""
-        return next(self.existing(), None) is not None
-
-    def existing(self) -> Iterator[OptimizerCopy]:
-        for layer in self._layers:
-            for record in layer.parameters:
-                if record.home == layer.layer_id and record.master is not None:
-                    yield record.master
-
-
-__all__ = ["LayerStore", "PinMode"]
-
-
 class LayerStore:
+    """The layers of one model in host memory, from wrapping to closing."""
+
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -181,7 +180,7 @@ class LayerStore:
     ) -> None:
         self.pid = os.getpid()
         refuse_unusable(layers, names)
-        self._training_fits = torch.is_grad_enabled()  # without grad: for inference, as long as no call trains
+        self._training_fits = torch.is_grad_enabled()  # without grad: for inference, until a call trains
         require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits)
         self.monitor = monitor
         self.layers = adoption.adopt(layers, names, pin_mode, pinner)
@@ -198,18 +197,18 @@ class LayerStore:
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
         self.masters = Masters(self.layers, optim_dtype, weakref.ref(self))
-        self.gradient_owner: GradientOwner | None = None  # for copies whose gradients are asked for outside steps
+        self.gradient_owner: GradientOwner | None = None  # shows gradients outside steps
         is_pinned = pin_mode is not PinMode.OFF
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
         self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
-        self._takers: dict[tuple[int, int], Callable[[], None]] = {}
-        self.is_read_on_host = False  # whether calls use the parameters where they lie
-        self.graphs_version = 0  # of the weights that graphs made on the host since then have read
+        self._takers: dict[tuple[int, int], Callable[[], None]] = {}  # by layer and generation, see `when_landed`
+        self.is_read_on_host = False  # whether calls also compute with the user's parameters on the host
+        self.graphs_version = 0  # version of the weights that autograd graphs on the host have saved
         self._names = names
         self._compositions = [Composition(layer, names) for layer in self.layers]
 
     def close(self) -> None:
-        """Unpin and give the parameters free; their values stay where they are."""
+        """Unpin all memory and disown the parameters; their values stay where they are."""
         self.weights.close()
         self.landing_buffers.close()
         if self._registered is not None:
@@ -218,9 +217,9 @@ class LayerStore:
         self.gradient_owner = None
 
     def rearrange(self, layers: Sequence[nn.Module], *, visible: int, newest: int) -> None:
-        """Let other layers have the same parameters.
+        """Divide the same parameters into other layers. Only while nothing runs.
 
-        Only while nothing runs: calls read version `visible`, which lies in front, and steps up to `newest` are done.
+        Calls read version `visible`, which is in the front buffers; steps up to `newest` are done.
         """
         self.weights.bring_to_back(newest)
         self.layers = adoption.rearrange(layers, self._names, self.parameters, self.layers)
@@ -243,17 +242,17 @@ class LayerStore:
         return id(param) in self._by_param
 
     def check_training_memory(self) -> None:
-        """Refuse training that cannot fit, if wrapping has not counted it."""
+        """Raise HostMemoryError if training does not fit, unless that was checked when the model was wrapped."""
         if not self._training_fits:
             require_training_memory([layer.module for layer in self.layers], self.masters.optim_dtype, PinMode.OFF)
             self._training_fits = True
 
-    # What a call will do. Registered before it starts, so that nobody overtakes it.
+    # What a call will do. Registered before the call starts, so that steps and later calls wait for it.
 
     def expect(
         self, call: Hashable, *, uploads: Mapping[int, int], version: int, landings: Sequence[int], generation: int
     ) -> None:
-        """`uploads`: how often each layer goes up; `landings`: the layers whose gradients come down once."""
+        """Announce a call. `uploads`: number of uploads by layer; `landings`: layers whose gradients will land once."""
         with self.monitor:
             for layer_id, count in uploads.items():
                 for home in self.layers[layer_id].homes:
@@ -263,6 +262,7 @@ class LayerStore:
                     self.slots[home].expect_landings(call, generation, 1)
 
     def cancel(self, call: Hashable) -> None:
+        """The call failed and will upload and land nothing more."""
         with self.monitor:
             for layer_id, slot in enumerate(self.slots):
                 slot.cancel(call)
@@ -272,9 +272,11 @@ class LayerStore:
     # Landings.
 
     def can_land(self, call: Hashable, layer_id: int, generation: int) -> bool:
+        """Whether it is this call's turn to add gradients of a layer."""
         return all(self.slots[home].can_land(call, generation) for home in self.layers[layer_id].homes)
 
     def landed(self, call: Hashable, layer_id: int, generation: int) -> None:
+        """The gradients of a layer were added: the next call or a step may have its turn."""
         with self.monitor:
             for home in self.layers[layer_id].homes:
                 self.slots[home].landed(call, generation)
@@ -282,7 +284,7 @@ class LayerStore:
             self.monitor.changed()
 
     def wait_until_landed(self, generation: int) -> None:
-        """Block until every expected gradient of `generation` is in host memory (or its call was cancelled)."""
+        """Block until every gradient expected for `generation` has landed or its call was cancelled."""
         for layer_id, slot in enumerate(self.slots):
             with self.monitor:
                 self.monitor.wait_until(
@@ -293,9 +295,9 @@ class LayerStore:
     # The optimizer's side.
 
     def when_landed(self, layer_id: int, generation: int, take: Callable[[], None]) -> None:
-        """Call `take` as soon as the layer's gradients have landed, on whatever thread, under the monitor.
+        """Call `take` as soon as the layer's gradients have landed: now or on the landing thread, under the monitor.
 
-        Those of the next generation may land from then on.
+        Gradients of the next generation may land afterwards.
         """
         with self.monitor:
             self._takers[layer_id, generation] = take
@@ -307,17 +309,13 @@ class LayerStore:
             generation = slot.open_generation
             self._takers[layer_id, generation]()
             slot.consumed(generation)
-            del self._takers[layer_id, generation]  # last: what is interrupted before is repeated
+            del self._takers[layer_id, generation]  # last: an interrupt before this line repeats the loop body
             self.monitor.changed()
 
-    def wait_for_step(self, ready: Callable[[], bool], abandoned: Callable[[], bool], layer_id: int) -> None:
-        with self.monitor:
-            self.monitor.wait_until(lambda: abandoned() or ready(), f"gradients of layer {layer_id}")
-
-    # The user's hands on the model.
+    # Changes by the user.
 
     def check_unchanged(self) -> None:
-        """The model must still consist of what was wrapped, and the parameters be where we put them."""
+        """Raise ModelChangedError if modules were changed, or parameters moved or cast, since wrapping."""
         for composition in self._compositions:
             composition.check()
         for record in self.parameters:
@@ -332,10 +330,11 @@ class LayerStore:
                 )
 
     def written_by_user(self) -> list[ParameterRecord]:
+        """Parameters into which the user has written since the last call, by their version counters."""
         return [record for record in self.parameters if record.param._version != record.seen_version]
 
     def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
-        """The user wrote into these parameters: the optimizer's copies follow. Only while nothing runs."""
+        """Update the optimizer copies of parameters that the user wrote into. Only while nothing runs."""
         for record in records:
             version = record.param._version
             if record.master is not None:
@@ -343,4 +342,4 @@ class LayerStore:
                     record.master.follow_weight(record.weights)
                     if record.back is not None:
                         record.back.copy_(record.param)
-            record.seen_version = version  # last: after an interrupt the next call adopts again
+            record.seen_version = version  # last: after an interrupt the next call repeats this

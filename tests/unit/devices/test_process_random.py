@@ -1,4 +1,4 @@
-"""Streams in place of the shared generators of `random` and `numpy.random`, one for each thread."""
+"""ProcessRandomStream: a separate stream per thread for `random` and `numpy.random`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_stream_depends_on_its_seed_alone() -> None:
     assert len(numbers) == 30
 
 
-def test_the_shared_generators_do_not_notice_a_stream() -> None:
+def test_a_stream_leaves_the_shared_generators_unchanged() -> None:
     random.seed(1)
     np.random.seed(2)
     expected = [draw(), draw()]
@@ -73,7 +73,7 @@ def test_streams_nest_and_end_with_an_error() -> None:
         assert (first, draw()) == expected
 
 
-def test_a_watched_stream_does_not_mind_draws_by_other_threads() -> None:
+def test_a_watched_stream_accepts_draws_of_other_threads() -> None:
     with ProcessRandomStream(3, is_watched=True):
         thread = threading.Thread(target=draw)
         thread.start()

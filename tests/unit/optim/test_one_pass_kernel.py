@@ -13,7 +13,8 @@ from torch import Tensor
 
 from helpers_adam import NumpyAdam, NumpyAdamW
 from roundpipe.optim.native import library
-from roundpipe.optim.native.kernel import AdamRule, OnePassKernel, Segment, SplitMaster, one_pass_kernel
+from roundpipe.optim.native.kernel import AdamRule, OnePassKernel, Segment, one_pass_kernel
+from roundpipe.store import HalvedMaster
 
 LENGTH = 3 * 65536 + 64  # several pieces for threads; torch's own kernel treats a remainder of a vector differently
 LOW = (torch.bfloat16, torch.float16)
@@ -169,7 +170,7 @@ def test_every_low_precision_number_is_read_and_written_right(kernel: OnePassKer
     assert torch.equal(weight[kept].view(torch.int16), between.to(dtype)[kept].view(torch.int16))
 
 
-def test_a_split_master_is_the_whole_one(kernel: OnePassKernel) -> None:
+def test_a_halved_master_is_the_whole_one(kernel: OnePassKernel) -> None:
     whole, weight = randn(0, torch.bfloat16).float(), randn(0, torch.bfloat16)
     low, ties = torch.zeros(LENGTH, dtype=torch.uint16), torch.zeros(LENGTH // 8, dtype=torch.uint8)
     old, new = weight.clone(), torch.empty_like(weight)
@@ -177,9 +178,9 @@ def test_a_split_master_is_the_whole_one(kernel: OnePassKernel) -> None:
     for step in range(1, 20):
         gradient = randn(step, torch.bfloat16)
         kernel.adam([Segment(whole, gradient, *moments[0], None, weight, rule(step))])
-        kernel.adam([Segment(SplitMaster(old, low, ties), gradient, *moments[1], None, new, rule(step))])
+        kernel.adam([Segment(HalvedMaster(old, low, ties), gradient, *moments[1], None, new, rule(step))])
         joined = torch.empty(LENGTH)
-        kernel.join(SplitMaster(new, low, ties), joined)
+        kernel.join(HalvedMaster(new, low, ties), joined)
         assert torch.equal(joined, whole)
         assert torch.equal(new, weight)
         old, new = new, old
@@ -192,10 +193,10 @@ def test_ties_go_both_ways_and_come_back(kernel: OnePassKernel) -> None:
     weight = torch.empty(len(values), dtype=torch.bfloat16)
     low = torch.empty(len(values), dtype=torch.uint16)
     ties = torch.full((len(values) // 8,), 0x5A, dtype=torch.uint8)  # what was there before must not matter
-    kernel.split(values, SplitMaster(weight, low, ties))
+    kernel.halve(values, HalvedMaster(weight, low, ties))
     assert torch.equal(weight, values.to(torch.bfloat16))
     joined = torch.empty_like(values)
-    kernel.join(SplitMaster(weight, low, ties), joined)
+    kernel.join(HalvedMaster(weight, low, ties), joined)
     assert torch.equal(joined.view(torch.int32), values.view(torch.int32))
 
 
@@ -220,9 +221,9 @@ def good_segment() -> Segment:
     return Segment(*(torch.zeros(4, 6) for _ in range(5)), torch.zeros(4, 6, dtype=torch.bfloat16), rule(1))
 
 
-def good_split() -> SplitMaster:
+def good_halves(**others: Tensor) -> HalvedMaster:
     low, ties = torch.zeros(24, dtype=torch.int16), torch.zeros(3, dtype=torch.uint8)
-    return SplitMaster(torch.zeros(4, 6, dtype=torch.bfloat16), low, ties)
+    return HalvedMaster(**{"weight": torch.zeros(4, 6, dtype=torch.bfloat16), "low": low, "ties": ties, **others})
 
 
 WRONG: dict[str, Callable[[], Tensor]] = {
@@ -260,7 +261,7 @@ def test_moments_in_low_precision_are_refused(kernel: OnePassKernel, field: str)
         kernel.adam([bad])
 
 
-BAD_SPLITS: dict[str, dict[str, Tensor]] = {
+BAD_HALVES: dict[str, dict[str, Tensor]] = {
     "low-short": {"low": torch.zeros(23, dtype=torch.int16)},
     "low-wide": {"low": torch.zeros(24, dtype=torch.int32)},
     "low-gaps": {"low": torch.zeros(48, dtype=torch.int16)[::2]},
@@ -270,28 +271,28 @@ BAD_SPLITS: dict[str, dict[str, Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD_SPLITS)
-def test_parts_of_a_split_master_that_do_not_match_are_refused(kernel: OnePassKernel, bad: str) -> None:
-    master = dataclasses.replace(good_split(), **BAD_SPLITS[bad])
+@pytest.mark.parametrize("bad", BAD_HALVES)
+def test_parts_of_a_halved_master_that_do_not_match_are_refused(kernel: OnePassKernel, bad: str) -> None:
+    master = good_halves(**BAD_HALVES[bad])
     with pytest.raises(RuntimeError):
         kernel.join(master, torch.zeros(4, 6))
     with pytest.raises(RuntimeError):
-        kernel.split(torch.zeros(4, 6), master)
+        kernel.halve(torch.zeros(4, 6), master)
     with pytest.raises(RuntimeError):
         kernel.adam([dataclasses.replace(good_segment(), master=master)])
 
 
-def test_a_split_master_needs_somewhere_to_put_its_weight(kernel: OnePassKernel) -> None:
+def test_a_halved_master_needs_somewhere_to_put_its_weight(kernel: OnePassKernel) -> None:
     with pytest.raises(RuntimeError, match="weight"):
-        kernel.adam([dataclasses.replace(good_segment(), master=good_split(), weight=None)])
+        kernel.adam([dataclasses.replace(good_segment(), master=good_halves(), weight=None)])
 
 
 @pytest.mark.parametrize("values", [torch.zeros(4, 5), torch.zeros(4, 6, dtype=torch.float64), torch.zeros(6, 4).t()])
-def test_values_that_do_not_match_a_split_master_are_refused(kernel: OnePassKernel, values: Tensor) -> None:
+def test_values_that_do_not_match_a_halved_master_are_refused(kernel: OnePassKernel, values: Tensor) -> None:
     with pytest.raises(RuntimeError):
-        kernel.join(good_split(), values)
+        kernel.join(good_halves(), values)
     with pytest.raises(RuntimeError):
-        kernel.split(values, good_split())
+        kernel.halve(values, good_halves())
 
 
 def test_strides_of_single_elements_do_not_matter(kernel: OnePassKernel) -> None:

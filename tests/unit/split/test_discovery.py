@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import ModelSplitError
-from roundpipe.split.discovery import Event, block_paths, discover, observe
+from roundpipe.split.discovery import Event, block_paths, discover, record_events
 
 WIDTH = 4
 X = torch.ones(2, WIDTH)
@@ -49,7 +49,7 @@ def through(modules: Any, x: Tensor) -> Tensor:
 
 
 def found(model: nn.Module) -> tuple[list[str], list[tuple[str, int]]]:
-    events, _ = observe(model, lambda: model(X))
+    events, _ = record_events(model, lambda: model(X))
     discovery = discover(model, events)
     return list(discovery.calls), [(tap.path, tap.segment) for tap in discovery.taps]
 
@@ -59,7 +59,7 @@ def found(model: nn.Module) -> tuple[list[str], list[tuple[str, int]]]:
 
 def test_every_entry_and_exit_is_seen_and_the_result_handed_on() -> None:
     model = Model(lambda self, x: self.a(x) + 1, a=Block())
-    events, value = observe(model, lambda: model(X))
+    events, value = record_events(model, lambda: model(X))
     assert events == [
         *(Event("", True), Event("a", True), Event("a.linear", True)),
         *(Event("a.linear", False), Event("a", False), Event("", False)),
@@ -71,7 +71,7 @@ def test_a_call_of_forward_itself_is_seen_and_hooks_still_run() -> None:
     model = Model(lambda self, x: self.a.forward(x), a=Block())
     seen: list[str] = []
     model.register_forward_hook(lambda *args: seen.append("hook"))
-    events, _ = observe(model, lambda: model(X))
+    events, _ = record_events(model, lambda: model(X))
     assert [event.path for event in events if event.enters] == ["", "a", "a.linear"]
     assert seen == ["hook"]
 
@@ -83,9 +83,9 @@ def test_watching_leaves_the_model_as_it_was(raises: bool) -> None:
     model.a.forward = own
     if raises:
         with pytest.raises(ZeroDivisionError):
-            observe(model, lambda: model(X))
+            record_events(model, lambda: model(X))
     else:
-        observe(model, lambda: model(X))
+        record_events(model, lambda: model(X))
     assert model.a.__dict__["forward"] is own
     assert "forward" not in model.__dict__
     assert "forward" not in model.a.linear.__dict__

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundpipe.split import determinism as float_products
-from roundpipe.split.determinism import FloatProducts
+from roundpipe.split import verify as float_products
+from roundpipe.split.verify import FloatProducts
 
 SHAPES = [(3, 50, 7), (1, 1, 1), (4, 64, 64), (2, 9, 0), (0, 9, 2), (3, 0, 5)]
 

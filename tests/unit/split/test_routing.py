@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe.context import LayerPhase, LayerRun, running_layer
-from roundpipe.split.observe import ChoicesSeen, KeptRoutes
+from roundpipe.context import LayerPhase, LayerRun
+from roundpipe.split.determinism import ChoicesSeen, KeptRoutes
 
 SCORES = torch.tensor([[0.1, 0.9, 0.5], [0.7, 0.2, 0.6], [0.3, 0.4, 0.8]])
 Choose = Callable[[Tensor], Any]
@@ -34,7 +34,7 @@ WITHOUT_VALUES: dict[str, Choose] = {
 def run(phase: LayerPhase, scores: Tensor, choose: Choose, data: tuple[Any, ...] | None = None) -> tuple[Any, Any]:
     """The choice in one run of a layer, and what it saved."""
     layer = LayerRun(phase, data)
-    with running_layer(layer):
+    with layer:
         routes = KeptRoutes()
         with routes:
             found = choose(scores)

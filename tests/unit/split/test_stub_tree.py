@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import ModelChangedError, ModelSplitError
-from roundpipe.split.stub_tree import Ghosts, StubTree
-from roundpipe.split.stubs import Stub, directed_by, make_stub, unstubbed
+from roundpipe.split.stubs import Ghosts, Stub, StubTree, directed_by, make_stub, unstubbed
 
 WIDTH = 3
 CPU = torch.device("cpu")

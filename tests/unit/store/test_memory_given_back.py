@@ -68,7 +68,7 @@ def test_memory_goes_back_once_nothing_refers_to_it(look: str) -> None:
     assert memory_of(made) == value.nbytes
     made.rest_between_steps()
     assert memory_of(made) == 0
-    assert made.split_value is not None
+    assert made.halves is not None
     assert_value(made, value)
 
 
@@ -186,7 +186,7 @@ def test_memory_that_the_user_has_set_goes_the_same_way() -> None:
     larger[1] = value
     made.data = larger[1]
     made.rest_between_steps()
-    assert made.split_value is None
+    assert made.halves is None
     del larger
     made.rest_between_steps()
     assert memory_of(made) == 0
@@ -199,7 +199,7 @@ def test_values_of_another_shape_or_type_stay_as_they_are() -> None:
         made.data = other.clone()
         made.rest_between_steps()
         assert torch.equal(made.detach(), other)
-        assert made.split_value is None
+        assert made.halves is None
 
 
 @pytest.mark.parametrize(("of", "to"), [(torch.float32, torch.float32), (torch.float16, torch.float32)])

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe.optim.native.kernel import SplitMaster, one_pass_kernel
+from roundpipe.optim.native.kernel import one_pass_kernel
 from roundpipe.store import OptimizerCopy
-from roundpipe.store.master import LowGradient
 
 WAIT_S = 30.0
 SHAPE = (5, 8)
@@ -35,8 +34,8 @@ def with_lower_bits(seed: int = 1) -> tuple[OptimizerCopy, Tensor]:
     value = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
     kernel = one_pass_kernel()
     assert kernel is not None, "the tests need a C compiler"
-    assert made.split_value is not None
-    kernel.split(value, SplitMaster(made.split_value.weight, made.split_value.low, made.split_value.ties))
+    assert made.halves is not None
+    kernel.halve(value, made.halves)
     return made, value
 
 
@@ -55,11 +54,11 @@ class Source:
     def is_usable(self) -> bool:
         return threading.get_ident() == self.thread
 
-    def get(self) -> Tensor | None:
+    def gradient_of(self, record: Any) -> Tensor | None:
         self.gets += 1
         return self.tensor
 
-    def release(self) -> None:
+    def release(self, record: Any) -> None:
         self.releases += 1
 
 
@@ -134,7 +133,7 @@ def test_questions_about_shape_and_type_take_no_memory(question: str) -> None:
     made, _ = with_lower_bits()
     ABOUT_SHAPE[question](made)
     assert memory_of(made) == 0
-    assert made.split_value is not None
+    assert made.halves is not None
 
 
 VALUES: dict[str, Callable[[Any], Any]] = {
@@ -169,7 +168,7 @@ def test_values_are_right_and_take_memory(operation: str) -> None:
     if isinstance(expected, Tensor):
         assert torch.equal(seen, expected)
     assert memory_of(made) == value.nbytes
-    assert made.split_value is None
+    assert made.halves is None
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
@@ -232,7 +231,7 @@ def test_a_pickle_names_nothing_of_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "to", "is_split"),
+    ("of", "to", "is_halved"),
     [
         (torch.bfloat16, torch.float32, True),
         (torch.float16, torch.float32, False),
@@ -242,22 +241,22 @@ def test_a_pickle_names_nothing_of_ours() -> None:
     ],
 )
 def test_only_float32_copies_of_bfloat16_weights_do_without_memory(
-    of: torch.dtype, to: torch.dtype, is_split: bool
+    of: torch.dtype, to: torch.dtype, is_halved: bool
 ) -> None:
     source = weight().to(of)
     made = OptimizerCopy.of_weight(source, to)
-    assert (made.split_value is not None) == is_split
-    assert (memory_of(made) == 0) == is_split
+    assert (made.halves is not None) == is_halved
+    assert (memory_of(made) == 0) == is_halved
     assert made.dtype is to
     assert torch.equal(made, source.to(to))
-    if not is_split:
+    if not is_halved:
         source.zero_()
         assert made.any(), "it has memory of its own"
 
 
 def test_a_copy_of_a_weight_with_gaps_has_memory() -> None:
     made = OptimizerCopy.of_weight(weight()[:, ::2], torch.float32)
-    assert made.split_value is None
+    assert made.halves is None
     assert torch.equal(made, weight()[:, ::2].float())
 
 
@@ -279,11 +278,11 @@ def test_small_shapes(shape: tuple[int, ...]) -> None:
 
 def test_the_weight_is_written_elsewhere_and_the_value_moves_with_it() -> None:
     made, value = with_lower_bits()
-    assert made.split_value is not None
-    old, new = made.split_value.weight, torch.empty(SHAPE, dtype=torch.bfloat16)
+    assert made.halves is not None
+    old, new = made.halves.weight, torch.empty(SHAPE, dtype=torch.bfloat16)
     made.write_weight(new)
     assert torch.equal(new, value.to(torch.bfloat16))
-    assert made.split_value.weight is new
+    assert made.halves.weight is new
     old.fill_(float("nan"))  # may be used for another version now
     assert memory_of(made) == 0
     assert torch.equal(made, value)
@@ -291,13 +290,13 @@ def test_the_weight_is_written_elsewhere_and_the_value_moves_with_it() -> None:
 
 def test_memories_that_change_places_are_followed() -> None:
     made, value = with_lower_bits()
-    assert made.split_value is not None
-    one, other = made.split_value.weight, torch.zeros(SHAPE, dtype=torch.bfloat16)
+    assert made.halves is not None
+    one, other = made.halves.weight, torch.zeros(SHAPE, dtype=torch.bfloat16)
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)
     made.weights_swapped(one, other)
-    assert made.split_value.weight is other
+    assert made.halves.weight is other
     assert torch.equal(made, value)
 
 
@@ -319,7 +318,8 @@ def test_a_gradient_is_made_a_tensor_when_it_is_asked_for() -> None:
     made, source = make(), Source(gradient())
     made.begin_step(source)
     assert made.is_pending
-    assert made.low_gradient() == LowGradient(source.tensor, ())
+    assert made.low_gradient() is source.tensor
+    assert made.factors == ()
     assert source.releases == 0
     assert torch.equal(made.grad, gradient().float())
     assert (made.is_pending, source.releases) == (False, 1)
@@ -384,7 +384,7 @@ def test_nobody_takes_the_value_away_while_the_lock_is_held() -> None:
         reader.start()
         reader.join(0.05)
         assert reader.is_alive(), "it waits"
-        assert made.split_value is not None
+        assert made.halves is not None
         assert memory_of(made) == 0
         made.take_memory()  # whoever has the lock need not wait
     reader.join(WAIT_S)

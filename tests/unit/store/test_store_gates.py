@@ -10,8 +10,7 @@ from torch import nn
 
 from roundpipe.devices.virtual import NoPinner
 from roundpipe.monitor import Monitor
-from roundpipe.store import LayerStore, ParameterRecord, PinMode
-from roundpipe.store.gradients import GradientPart
+from roundpipe.store import HostGradient, LayerStore, ParameterRecord, PinMode
 
 WAIT_S = 30.0
 
@@ -104,8 +103,8 @@ def test_a_void_version_is_numbered_but_copies_nothing() -> None:
     assert all(map(torch.equal, weights(store, 0), before))
 
 
-def part(record: ParameterRecord) -> GradientPart:
-    return GradientPart(record, torch.ones_like(record.weights))
+def part(record: ParameterRecord) -> HostGradient:
+    return HostGradient(record, torch.ones_like(record.weights))
 
 
 def test_a_cancelled_landing_adds_nothing() -> None:

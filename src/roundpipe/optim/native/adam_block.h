@@ -1,7 +1,7 @@
-/* The arithmetic of one block, for one kind of processor. Included by one_pass_adam.c, once for each kind, with
- *   FOR(name)   the name of a function of this kind
- *   PROCESSOR   the attribute that lets the compiler use its instructions
- * Blocks pass through the first-level cache; each loop is one that compilers make vectors of.
+/* The arithmetic on one block of elements, for one kind of processor. one_pass_adam.c includes this file once per kind:
+ *   FOR(name)   the name of a function for this kind
+ *   PROCESSOR   the attribute that lets the compiler use the instructions of this kind
+ * A block fits into the first-level cache, and compilers vectorize every loop here.
  */
 
 PROCESSOR static void FOR(widen_bfloat)(float *restrict to, const uint16_t *restrict from, int64_t count) {
@@ -20,7 +20,7 @@ PROCESSOR static void FOR(narrow_half)(uint16_t *restrict to, const float *restr
     for (int64_t i = 0; i < count; i++) to[i] = to_half(from[i]);
 }
 
-/* Split masters. */
+/* Halved masters, see the note in one_pass_adam.c. The second loop of each function handles ties, which are rare. */
 
 PROCESSOR static void FOR(join)(float *restrict to, const uint16_t *restrict weight, const uint16_t *restrict low,
                                 const uint8_t *restrict ties, int64_t count) {
@@ -38,7 +38,7 @@ PROCESSOR static void FOR(join)(float *restrict to, const uint16_t *restrict wei
         }
 }
 
-PROCESSOR static void FOR(split)(uint16_t *restrict weight, uint16_t *restrict low, uint8_t *restrict ties,
+PROCESSOR static void FOR(halve)(uint16_t *restrict weight, uint16_t *restrict low, uint8_t *restrict ties,
                                  const float *restrict from, int64_t count) {
     uint32_t num_ties = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -123,7 +123,7 @@ PROCESSOR static void FOR(update_block)(const struct adam_segment *s, int64_t st
     if (s->master)
         FOR(write_weight)(s, master, start, count);
     else
-        FOR(split)((uint16_t *)s->weight + start, s->low + start, s->ties + start / 8, master, count);
+        FOR(halve)((uint16_t *)s->weight + start, s->low + start, s->ties + start / 8, master, count);
 }
 
 #undef ADAM

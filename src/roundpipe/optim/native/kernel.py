@@ -1,7 +1,7 @@
-"""The one-pass Adam kernel as seen from Python: what it needs to know of each tensor, and the threads it runs on.
+"""The one-pass Adam kernel in C, called from Python on the tensors of a layer.
 
-Called by optim.one_pass. Knows pointers and precisions; the caller knows which tensors belong together and when they
-may be touched. Every tensor is checked before its address is handed to C.
+Knows tensors, addresses and dtypes; the caller knows which tensors belong together and when they may be written. Checks
+every tensor before its address goes to C, once: a Segment whose tensors stay the same is not checked again.
 """
 
 from __future__ import annotations
@@ -18,51 +18,17 @@ import torch
 
 from roundpipe.optim.native import library
 from roundpipe.store.layout import dense_stride
+from roundpipe.store.master import HalvedMaster
 
 MAX_FACTORS = 4
 _PRECISIONS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-LOW_PRECISIONS = (torch.bfloat16, torch.float16)
 _THREADS_VARIABLE = "ROUNDPIPE_OPTIMIZER_THREADS"
-_CORES_FOR_LAUNCHES = 2  # on a machine that has them to spare: devices must never wait for their next kernel
-
-
-@dataclasses.dataclass(frozen=True)
-class AdamRule:
-    """The numbers of one parameter group at one step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    is_decoupled: bool
-    step: int
-    gradient_factors: tuple[float, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class SplitMaster:
-    """A float32 master as the upper half its bfloat16 weight is, and the rest. See the note in the C source."""
-
-    weight: torch.Tensor
-    low: torch.Tensor
-    ties: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """One parameter: dense tensors of one shape and layout. `weight` is where the rounded result goes, if anywhere."""
-
-    master: torch.Tensor | SplitMaster
-    gradient: torch.Tensor
-    first: torch.Tensor
-    second: torch.Tensor
-    largest: torch.Tensor | None
-    weight: torch.Tensor | None
-    rule: AdamRule
+_CORES_FOR_LAUNCHES = 2  # left free on a machine with many cores: device threads must not wait for a core
 
 
 class _Rule(ctypes.Structure):
+    """`struct adam_rule` of one_pass_adam.c."""
+
     _fields_ = (
         ("factors", ctypes.c_float * MAX_FACTORS),
         ("num_factors", ctypes.c_int32),
@@ -78,6 +44,8 @@ class _Rule(ctypes.Structure):
 
 
 class _Segment(ctypes.Structure):
+    """`struct adam_segment` of one_pass_adam.c."""
+
     _fields_ = (
         ("master", ctypes.c_void_p),
         ("old_weight", ctypes.c_void_p),
@@ -95,41 +63,156 @@ class _Segment(ctypes.Structure):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class AdamRule:
+    """The numbers of one parameter group at one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    is_decoupled: bool  # weight decay as in AdamW
+    step: int  # counted from 1
+    gradient_factors: tuple[float, ...] = ()  # by which the gradient is multiplied first, one after the other
+
+    @functools.cached_property
+    def packed(self) -> _Rule:
+        """The rule as the kernel reads it."""
+        return _Rule(
+            factors=self.gradient_factors,
+            num_factors=len(self.gradient_factors),
+            shrink=1 - self.lr * self.weight_decay if self.is_decoupled else 1.0,
+            decay=0.0 if self.is_decoupled else self.weight_decay,
+            beta1_rest=1 - self.beta1,
+            beta2=self.beta2,
+            beta2_rest=1 - self.beta2,
+            step_size=self.lr / (1 - self.beta1**self.step),
+            correction=math.sqrt(1 - self.beta2**self.step),
+            eps=self.eps,
+        )
+
+
+_Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]  # dtype, shape, strides
+
+
+@dataclasses.dataclass
+class Segment:
+    """The tensors of one parameter: dense, of one shape, with their elements in one order in memory.
+
+    A segment may serve several steps: `renew` gives it what differs in the next step, without another check.
+    """
+
+    master: torch.Tensor | HalvedMaster
+    gradient: torch.Tensor | None  # None only between two steps
+    first: torch.Tensor  # moments
+    second: torch.Tensor
+    largest: torch.Tensor | None  # of the second moment, for amsgrad
+    weight: torch.Tensor | None  # where the rounded result is written, if anywhere
+    rule: AdamRule
+    _packed: _Segment | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    _forms: tuple[_Form, _Form | None] | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
+
+    def packed(self) -> _Segment:
+        """The segment as the kernel reads it. The first call raises RuntimeError if the tensors do not match."""
+        if self._packed is None:
+            _check(self)
+            assert self.gradient is not None
+            whole = self.master if isinstance(self.master, torch.Tensor) else None
+            self._forms = _form(self.gradient), None if self.weight is None else _form(self.weight)
+            self._packed = _Segment(
+                master=_address(whole),
+                weight=_address(self.weight),
+                gradient=self.gradient.data_ptr(),
+                first=self.first.data_ptr(),
+                second=self.second.data_ptr(),
+                largest=_address(self.largest),
+                count=self.gradient.numel(),
+                weight_precision=0 if self.weight is None else _PRECISIONS[self.weight.dtype],
+                gradient_precision=_PRECISIONS[self.gradient.dtype],
+                rule=self.rule.packed,
+            )
+            self._pack_halves(self._packed)
+        return self._packed
+
+    def renew(
+        self, master: torch.Tensor | HalvedMaster, gradient: torch.Tensor, weight: torch.Tensor | None, rule: AdamRule
+    ) -> bool:
+        """Prepare the segment for another step with the same moments. Returns False if it takes a new segment.
+
+        Gradient and weight may lie in other memory than before, in the same form.
+        """
+        packed, forms = self._packed, self._forms
+        if packed is None or master is not self.master:
+            return False
+        if forms != (_form(gradient), None if weight is None else _form(weight)):
+            return False
+        self.gradient, self.weight, self.rule = gradient, weight, rule
+        packed.gradient, packed.weight, packed.rule = gradient.data_ptr(), _address(weight), rule.packed
+        self._pack_halves(packed)
+        return True
+
+    def forget_memory(self) -> None:
+        """Drop gradient and weight: a segment that is kept for the next step must not keep a model's memory alive."""
+        self.gradient = self.weight = None
+
+    def _pack_halves(self, packed: _Segment) -> None:
+        master = self.master
+        if isinstance(master, HalvedMaster):
+            packed.old_weight = master.weight.data_ptr()
+            packed.low, packed.ties = master.low.data_ptr(), master.ties.data_ptr()
+
+
+def _form(tensor: torch.Tensor) -> _Form:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def can_read(tensor: torch.Tensor) -> bool:
+    """Whether the kernel supports the dtype of a gradient or weight."""
+    return tensor.dtype in _PRECISIONS
+
+
 class OnePassKernel:
-    """The kernel with a team of threads of its own."""
+    """The kernel and the team of threads that run it."""
 
     def __init__(self, loaded: ctypes.CDLL, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._adam, self._join, self._split = loaded.roundpipe_adam, loaded.roundpipe_join, loaded.roundpipe_split
+        self._adam, self._join, self._halve = loaded.roundpipe_adam, loaded.roundpipe_join, loaded.roundpipe_halve
         self._adam.argtypes, self._adam.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64), None
         self._join.argtypes, self._join.restype = (*[ctypes.c_void_p] * 4, ctypes.c_int64), None
-        self._split.argtypes, self._split.restype = (*[ctypes.c_void_p] * 4, ctypes.c_int64), None
+        self._halve.argtypes, self._halve.restype = (*[ctypes.c_void_p] * 4, ctypes.c_int64), None
         loaded.roundpipe_team.restype = ctypes.c_void_p
         self._team = loaded.roundpipe_team(num_threads)
         if not self._team:
             raise MemoryError("no memory for the optimizer's threads")
 
     def adam(self, segments: Sequence[Segment]) -> None:
-        """Update all of them, in one go over the team. Raises RuntimeError, updating none, if tensors do not match."""
-        for segment in segments:
-            _check(segment)
-        packed = (_Segment * len(segments))(*map(_packed, segments))
+        """Update all segments in one call of the team. Raises RuntimeError, updating none, if tensors do not match."""
+        packed = (_Segment * len(segments))(*[segment.packed() for segment in segments])
         start_s = time.perf_counter()
         self._adam(self._team, packed, len(segments))
-        _rate.note(sum(segment.gradient.numel() for segment in segments), time.perf_counter() - start_s)
+        _rate.note(sum(struct.count for struct in packed), time.perf_counter() - start_s)
 
-    def join(self, master: SplitMaster, to: torch.Tensor) -> None:
-        _check_split(master, to)
-        self._join(to.data_ptr(), master.weight.data_ptr(), master.low.data_ptr(), master.ties.data_ptr(), to.numel())
+    def join(self, halves: HalvedMaster, to: torch.Tensor) -> None:
+        """Write the values of `halves` into a float32 tensor."""
+        _check_halves(halves, to)
+        self._join(to.data_ptr(), halves.weight.data_ptr(), halves.low.data_ptr(), halves.ties.data_ptr(), to.numel())
 
-    def split(self, values: torch.Tensor, to: SplitMaster) -> None:
-        """Also writes the weight: `values` rounded."""
-        _check_split(to, values)
-        self._split(to.weight.data_ptr(), to.low.data_ptr(), to.ties.data_ptr(), values.data_ptr(), values.numel())
+    def halve(self, values: torch.Tensor, to: HalvedMaster) -> None:
+        """Write float32 values into both halves; the weight becomes `values` rounded."""
+        _check_halves(to, values)
+        self._halve(to.weight.data_ptr(), to.low.data_ptr(), to.ties.data_ptr(), values.data_ptr(), values.numel())
+
+
+# Checks of tensors before C gets their addresses.
 
 
 def share_layout(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether strided tensors have one shape, fill their memory without gaps and order their elements alike in it."""
+    """Whether strided tensors have one shape, no gaps, and their elements in the same order in memory."""
     shape = tensors[0].shape
     if any(tensor.shape != shape for tensor in tensors):
         return False
@@ -141,42 +224,45 @@ def share_layout(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:
-    """The strides that decide where elements lie; that of a dimension of one element does not."""
+    """The strides that decide where elements lie. The stride of a dimension of size 1 does not."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
 def _check(segment: Segment) -> None:
     master = segment.master
-    if isinstance(master, SplitMaster):
+    if isinstance(master, HalvedMaster):
         _require("weight", segment.weight, torch.bfloat16)
-        _check_split(master, segment.gradient, tuple(_PRECISIONS))
+        _check_halves(master, segment.gradient, tuple(_PRECISIONS))
         whole = master.weight
     else:
         _require("master", master, torch.float32)
         whole = master
     _require("gradient", segment.gradient, *_PRECISIONS)
-    moments = [segment.first, segment.second, *([] if segment.largest is None else [segment.largest])]
-    for moment in moments:
-        _require("moment", moment, torch.float32)
+    tensors = [whole, *([] if segment.gradient is None else [segment.gradient])]
+    for moment in (segment.first, segment.second, segment.largest):
+        if moment is not None:
+            _require("moment", moment, torch.float32)
+            tensors.append(moment)
     if segment.weight is not None:
         _require("weight", segment.weight, *_PRECISIONS)
-        moments.append(segment.weight)
-    _require_one_layout([whole, segment.gradient, *moments])
+        tensors.append(segment.weight)
+    _require_one_layout(tensors)
 
 
-def _check_split(
-    master: SplitMaster, values: torch.Tensor, precisions: Sequence[torch.dtype] = (torch.float32,)
+def _check_halves(
+    halves: HalvedMaster, values: torch.Tensor | None, precisions: Sequence[torch.dtype] = (torch.float32,)
 ) -> None:
-    """Raise unless `values` and the parts of `master` describe the same elements."""
+    """Raise RuntimeError unless `values` and the halves describe the same elements."""
     _require("values", values, *precisions)
-    _require("weight", master.weight, torch.bfloat16)
-    _require("low", master.low, torch.int16, torch.uint16)
-    _require("ties", master.ties, torch.uint8)
-    _require_one_layout([values, master.weight])
+    assert values is not None
+    _require("weight", halves.weight, torch.bfloat16)
+    _require("low", halves.low, torch.int16, torch.uint16)
+    _require("ties", halves.ties, torch.uint8)
+    _require_one_layout([values, halves.weight])
     count = values.numel()
-    for name, flat, needed in (("low", master.low, count), ("ties", master.ties, -(-count // 8))):
+    for name, flat, needed in (("low", halves.low, count), ("ties", halves.ties, -(-count // 8))):
         if not flat.is_contiguous() or flat.numel() < needed:
-            raise RuntimeError(f"{name} of a split master needs {needed} elements, got {_described(flat)}.")
+            raise RuntimeError(f"{name} of a halved master needs {needed} elements, got {_described(flat)}.")
 
 
 def _require(name: str, tensor: torch.Tensor | None, *precisions: torch.dtype) -> None:
@@ -199,11 +285,14 @@ def _described(tensor: torch.Tensor | None) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} ({tensor.layout}, {tensor.device})"
 
 
-class _Rate:
-    """How many parameters are updated in a second, by the most recent steps."""
+# Speed.
 
-    SMOOTHING = 0.02  # a layer is a small part of a step
-    ENOUGH = 10_000  # parameters; fewer show nothing
+
+class _Rate:
+    """A moving average of the parameters that the kernel updates per second."""
+
+    SMOOTHING = 0.02  # small, because one layer is a small part of a step
+    ENOUGH = 10_000  # parameters; the time of fewer is mostly overhead
 
     def __init__(self) -> None:
         self.per_second: float | None = None
@@ -219,12 +308,15 @@ _rate = _Rate()
 
 
 def measured_rate() -> float | None:
-    """Parameters per second of this process's one-pass updates so far; None if there were none."""
+    """Parameters per second that this process's kernel has updated so far; None before its first update."""
     return _rate.per_second
 
 
+# The kernel of this process.
+
+
 def one_pass_kernel() -> OnePassKernel | None:
-    """This process's kernel; None where it cannot be built. A child after fork() has a team of its own."""
+    """The kernel of this process; None if it cannot be built. A forked child gets threads of its own."""
     return _kernel_of(os.getpid())
 
 
@@ -245,45 +337,5 @@ def _num_threads() -> int:
 
 
 def usable_cores() -> int:
-    """Those this process may run on."""
+    """The number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _packed(segment: Segment) -> _Segment:
-    master, weight = segment.master, segment.weight
-    split = master if isinstance(master, SplitMaster) else None
-    return _Segment(
-        master=_address(master) if isinstance(master, torch.Tensor) else None,
-        old_weight=_address(split.weight) if split else None,
-        low=_address(split.low) if split else None,
-        ties=_address(split.ties) if split else None,
-        weight=_address(weight),
-        gradient=_address(segment.gradient),
-        first=_address(segment.first),
-        second=_address(segment.second),
-        largest=_address(segment.largest),
-        count=segment.gradient.numel(),
-        weight_precision=0 if weight is None else _PRECISIONS[weight.dtype],
-        gradient_precision=_PRECISIONS[segment.gradient.dtype],
-        rule=_packed_rule(segment.rule),
-    )
-
-
-@functools.lru_cache(maxsize=16)  # most parameters of a step share one
-def _packed_rule(rule: AdamRule) -> _Rule:
-    return _Rule(
-        factors=rule.gradient_factors,
-        num_factors=len(rule.gradient_factors),
-        shrink=1 - rule.lr * rule.weight_decay if rule.is_decoupled else 1.0,
-        decay=0.0 if rule.is_decoupled else rule.weight_decay,
-        beta1_rest=1 - rule.beta1,
-        beta2=rule.beta2,
-        beta2_rest=1 - rule.beta2,
-        step_size=rule.lr / (1 - rule.beta1**rule.step),
-        correction=math.sqrt(1 - rule.beta2**rule.step),
-        eps=rule.eps,
-    )
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -1,14 +1,15 @@
-/* One pass of Adam over the parameters of a layer: reads a gradient in its own precision, updates the float32 master
- * and its moments, and writes the weight in the precision devices use.
+/* One pass of Adam over the parameters of a layer: reads each gradient in its own precision, updates the float32 master
+ * and its moments, and writes the weight in the precision of the model.
  *
- * Plain C and POSIX threads. Built with the package or by library.py, called through ctypes with the interpreter lock
- * released. Every operation is elementwise and contraction is off (-ffp-contract=off), so that neither the instruction
- * set nor the number of threads changes a bit.
+ * Plain C and POSIX threads, called through ctypes with the interpreter lock released. Every operation is elementwise
+ * and is rounded separately (-ffp-contract=off), so that neither the instruction set nor the number of threads changes
+ * a bit of the result.
  *
- * [Note: split masters] A float32 master M need not be stored beside its bfloat16 weight W: W is M rounded to nearest,
- * ties to even, so the lower 16 bits L of M tell the rest. L < 0x8000: the upper half of M is W. L > 0x8000: it is
- * W - 1. L == 0x8000: M was half way, and a bit of `ties` says whether it was rounded up. These bits are looked at in
- * blocks that hold such an L, one of 64 when L is random, and lie in pages that are hardly ever touched.
+ * [Note: halved masters] A float32 master M need not be stored beside its bfloat16 weight W. W is M rounded to nearest,
+ * ties to even, so W and the low 16 bits L of M determine M. L < 0x8000: the high half of M is W. L > 0x8000: the high
+ * half is W - 1. L == 0x8000: M was half way between two bfloat16 numbers, and a bit of `ties` tells whether it was
+ * rounded up. These bits are read only in blocks that contain such an L (one block of 64 if L is random), so the pages
+ * of `ties` are hardly ever touched.
  */
 #include <fenv.h>
 #include <math.h>
@@ -18,16 +19,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BLOCK 1024         /* elements that pass through the first-level cache together */
+#define BLOCK 1024         /* elements that are processed together, in the first-level cache */
 #define CHUNK (64 * BLOCK) /* elements a thread takes at a time; a multiple of 8, so that threads share no byte of `ties` */
 
 enum precision { NOTHING = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
 struct adam_rule {
-    float factors[4]; /* of the gradient, one after the other: unscaling, clipping, the sign of ascent */
+    float factors[4]; /* the gradient is multiplied by each in turn: unscaling, clipping, the sign for maximize */
     int32_t num_factors;
     float shrink; /* decoupled weight decay: 1 - lr * weight_decay */
-    float decay;  /* weight decay that is added to the gradient */
+    float decay;  /* weight decay that is added to the gradient: decay * weight */
     float beta1_rest, beta2, beta2_rest;
     float step_size;  /* lr / (1 - beta1^t) */
     float correction; /* sqrt(1 - beta2^t) */
@@ -35,11 +36,11 @@ struct adam_rule {
 };
 
 struct adam_segment {
-    float *master; /* 0: split, see the note */
+    float *master; /* 0: halved, see the note; then old_weight, low and ties hold the values */
     const uint16_t *old_weight;
     uint16_t *low;
     uint8_t *ties;
-    void *weight; /* where the new one goes; may be old_weight */
+    void *weight; /* where the new weight is written; may be old_weight */
     const void *gradient;
     float *first, *second;
     float *largest; /* 0: not amsgrad */
@@ -64,7 +65,7 @@ static inline uint32_t as_bits(float value) {
 
 static inline float from_half(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16, rest = (uint32_t)(half & 0x7fffu) << 13;
-    float scaled = as_float(rest) * 0x1p112f; /* right for subnormal numbers, too */
+    float scaled = as_float(rest) * 0x1p112f; /* exact for subnormal numbers, too */
     uint32_t bits = (half & 0x7c00u) == 0x7c00u ? rest | 0x7f800000u : as_bits(scaled);
     return as_float(bits | sign);
 }
@@ -85,7 +86,7 @@ static inline uint16_t to_bfloat(float value) {
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-/* The arithmetic, compiled once for each kind of processor; which of them runs is decided when the library is loaded. */
+/* The arithmetic, compiled once for each kind of processor. Loading the library selects the kind that runs. */
 
 #define FOR(name) name##_any
 #define PROCESSOR
@@ -105,31 +106,31 @@ static inline uint16_t to_bfloat(float value) {
 
 static void (*update_block)(const struct adam_segment *s, int64_t start, int64_t count) = update_block_any;
 static void (*join)(float *, const uint16_t *, const uint16_t *, const uint8_t *, int64_t) = join_any;
-static void (*split)(uint16_t *, uint16_t *, uint8_t *, const float *, int64_t) = split_any;
+static void (*halve)(uint16_t *, uint16_t *, uint8_t *, const float *, int64_t) = halve_any;
 
 enum processor { ANY = 0, AVX2 = 1, AVX512 = 2 };
 
-/* Runs the code for `most`, or for the best kind below it that this processor has; returns the kind. Results do not
- * depend on it. Called when the library is loaded, and by tests; never while a team works. */
+/* Selects the code for `most`, or for the best kind below it that this processor supports, and returns the kind. The
+ * results are the same for all kinds. Must not be called while a team works. */
 int roundpipe_use_processor(int most) {
     int chosen = ANY;
     update_block = update_block_any;
     join = join_any;
-    split = split_any;
+    halve = halve_any;
 #ifdef SEVERAL_PROCESSORS
     __builtin_cpu_init();
     if (most >= AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
         chosen = AVX2;
         update_block = update_block_avx2;
         join = join_avx2;
-        split = split_avx2;
+        halve = halve_avx2;
     }
     if (most >= AVX512 && chosen == AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         chosen = AVX512;
         update_block = update_block_avx512;
         join = join_avx512;
-        split = split_avx512;
+        halve = halve_avx512;
     }
 #else
     (void)most;
@@ -154,10 +155,10 @@ static void update_chunk(const struct adam_segment *segments, int64_t num_segmen
     }
 }
 
-/* Threads. A team does one job at a time; whoever brings it works along and leaves when it is done. */
+/* Threads. A team does one job at a time. The calling thread works too, and returns when the job is done. */
 
 struct team {
-    pthread_mutex_t turn; /* held by whoever has a job done */
+    pthread_mutex_t turn; /* held by the caller whose job is being done */
     pthread_mutex_t lock;
     pthread_cond_t begun, ended;
     int num_helpers;
@@ -165,7 +166,7 @@ struct team {
     int helpers_at_work;
     const struct adam_segment *segments;
     int64_t num_segments, num_chunks;
-    fenv_t environment; /* of the thread that brought the job: whether denormal numbers are flushed to zero */
+    fenv_t environment; /* of the calling thread; decides whether denormal numbers are flushed to zero */
     atomic_int_fast64_t next_chunk;
 };
 
@@ -193,7 +194,8 @@ static void *help(void *argument) {
     return 0;
 }
 
-/* Threads that never end: a team lives as long as its process. Fewer are started where the system refuses more. */
+/* A team of `num_threads` threads including the caller, or fewer if the system refuses to start more. It lives as long
+ * as the process. Returns 0 if there is no memory. */
 struct team *roundpipe_team(int num_threads) {
     struct team *team = calloc(1, sizeof *team);
     if (!team) return 0;
@@ -201,7 +203,7 @@ struct team *roundpipe_team(int num_threads) {
     pthread_mutex_init(&team->lock, 0);
     pthread_cond_init(&team->begun, 0);
     pthread_cond_init(&team->ended, 0);
-    pthread_mutex_lock(&team->lock); /* no helper looks before all are counted */
+    pthread_mutex_lock(&team->lock); /* helpers start to wait for jobs when all of them are counted */
     while (team->num_helpers < num_threads - 1) {
         pthread_t thread;
         if (pthread_create(&thread, 0, help, team)) break;
@@ -236,12 +238,12 @@ void roundpipe_adam(struct team *team, const struct adam_segment *segments, int6
     pthread_mutex_unlock(&team->turn);
 }
 
-/* Between the two forms of a master, for whoever wants to see it or has written it. */
+/* Conversion between a float32 master and its two halves, on the calling thread. */
 
 void roundpipe_join(float *to, const uint16_t *weight, const uint16_t *low, const uint8_t *ties, int64_t count) {
     join(to, weight, low, ties, count);
 }
 
-void roundpipe_split(uint16_t *weight, uint16_t *low, uint8_t *ties, const float *from, int64_t count) {
-    split(weight, low, ties, from, count);
+void roundpipe_halve(uint16_t *weight, uint16_t *low, uint8_t *ties, const float *from, int64_t count) {
+    halve(weight, low, ties, from, count);
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe.split.layers import GLUE, BlockLayer, Element, GlueLayer, Layout, PlacedPlan, elements_of
+from roundpipe.split.layers import GLUE, BlockLayer, Element, GlueLayer, LayerArrangement, PlacedPlan, elements_of
 from roundpipe.split.plan import CallOutline, SplitPlan, TapCall
 from roundpipe.split.values import Outline
 
@@ -63,21 +63,21 @@ def plan(
     )
 
 
-def layout_of(model: nn.Module, *plans: SplitPlan) -> Layout:
-    layout = Layout(model, NoBook())
+def layout_of(model: nn.Module, *plans: SplitPlan) -> LayerArrangement:
+    layout = LayerArrangement(model, NoBook())
     layout.build()
     for one in plans:
         layout.add(one)
     return layout
 
 
-def row(layout: Layout) -> list[str]:
+def row(layout: LayerArrangement) -> list[str]:
     """The layers as letters: G for code, digits for blocks."""
     blocks = {id(block): str(i) for i, block in enumerate(layout._model.blocks)}  # type: ignore[arg-type]
     return ["G" if isinstance(layer, GlueLayer) else blocks[id(layer.block)] for layer in layout.layers]
 
 
-def in_order(layout: Layout, placed: PlacedPlan) -> list[tuple[str, int]]:
+def in_order(layout: LayerArrangement, placed: PlacedPlan) -> list[tuple[str, int]]:
     """A plan read off its places: what its layers do, in their order."""
     letters = row(layout)
     at = {**placed.points, **placed.calls}

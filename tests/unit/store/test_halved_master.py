@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from roundpipe.optim.native.kernel import OnePassKernel, SplitMaster, one_pass_kernel
-from roundpipe.store import master as split_value
-from roundpipe.store.master import SplitValue
+from roundpipe.optim.native.kernel import OnePassKernel, one_pass_kernel
+from roundpipe.store import master
+from roundpipe.store.master import HalvedMaster
 
 UPPERS = torch.arange(0, 0x10000, dtype=torch.int64)  # every sign, exponent and leading bits there are
 LOWERS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
@@ -31,22 +31,22 @@ def bits_of(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int32)
 
 
-def split(values: Tensor, ties: int = 0) -> SplitValue:
+def halved(values: Tensor, ties: int = 0) -> HalvedMaster:
     """`ties`: what was in the bits before, which must not matter."""
-    made = SplitValue(torch.empty_like(values, dtype=torch.bfloat16))
+    made = HalvedMaster(torch.empty_like(values, dtype=torch.bfloat16))
     made.ties.fill_(ties)
-    kernel().split(values, SplitMaster(made.weight, made.low, made.ties))
+    kernel().halve(values, made)
     return made
 
 
-def joined_by_kernel(made: SplitValue) -> Tensor:
+def joined_by_kernel(made: HalvedMaster) -> Tensor:
     to = torch.empty_like(made.weight, dtype=torch.float32)
-    kernel().join(SplitMaster(made.weight, made.low, made.ties), to)
+    kernel().join(made, to)
     return to
 
 
 def assert_comes_back(values: Tensor, ties: int = 0) -> None:
-    made = split(values, ties)
+    made = halved(values, ties)
     not_nan = ~values.isnan()
     assert torch.equal(made.weight[not_nan].view(torch.int16), values.to(torch.bfloat16)[not_nan].view(torch.int16))
     for joined in (joined_by_kernel(made), made.joined()):
@@ -74,7 +74,7 @@ def test_numbers_by_name() -> None:
 
 def assert_taken(values: Tensor) -> None:
     """A value that was joined is split again without the kernel, from a weight that holds it rounded."""
-    made = SplitValue(split(values).weight)
+    made = HalvedMaster(halved(values).weight)
     weight = made.weight.clone()
     assert made.take(values)
     for joined in (joined_by_kernel(made), made.joined()):
@@ -85,7 +85,7 @@ def assert_taken(values: Tensor) -> None:
 @pytest.mark.parametrize("chunk", [16, 4096, 1 << 20])
 @pytest.mark.parametrize("lower", LOWERS, ids=hex)
 def test_what_was_joined_is_split_again(lower: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_value, "_CHUNK", chunk)
+    monkeypatch.setattr(master, "_CHUNK", chunk)
     values = from_bits((UPPERS << 16) | lower)
     values = values[~values.isnan()]
     assert_taken(values if chunk > 16 else values[::61].contiguous())
@@ -101,7 +101,7 @@ def test_any_numbers_are_split_again(patterns: list[int]) -> None:
 def test_another_weight_than_the_rounded_value_is_noticed() -> None:
     values = torch.randn(100, generator=torch.Generator().manual_seed(3))
     for change in (-1, 1):
-        made = SplitValue(values.to(torch.bfloat16))
+        made = HalvedMaster(values.to(torch.bfloat16))
         made.weight.view(torch.int16)[99] += change
         low = made._low
         assert not made.take(values)
@@ -111,12 +111,12 @@ def test_another_weight_than_the_rounded_value_is_noticed() -> None:
 def test_a_nan_is_not_split_again() -> None:
     """It would come back as another one."""
     values = torch.tensor([1.0, float("nan")])
-    assert not SplitValue(values.to(torch.bfloat16)).take(from_bits(torch.tensor([0x3F800000, 0x7F800001])))
+    assert not HalvedMaster(values.to(torch.bfloat16)).take(from_bits(torch.tensor([0x3F800000, 0x7F800001])))
 
 
 def test_a_nan_stays_one() -> None:
     patterns = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC08000, 0xFFFFFFFF, 0x7F808000])
-    made = split(from_bits(patterns))
+    made = halved(from_bits(patterns))
     assert made.weight.isnan().all()
     assert joined_by_kernel(made).isnan().all()
     assert made.joined().isnan().all()
@@ -137,7 +137,7 @@ def test_ties_at_the_ends_of_bytes_and_blocks(count: int) -> None:
 
 def test_the_two_ways_to_join_agree_on_anything() -> None:
     """Also on bits that no split has made."""
-    made = SplitValue(torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16))
+    made = HalvedMaster(torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16))
     generator = torch.Generator().manual_seed(1)
     made.low.copy_(torch.randint(-32768, 32768, (65536,), generator=generator))
     made.low[::3] = -32768  # ties
@@ -148,7 +148,7 @@ def test_the_two_ways_to_join_agree_on_anything() -> None:
 
 def test_before_the_lower_bits_are_needed_the_value_is_the_weight() -> None:
     weight = torch.randn(3, 5).to(torch.bfloat16)
-    made = SplitValue(weight)
+    made = HalvedMaster(weight)
     assert torch.equal(made.joined(), weight.float())
     assert made._low is None
     assert made._ties is None, "nobody has taken memory"
@@ -157,7 +157,7 @@ def test_before_the_lower_bits_are_needed_the_value_is_the_weight() -> None:
 
 
 def test_what_it_becomes_has_nothing_of_what_it_was() -> None:
-    made = split(torch.full((9,), 1 / 3))
+    made = halved(torch.full((9,), 1 / 3))
     weight = torch.ones(9, dtype=torch.bfloat16)
     made.become(weight)
     assert made.weight is weight
@@ -167,9 +167,9 @@ def test_what_it_becomes_has_nothing_of_what_it_was() -> None:
 @pytest.mark.parametrize("dims", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_bits_lie_as_the_weight_lies(dims: tuple[int, int, int]) -> None:
     values = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(2)).permute(dims)
-    made = SplitValue(torch.empty_like(values, dtype=torch.bfloat16))
+    made = HalvedMaster(torch.empty_like(values, dtype=torch.bfloat16))
     assert made.weight.stride() == values.stride()
-    kernel().split(values, SplitMaster(made.weight, made.low, made.ties))
+    kernel().halve(values, made)
     joined = made.joined()
     assert joined.stride() == values.stride()
     assert torch.equal(joined, values)
