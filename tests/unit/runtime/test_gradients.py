@@ -14,6 +14,7 @@ from recorded_runs import WIDTH, Recorder
 from torch import Tensor, nn
 
 from helpers_faults import WAIT_S
+from helpers_parity import assert_same
 from roundpipe.devices.interface import StreamKind
 from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.errors import UsageError
@@ -21,6 +22,7 @@ from roundpipe.monitor import Monitor
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
 from roundpipe.runtime.replica import LayerSettings, Replica
 from roundpipe.runtime.transfer import DeviceBuffers, Transfer
+from roundpipe.runtime.weights import LayerImages
 from roundpipe.store import LayerStore
 from roundpipe.store.adopt import PinMode
 from roundpipe.store.host_memory import LandingBuffers
@@ -39,15 +41,21 @@ def store() -> Iterator[LayerStore]:
     made.close()
 
 
+def bound_replica(store: LayerStore, layer_id: int, device: VirtualDevice) -> Replica:
+    """A layer on a device, its weights in place."""
+    record = store.layers[layer_id]
+    replica = LayerImages(device).replica(store, layer_id)
+    weights = record.image.views(torch.zeros(record.image.total_bytes, dtype=torch.uint8))
+    replica.bind(weights, LayerSettings.of(record))
+    return replica
+
+
 class Bound:
     """The first layer on a virtual device, its weights in place."""
 
     def __init__(self, store: LayerStore) -> None:
         device = VirtualDevice(0)
-        record = store.layers[0]
-        image = torch.zeros(record.image.total_bytes, dtype=torch.uint8)
-        self.replica = Replica(record, device.torch_device)
-        self.replica.bind(image, LayerSettings.of(record))
+        self.replica = bound_replica(store, 0, device)
         self.buffers = DeviceBuffers(device, StreamKind.COMPUTE, StreamKind.GRADS_DOWN)
         self.transfer = Transfer(device)
         self.host = LandingBuffers(None)
@@ -59,8 +67,14 @@ class Bound:
         parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
         self.gradients.gather()
 
-    def download(self) -> Any:
-        return self.gradients.download(self.transfer, self.host)
+    def download(self) -> dict[str, Tensor] | None:
+        """The downloaded gradients by name, once they have arrived."""
+        sent = self.gradients.download(self.transfer, self.host)
+        if sent is None:
+            return None
+        gradients, arrived = sent
+        arrived.wait()
+        return {gradient.record.name: gradient.tensor for gradient in gradients}
 
 
 @pytest.fixture
@@ -76,26 +90,20 @@ def test_microbatches_are_summed_and_downloaded_in_one_copy(bound: Bound, record
     for value in (1.0, 2.0, 4.0):
         bound.accumulate(WEIGHT, ones(value))
         bound.accumulate(BIAS, ones(value)[0])
-    sent = bound.download()
-    sent.arrived.wait()
-    found = {record.name: tensor for record, tensor in sent.parts}
-    assert torch.equal(found["0.weight"], ones(7.0))
-    assert torch.equal(found["0.bias"], ones(7.0)[0])
+    assert_same(bound.download(), {"0.weight": ones(7.0), "0.bias": ones(7.0)[0]})
     assert recorder.lines.count("copy gradients down") == 1
     recorder.assert_order("poison gradients down", "gradients down waits for compute 0", "copy gradients down")
 
 
 def test_a_parameter_without_a_gradient_is_left_out(bound: Bound) -> None:
     bound.accumulate(BIAS, ones()[0])
-    assert [record.name for record, _ in bound.download().parts] == ["0.bias"]
+    assert_same(bound.download(), {"0.bias": ones()[0]})
 
 
 def test_a_gradient_that_first_appears_in_a_later_microbatch_is_gathered(bound: Bound) -> None:
     bound.accumulate(BIAS, ones()[0])
     bound.accumulate(WEIGHT, ones(3.0))
-    sent = bound.download()
-    sent.arrived.wait()
-    assert torch.equal({record.name: tensor for record, tensor in sent.parts}["0.weight"], ones(3.0))
+    assert_same(bound.download(), {"0.weight": ones(3.0), "0.bias": ones()[0]})
 
 
 def test_a_layer_without_gradients_downloads_nothing(bound: Bound, recorder: Recorder) -> None:
@@ -118,9 +126,7 @@ def test_device_memory_is_written_again_after_its_download(bound: Bound, recorde
     bound.accumulate(WEIGHT, ones(2.0))
     second = bound.download()
     recorder.assert_order("compute waits for gradients down 0", "copy gradients down")
-    for sent, value in ((first, 1.0), (second, 2.0)):
-        sent.arrived.wait()
-        assert torch.equal(sent.parts[0][1], ones(value))
+    assert_same([first, second], [{"0.weight": ones()}, {"0.weight": ones(2.0)}])
 
 
 def test_a_sparse_gradient_is_refused_by_name(bound: Bound) -> None:
@@ -177,10 +183,8 @@ class Landings:
     def submit(self, run: FakeRun, layer_id: int, value: float | None) -> None:
         sent = None
         if value is not None:
-            layer = self.store.layers[layer_id]
             device = VirtualDevice(layer_id)
-            replica = Replica(layer, device.torch_device)
-            replica.bind(torch.zeros(layer.image.total_bytes, dtype=torch.uint8), LayerSettings.of(layer))
+            replica = bound_replica(self.store, layer_id, device)
             gradients = LayerGradients(replica, DeviceBuffers(device, StreamKind.COMPUTE, StreamKind.GRADS_DOWN))
             replica.parameters[WEIGHT].grad = ones(value)
             gradients.gather()

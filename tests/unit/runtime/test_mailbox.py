@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roundpipe import RoundPipe
 from roundpipe.devices.virtual import VirtualDevice
-from roundpipe.runtime.mailbox import StageMail
+from roundpipe.runtime.mailbox import Losses, StageMail
 from roundpipe.runtime.run import Place, Run
 from roundpipe.runtime.transfer import Transfer
 from roundpipe.runtime.values import Bundle
@@ -143,7 +143,7 @@ def test_losses_and_outputs_are_filed_by_microbatch(make_model: MakeModel, monke
     with held_call(monkeypatch, lambda: train(model)) as run:
         mail = mail_of(run, FB1)
         for microbatch in (2, 0):
-            mail.send_losses(microbatch, [torch.tensor(float(microbatch))], is_sequence=True)
+            mail.send_losses(microbatch, Losses([torch.tensor(float(microbatch))], is_sequence=True))
             mail.send_outputs(microbatch, Bundle.pack(value(microbatch)), (True,))
         for microbatch in (2, 0):
             is_sequence, losses = run.losses[microbatch]

@@ -187,7 +187,7 @@ def test_a_landing_holds_the_sum_over_all_microbatches(
     call_reference(reference, (batch()[0],), label=batch()[1], loss_fn=squares, num_microbatch=NUM_MICROBATCH)
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for landing in execute(recorder, monkeypatch, model).landings.submitted:
-        landing.sent.arrived.wait()
-        found = {record.name: gradient.clone() for record, gradient in landing.sent.parts}
+        landing.arrived.wait()
+        found = {gradient.record.name: gradient.tensor.clone() for gradient in landing.gradients}
         assert_same(found, {name: expected.pop(name) for name in found}, f"layer {landing.layer_id}")
     assert expected == {}

@@ -22,6 +22,11 @@ def images() -> LayerImages:
     return LayerImages(VirtualDevice(0))
 
 
+def ready(images: LayerImages, run: Run, task: int, layer_id: int) -> list[torch.Tensor]:
+    """The layer's weights on the device, by parameter."""
+    return images.ready(run, run.tasks[task], images.replica(run.store, layer_id), Place())
+
+
 def uploaded_layers(recorder: Recorder, run: Run) -> list[int]:
     """The layers whose host memory copies have read so far, in this order."""
     layer_of = {layer.flat.tensor.data_ptr(): layer.layer_id for layer in run.store.layers if layer.flat is not None}
@@ -56,9 +61,9 @@ def test_compute_waits_for_the_upload_of_the_layer_it_needs_and_for_no_other(
     model = make_model()
     with held_call(monkeypatch, lambda: train(model)) as run:
         images.prefetch(run, run.tasks[F0], Place())
-        images.ready(run, run.tasks[F0], 0, Place())
+        ready(images, run, F0, 0)
         assert recorder.starting("compute waits") == ["compute waits for weights up 0"]
-        images.ready(run, run.tasks[F0], 1, Place())
+        ready(images, run, F0, 1)
         assert recorder.starting("compute waits")[1:] == ["compute waits for weights up 1"]
         images.finish(run, run.tasks[F0])
 
@@ -68,11 +73,10 @@ def test_ready_uploads_what_was_not_prefetched_and_returns_the_weights(
 ) -> None:
     model = make_model()
     with held_call(monkeypatch, lambda: train(model)) as run:
-        image = images.ready(run, run.tasks[FB1], 2, Place())
+        weights = ready(images, run, FB1, 2)
         assert uploaded_layers(recorder, run) == [2]
-        record = run.store.layers[2]
-        for view, parameter in zip(record.image.views(image), record.parameters, strict=True):
-            assert torch.equal(view, parameter.param.detach())
+        for weight, parameter in zip(weights, model.model[2].parameters(), strict=True):
+            assert torch.equal(weight, parameter.detach())
         images.finish(run, run.tasks[FB1])
 
 
@@ -81,11 +85,11 @@ def test_an_image_is_written_again_only_after_compute_and_its_upload_have_passed
 ) -> None:
     model = make_model()
     with held_call(monkeypatch, lambda: train(model)) as run:
-        first = images.ready(run, run.tasks[F0], 0, Place())
+        first = ready(images, run, F0, 0)
         images.finish(run, run.tasks[F0])
         recorder.clear()
-        second = images.ready(run, run.tasks[FB1], 2, Place())
-        assert second.data_ptr() == first.data_ptr()
+        second = ready(images, run, FB1, 2)
+        assert second[0].data_ptr() == first[0].data_ptr()
         recorder.assert_order(
             "weights up waits for compute 0",
             "weights up waits for weights up 0",
@@ -129,7 +133,7 @@ def test_a_failed_run_uploads_nothing(
         run.fail(KeyError("elsewhere"))
         images.prefetch(run, run.tasks[F0], Place())
         with pytest.raises(RunCancelled):
-            images.ready(run, run.tasks[F0], 0, Place())
+            ready(images, run, F0, 0)
         assert recorder.starting("copy") == []
 
 
