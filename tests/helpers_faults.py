@@ -33,7 +33,6 @@ CLOSED_S = 0.03  # the threads of a model that was closed have ended by then, wi
 WAIT_S = 30.0  # for what must come; a test that waits longer is stuck
 WIDTH = 4
 NUM_MICROBATCH = 3
-GRAINS = ("stage", "layer")
 # F0: layer 0, F1: layer 1, FB2: layers 2 and 3, B3: layers 0 and 1.
 PLAN = ModelExecutePlan([range(0, 1), range(1, 2)], [range(2, 4), range(0, 2)])
 RECOMPUTED, FUSED = (0, 1), (2, 3)

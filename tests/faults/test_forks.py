@@ -208,13 +208,13 @@ holder.start()
 wait_for(held)
 children = []
 began = time.time()
-for number in range(4):
+for number in range(2):
     if not (pid := os.fork()):
         if number % 2:
             del made
         sys.exit(number)
     children.append(pid)
-assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == list(range(4))
+assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 1]
 assert time.time() - began < 20
 over.set()
 holder.join()

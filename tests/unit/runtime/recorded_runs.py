@@ -34,8 +34,8 @@ PLAN = ModelExecutePlan([range(0, 2)], [range(2, 3), range(0, 2)])
 class Recorder:
     """The log of one test. An event is named by its stream and a number: `weights up 1`.
 
-    `copy weights up`, `record weights up 1`, `compute waits for weights up 1`, `poison weights up` are operations of
-    devices; layers and tests add lines of their own with `note`.
+    `copy weights up`, `record weights up 1`, `compute waits for weights up 1`, `poison weights up`, `lend to compute`
+    are operations of devices; layers and tests add lines of their own with `note`.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,11 @@ class Recorder:
             self.note(f"poison {stream.value}")
             real_poison(device, buffer, stream)
 
+        def lend(device: VirtualDevice, tensor: Tensor, stream: StreamKind) -> None:
+            self.note(f"lend to {stream.value}")
+
         monkeypatch.setattr(VirtualDevice, "copy", copy)
+        monkeypatch.setattr(VirtualDevice, "lend", lend)
         monkeypatch.setattr(VirtualDevice, "record", record)
         monkeypatch.setattr(VirtualDevice, "stream_wait", stream_wait)
         monkeypatch.setattr(VirtualDevice, "poison", poison)

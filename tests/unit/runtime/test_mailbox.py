@@ -39,7 +39,9 @@ def test_the_first_task_receives_the_microbatches_of_the_call(
             args, kwargs = bundle.unpack()
             assert torch.equal(args[0], expected)
             assert (kwargs, flags) == ({}, (False,))
-    recorder.assert_order("copy activations up", "record activations up 0", "compute waits for activations up 0")
+    recorder.assert_order(
+        *["copy activations up", "record activations up 0", "compute waits for activations up 0", "lend to compute"]
+    )
 
 
 def test_labels_are_those_of_the_microbatch(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,16 @@ def test_ready_uploads_what_was_not_prefetched_and_returns_the_weights(
         images.finish(run, run.tasks[FB1])
 
 
+def test_the_memory_of_an_image_is_lent_to_compute_when_it_is_allocated(
+    images: LayerImages, recorder: Recorder, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    with held_call(monkeypatch, lambda: train(model)) as run:
+        images.prefetch(run, run.tasks[FB1], Place())
+        recorder.assert_order("lend to compute", "copy weights up")
+        images.finish(run, run.tasks[FB1])
+
+
 def test_an_image_is_written_again_only_after_compute_and_its_upload_have_passed(
     images: LayerImages, recorder: Recorder, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
