@@ -87,7 +87,7 @@ class Traps:
             self._passed[point, where] += 1
             if self._target != (point, where, count):
                 return
-            # Fires once, and keeps no exception: its frames hold graphs that hold us, a cycle nobody can collect.
+            # Fires once and keeps no exception: its frames hold graphs that hold these traps, an uncollectable cycle.
             action, self._action, self._target = self._action, _nothing, None
         self.fired.set()
         action()
@@ -304,7 +304,7 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 class Gate:
-    """An action for a trap: says that somebody has come, lets him through when opened."""
+    """An action for a trap: sets `reached`, then blocks the thread until `opened` is set."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.reached, self.opened, self._error = threading.Event(), threading.Event(), error
@@ -360,7 +360,7 @@ def our_threads() -> list[str]:
 
 
 def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Polls what has no event of its own, such as the end of somebody else's thread."""
+    """Polls a condition that no event signals, such as the end of a thread."""
     deadline = time.monotonic() + timeout_s
     while not ready():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
@@ -384,7 +384,7 @@ def wait_for(event: threading.Event) -> None:
 
 
 class Background:
-    """Runs a function on a thread of its own; `result()` waits for it and raises what it raised."""
+    """Runs a function on a new thread; `result()` waits for it and raises what it raised."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -420,7 +420,7 @@ torch.set_num_threads(1)
 
 
 def run_script(body: str, timeout_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own; its time is counted from the end of its imports (it prints `ready`)."""
+    """Runs a script in a new process, with this module imported."""
     tests = Path(__file__).parent
     paths = os.pathsep.join([str(tests.parent / "src"), str(tests)])
     return subprocess.run(

@@ -198,7 +198,7 @@ def test_a_copy_cannot_be_queued(
 
 @pytest.mark.parametrize("kind", COPY_KINDS, ids=lambda kind: kind.name)
 def test_a_queued_copy_fails_when_it_runs(kind: StreamKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an asynchronous copy does: whoever waits for it meets the exception, be it worker, landing or caller."""
+    """The thread that waits for an asynchronous copy gets its exception: a worker, the landing thread or the caller."""
     with bench(2) as made:
         made.train_right(1)
         total = count_copies(made, monkeypatch, kind)

@@ -124,7 +124,7 @@ def test_in_a_synchronous_step(stuck: Stuck) -> None:
         made.train_right(3)
 
 
-def test_a_step_that_fails_after_its_caller_was_interrupted_is_heard_of(stuck: Stuck) -> None:
+def test_a_step_that_fails_after_its_caller_was_interrupted_is_reported(stuck: Stuck) -> None:
     with bench(2) as made:
         made.train_right(1)
         made.call(2)
@@ -199,7 +199,7 @@ def test_an_interrupt_is_not_lost_to_a_failure_of_the_same_call(monkeypatch: pyt
 
 @pytest.mark.parametrize("moment", ["watch", "submit", "parcels"])
 def test_an_interrupt_while_a_call_is_being_started(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between any two steps of starting a run: nobody waits later for what was never started."""
+    """An interrupt while a run is being started: no later call waits for the tasks that were never started."""
     with bench(2) as made:
         made.train_right(1)
         before = made.snapshot()

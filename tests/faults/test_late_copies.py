@@ -106,7 +106,7 @@ def test_every_order_of_copies_gives_the_same_bits(
     for seed in range(NUM_ORDERS if is_async else NUM_ORDERS // 3):
         monkeypatch.setenv(SEED, str(seed))
         assert_same(train(num_devices, is_async, "layer" if seed % 2 else "stage"), expected, f"seed {seed}")
-        wait_for_no_threads()  # the next seed needs devices of its own
+        wait_for_no_threads()  # the next seed needs new devices
 
 
 # The bench itself.
@@ -200,15 +200,17 @@ def test_a_forgotten_wait_shows(forgotten: str, some_seeds: Iterator[int], monke
     expected = train_plainly(True)
     with monkeypatch.context() as patch:
         MUTATIONS[forgotten](patch)
-        assert any(not is_right(expected, 3) for _ in some_seeds), f"nobody noticed that {forgotten}"
+        assert any(not is_right(expected, 3) for _ in some_seeds), f"no result is wrong although {forgotten}"
     wait_for_no_threads()
     assert is_right(expected, 3), "the mutation is gone, its effect is not"
 
 
 @pytest.mark.usefixtures("tagged_events")
-def test_the_bench_does_not_cry_wolf(some_seeds: Iterator[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_right_while_no_wait_is_forgotten(
+    some_seeds: Iterator[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the machinery of the mutations in place and nothing taken away all is right."""
     expected = train_plainly(True)
     ignore_stream_wait(monkeypatch, lambda stream, of: False)
-    ignore_host_wait(monkeypatch, StreamKind.GRADS_DOWN, "nobody")
+    ignore_host_wait(monkeypatch, StreamKind.GRADS_DOWN, "no such thread")
     assert all(is_right(expected, 3) for _, seed in zip(range(3), some_seeds, strict=False))

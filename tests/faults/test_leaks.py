@@ -66,7 +66,7 @@ def test_no_thread_and_no_memory_after_many_failures() -> None:
         assert settles_at(torch.Tensor, tensors + NUM_FAILURES // len(POINTS))
 
 
-def test_step_failures_leave_nothing_either() -> None:
+def test_step_failures_leave_no_thread_and_no_memory() -> None:
     before = alive(Run)
     with bench(2) as made:
         made.train_right(1)
@@ -92,7 +92,7 @@ def refuse(outputs: object) -> object:
 
 @pytest.mark.parametrize("merge_output", [False, None, refuse])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_outputs_nobody_goes_back_from_leave_nothing(merge_output: object, requires_grad: bool) -> None:
+def test_forwards_without_a_backward_leave_no_run_and_no_memory(merge_output: object, requires_grad: bool) -> None:
     before = alive(Run)
     with bench(2) as made:
         plan = ModelExecutePlan([range(0, 4)], [range(0, 4)])

@@ -134,7 +134,7 @@ class Overlap:
         self.model.synchronize()
 
     def weights(self) -> list[Tensor]:
-        """As they lie in host memory, without waiting for anybody."""
+        """The weights in host memory now; waits for no step and no call."""
         return [p.detach().clone() for p in self.model.model.parameters()]
 
     def assert_right(self) -> None:
@@ -313,7 +313,7 @@ def test_a_call_that_fails_when_layers_have_been_updated(
 
 
 @pytest.mark.parametrize("held", [0, pytest.param(1, marks=pytest.mark.slow), 2])
-def test_gradients_of_the_call_before_are_not_taken_for_whole(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_use_half_of_the_gradients_of_two_calls(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls before the step, and the second fails: layers it has not reached have half of their gradients."""
     with overlap() as made:
         made.prove()
@@ -424,7 +424,7 @@ def test_an_asynchronous_step_begins_when_all_gradients_are_there(held: int, mon
 def test_a_step_after_a_new_kind_of_call_begins_when_all_gradients_are_there(
     held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that fails must leave everything as it was, and nobody knows yet whether this one will."""
+    """A call that fails must leave everything as it was, and no call of this kind has succeeded before."""
     with overlap() as made:
         made.prove()
         x, label = (torch.cat([value, value]) for value in batch(2))

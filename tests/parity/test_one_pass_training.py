@@ -77,7 +77,7 @@ def plainly(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> Non
 
 
 class Masters(StalenessReference):
-    """As torch has it: a gradient that nobody clears is added to. `run_step` clears them, or does not."""
+    """As in torch, a gradient that is not cleared is added to. `run_step` decides whether it clears them."""
 
     def step(self, is_async: bool) -> None:
         for master, param in zip(self.masters, self.trainable, strict=True):
@@ -197,7 +197,7 @@ def test_a_bfloat16_model_with_our_optimizer(
     ours, plain, options = OPTIMIZERS[kind]
     made = pair(models, num_devices, lambda p: ours(p, **options), lambda p: plain(p, **options))
     made.train(steps)
-    assert all(copy.halves is not None for copy in made.copies), "nobody has looked at the values"
+    assert all(copy.halves is not None for copy in made.copies), "no copy has taken memory for its values"
     made.check()
     assert len(updates) == len(steps) * len(made.copies), "every update was the kernel's"
 
@@ -225,7 +225,7 @@ def test_copies_that_are_not_float32_are_torchs(
 
 
 @pytest.mark.parametrize("pin_model", ["register", "off"])
-def test_weights_left_where_they_lie(models: Models, steps: list[bool], pin_model: str) -> None:
+def test_weights_that_are_not_moved_train_the_same(models: Models, steps: list[bool], pin_model: str) -> None:
     made = pair(models, 3, our_adam, plain_adam, pin_model=pin_model)
     made.train(steps)
     made.check()
@@ -639,7 +639,7 @@ def test_deep_copies_and_pickles_of_copies(models: Models, steps: list[bool]) ->
     assert_same([twin.detach() for twin in twins], masters)
     with torch.no_grad():
         for twin in twins:
-            twin.fill_(9.0)  # is nobody's business
+            twin.fill_(9.0)  # must change neither the copy nor the model
     made.reference.synchronize()
     made.train(steps)
     made.check()

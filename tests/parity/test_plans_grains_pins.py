@@ -107,7 +107,7 @@ def test_every_legal_inference_plan_equals_the_reference(models: Models) -> None
 
 
 def train(model: RoundPipe, configs: list[RoundPipeRunConfig], is_async: bool) -> Any:
-    """Five steps, then one call more; everything anybody can look at."""
+    """Five steps, then one more call; returns losses, outputs, weights, buffers and gradients."""
     torch.manual_seed(9)
     optimizer = torch.optim.Adam(model.optim_parameters(), lr=0.01)
     losses = []

@@ -187,7 +187,7 @@ def test_a_buffer_that_backward_needs_and_forward_writes(
     check_with_plain(models, seeded(lambda: layers(Grows)), num_devices, config(plan))
 
 
-def test_such_a_buffer_with_the_planners_own_tail(models: Models, num_devices: int) -> None:
+def test_a_buffer_that_backward_needs_with_the_tail_that_the_planner_chooses(models: Models, num_devices: int) -> None:
     check_with_plain(models, seeded(lambda: layers(Grows)), num_devices, config("one fused stage"))
 
 
