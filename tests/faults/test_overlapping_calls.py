@@ -38,7 +38,7 @@ def short_bench(num_devices: int = APART) -> Any:
 # Steps.
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("point", ["forward", "backward"])
 def test_a_step_pending_for_earlier_gradients_still_runs(num_devices: int, point: str) -> None:
     with bench(num_devices) as made:

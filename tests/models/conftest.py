@@ -16,6 +16,6 @@ def models() -> Iterator[SplitModels]:
     models.close()
 
 
-@pytest.fixture(params=(1, 2, 3), ids=lambda count: f"{count}dev")
+@pytest.fixture(params=(1, pytest.param(2, marks=pytest.mark.slow), 3), ids=lambda count: f"{count}dev")
 def num_devices(request: pytest.FixtureRequest) -> int:
     return int(request.param)

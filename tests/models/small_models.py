@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 
 VOCAB = 97
 IGNORED = -100
+ROUNDING = 2e-6  # of gradients in float32, against others summed in another order
 Batch = dict[str, Any]
 
 _TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -136,6 +138,14 @@ def small(model_type: str, seed: int = 1, **config: Any) -> nn.Module:
     # A config may keep and change what it is given.
     model: nn.Module = getattr(transformers, class_name)(getattr(transformers, config_name)(**copy.deepcopy(options)))
     return livened(model.train(), seed)
+
+
+def lora(model: nn.Module, *target_modules: str) -> nn.Module:
+    """The model with LoRA adapters that change its outputs."""
+    peft = pytest.importorskip("peft")
+    targets = list(target_modules or ("q_proj", "down_proj"))
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets)
+    return livened(peft.get_peft_model(model, config))
 
 
 def livened(model: nn.Module, seed: int = 1) -> nn.Module:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from small_models import (
+    ROUNDING,
     VOCAB,
     Batch,
     added_loss,
     assert_close_grads,
     labelled,
-    livened,
+    lora,
     own_loss,
     plain_loss,
     ragged,
@@ -39,7 +40,6 @@ from roundpipe.split import head_loss
 pytest.importorskip("transformers")
 
 WHOLE = {"whole_batch_loss": True}
-ROUNDING = 2e-6  # of gradients, against others summed in another order
 Labels = list[Tensor | None]
 
 
@@ -66,12 +66,6 @@ def call_seeing_logits(model: RoundPipe, batch: Batch, **options: Any) -> tuple[
     result = model.forward_backward((), batch, loss_fn=look, return_outputs=returned, run_config=config)
     model.synchronize()
     return result, seen
-
-
-def lora(model: nn.Module) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
-    return livened(peft.get_peft_model(model, config))
 
 
 DROPPED: dict[str, tuple[str, dict[str, Any]]] = {

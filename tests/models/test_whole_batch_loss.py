@@ -14,12 +14,14 @@ import pytest
 import torch
 from small_models import (
     IGNORED,
+    ROUNDING,
     VOCAB,
     Batch,
     added_loss,
     assert_close_grads,
     labelled,
     livened,
+    lora,
     plain_loss,
     ragged,
     small,
@@ -34,7 +36,6 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 
 transformers = pytest.importorskip("transformers")
 
-ROUNDING = 2e-6  # of gradients in float32, against others summed in another order
 IN_DOUBLE = 1e-12  # of losses and gradients in float64
 NUM_ROWS = 10
 
@@ -77,12 +78,6 @@ def bart() -> nn.Module:
     return livened(transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART)).train())
 
 
-def lora() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
-    return livened(peft.get_peft_model(small("llama"), config))
-
-
 def uneven_labels() -> Tensor:
     """Rows with nine labels to one, and two without any: one microbatch of four or eight has none at all."""
     labels = tokens(NUM_ROWS, 9, seed=9)
@@ -109,7 +104,7 @@ Case = tuple[Callable[[], nn.Module], Callable[[], Batch]]
 COMPUTED_IN_FLOAT: dict[str, Case] = {
     "causal": (lambda: small("llama"), lambda: text(uneven_labels())),
     "causal_tied": (lambda: small("gpt2"), lambda: text(uneven_labels())),
-    "causal_with_adapters": (lora, lambda: text(uneven_labels())),
+    "causal_with_adapters": (lambda: lora(small("llama")), lambda: text(uneven_labels())),
     "causal_with_experts": (lambda: small("mixtral"), lambda: text(uneven_labels())),
     "shifted_by_the_user": (
         lambda: small("llama"),
@@ -179,7 +174,7 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], tolera
         torch.testing.assert_close(found[1][name], grad, atol=tolerance * largest, rtol=0.0)
 
 
-@pytest.mark.parametrize("num_devices", [1, 7])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize(("build", "make_batch"), COMPUTED_IN_DOUBLE.values(), ids=COMPUTED_IN_DOUBLE)
 def test_loss_and_gradients_are_those_of_the_whole_batch(
     build: Callable[[], nn.Module], make_batch: Callable[[], Batch], num_devices: int
@@ -197,7 +192,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(
     torch.testing.assert_close(evaluated, expected[0], atol=0.0, rtol=IN_DOUBLE)
 
 
-@pytest.mark.parametrize("num_devices", [1, 7])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize(("build", "make_batch"), COMPUTED_IN_FLOAT.values(), ids=COMPUTED_IN_FLOAT)
 def test_loss_and_gradients_in_float_are_those_of_the_whole_batch(
     build: Callable[[], nn.Module], make_batch: Callable[[], Batch], num_devices: int
@@ -395,7 +390,7 @@ def num_labels(batch: Batch, model_type: str) -> int:
     return int((labels != IGNORED).sum())
 
 
-@pytest.mark.parametrize("num_microbatch", [1, 2, 4])
+@pytest.mark.parametrize("num_microbatch", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("model_type", ["llama", "bert", "t5"])
 def test_calls_with_the_number_of_all_their_labels_add_up_to_one_batch(model_type: str, num_microbatch: int) -> None:
     """Also where the loss of the model does not take that number."""
@@ -429,7 +424,7 @@ def routed_loss(plain: nn.Module, pieces: list[Batch], count: int, num_rows: int
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("num_microbatch", [1, 3, 4])
+@pytest.mark.parametrize("num_microbatch", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_loss_of_routers_is_weighed_by_rows(model_type: str, num_microbatch: int) -> None:
     plain, batch = small(model_type, **ROUTED), ragged(model_type)
     expected = routed_loss(plain, split(batch, num_microbatch), num_labels(batch, model_type), 6)
