@@ -30,9 +30,8 @@ from roundpipe.plan import (
     choose_exact_plan,
     choose_plan,
 )
-from roundpipe.plan.memory import Grain, StageMemory
+from roundpipe.plan.predict import Grain, StageMemory, steady_step_s
 from roundpipe.plan.search import best_tail
-from roundpipe.plan.simulator import steady_step_s
 from roundpipe.runtime.pool import DevicePool
 from roundpipe.runtime.run import Costs, Run
 from roundpipe.store import LayerStore
