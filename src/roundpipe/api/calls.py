@@ -28,9 +28,8 @@ from roundpipe.microbatch import (
     split_call,
 )
 from roundpipe.plan import StageTask, TaskKind
-from roundpipe.runtime.replica import LayerSettings
 from roundpipe.runtime.rng import Ambient
-from roundpipe.runtime.run import Call, Costs, GradientParcel, Parcel, Recall, Run
+from roundpipe.runtime.run import Call, Costs, GradientParcel, LayerSettings, Parcel, Recall, Run
 from roundpipe.runtime.transfer import Bundle, check_movable
 from roundpipe.store import LayerStore
 from roundpipe.timeline import Span, Timeline

@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind, poisoned
+from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
+from roundpipe.devices.virtual import poisoned
 from roundpipe.monitor import wait_for_event
 
 logger = logging.getLogger("roundpipe")

@@ -137,17 +137,3 @@ class HostPinner(abc.ABC):
     @abc.abstractmethod
     def unpin(self, address: int) -> None:
         """Unpin a range that `pin` has pinned, given by its first address."""
-
-
-def poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill `tensor` with NaN, or integers with a value that is no valid index or length, and return it."""
-    with torch.no_grad():
-        if tensor.dtype is torch.uint8:
-            tensor.fill_(0xFF)  # NaN when the bytes are viewed as float16, bfloat16, float32 or float64
-        elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            tensor.fill_(float("nan"))
-        elif tensor.dtype is torch.bool:
-            tensor.fill_(True)
-        else:
-            tensor.fill_(torch.iinfo(tensor.dtype).min)
-    return tensor

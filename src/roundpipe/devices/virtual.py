@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind, poisoned
+from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
 from roundpipe.monitor import process_rlock, shielded
 
 # One lock for all virtual devices: running a copy may first run copies of another device that it waits for.
@@ -177,3 +177,17 @@ class NoPinner(HostPinner):
 
     def unpin(self, address: int) -> None:
         return
+
+
+def poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill `tensor` with NaN, or integers with a value that is no valid index or length, and return it."""
+    with torch.no_grad():
+        if tensor.dtype is torch.uint8:
+            tensor.fill_(0xFF)  # NaN when the bytes are viewed as float16, bfloat16, float32 or float64
+        elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is torch.bool:
+            tensor.fill_(True)
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).min)
+    return tensor

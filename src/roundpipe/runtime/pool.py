@@ -20,9 +20,9 @@ from roundpipe.errors import ClosedError, add_note
 from roundpipe.monitor import THREAD_PREFIX, Monitor, end_threads, follow_forks, has_started, process_lock, start_thread
 from roundpipe.plan import StageTask, deal
 from roundpipe.runtime.gradients import LandingThread
+from roundpipe.runtime.replica import LayerImages
 from roundpipe.runtime.run import Place, Run, RunCancelled
 from roundpipe.runtime.stage import StageRunner
-from roundpipe.runtime.weights import LayerImages
 
 _Job = tuple[Run, StageTask]
 
@@ -82,7 +82,8 @@ class Worker:
         except RunCancelled:
             pass
         except BaseException as error:
-            add_note(error, self._runner.place.note())
+            if self._runner.place is not None:
+                add_note(error, self._runner.place.note())
             run.fail(error)
         finally:
             self._tidy_up(run, task)
@@ -102,8 +103,7 @@ class Worker:
             job = self._jobs[0] if self._jobs else None
         if job is None:
             return
-        place = Place()
-        place.enter(*job, self.device.name)
+        place = Place(*job, self.device.name)
         try:
             self._images.prefetch(*job, place, within_room=within_room)
         except torch.OutOfMemoryError:

@@ -1,141 +1,39 @@
-"""A layer's module on one device: the user's code, hooks and settings over device tensors.
+"""Layers on one device: replicas of their modules, and images of their weights.
 
-The modules are shallow copies, so hooks and attributes are the user's own. The parameters are stand-ins: `bind` points
-them to the weights that a task uploaded, `unbind` releases these. Buffers are set for each microbatch.
+A replica is the user's code, hooks and settings over device tensors. Its modules are shallow copies, so hooks and
+attributes are the user's own. Its parameters are stand-ins: `bind` points them to an image that a task uploaded,
+`unbind` releases it. Buffers are set for each microbatch. Images are uploaded ahead of need into buffers that are used
+again; a task's image of a layer exists from its upload until the task no longer needs the layer.
+
+Called on one worker's thread, or on autograd's thread while the worker waits for it.
 
 [Note: attributes]
 Attributes that the user changes on a module (training mode, a dropout rate) reach the replica at each `bind`.
 Attributes that a forward sets stay on the replica, where a cache of device tensors belongs. Only plain numbers, strings
 and None (a counter, a flag) are written back to the user's module, after the forward of the last microbatch and before
 the call returns. Attributes that a recomputation or a failed forward set are dropped, so that nothing counts twice.
-
-[Note: gradient hooks]
-A run takes the gradient hooks that the user has registered on parameters when it is made: removing one during a
-backward does not change that backward. While a replica is bound the hooks are registered on its stand-ins, so autograd
-runs them as in a plain model, once per microbatch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import Context
-from typing import Any
+import weakref
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from roundpipe.context import gradient_hook_context
+from roundpipe.config import RecomputeGrain
+from roundpipe.devices import Device, Event, StreamKind
 from roundpipe.errors import UsageError
 from roundpipe.module_copy import copy_tree
-from roundpipe.runtime.transfer import Bundle, duplicate
-from roundpipe.store import LayerRecord, Layout, ParameterRecord
-
-Hook = Callable[[torch.Tensor], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterHooks:
-    """The hooks of one parameter, each kind in the order of registration."""
-
-    record: ParameterRecord
-    position: int  # among the parameters of its layer
-    on_gradient: tuple[Hook, ...]  # register_hook
-    after_accumulation: tuple[Hook, ...]  # register_post_accumulate_grad_hook
-
-    def attach(self, stand_in: nn.Parameter) -> list[RemovableHandle]:
-        """Register the hooks on a stand-in, which also gets the attributes of the user's parameter."""
-        stand_in.__dict__.update(self.record.param.__dict__)
-        context = gradient_hook_context()
-        handles = [stand_in.register_hook(functools.partial(_run_in, context, hook)) for hook in self.on_gradient]
-        for hook in self.after_accumulation:
-            run = functools.partial(self._run_after_accumulation, context, hook)
-            handles.append(stand_in.register_post_accumulate_grad_hook(run))
-        return handles
-
-    def _run_after_accumulation(self, context: Context, hook: Hook, stand_in: torch.Tensor) -> Any:
-        version = stand_in._version
-        try:
-            result = _run_in(context, hook, stand_in)
-        except KeyError as error:
-            if error.args and error.args[0] is stand_in:
-                raise self._refusal("looked up the parameter it was given, which is the device's copy") from error
-            raise
-        if stand_in.grad is None:
-            raise self._refusal("set .grad to None")
-        if stand_in._version != version:
-            raise self._refusal("wrote to the parameter's values")
-        return result
-
-    def _refusal(self, what: str) -> UsageError:
-        return UsageError(
-            f"a post-accumulate-grad hook of parameter {self.record.name!r} {what}. Hooks run on the device, where "
-            "they may read and change gradients; the optimizer's parameters are on the host. Update weights and clear "
-            "gradients in step_fn."
-        )
-
-
-def _run_in(context: Context, hook: Hook, tensor: torch.Tensor) -> Any:
-    return context.run(hook, tensor)
-
-
-def hooks_of(layer: LayerRecord, requires_grad: Sequence[bool]) -> tuple[ParameterHooks, ...]:
-    """Return the gradient hooks of the layer's parameters that train; raise for hooks that cannot work."""
-    found = []
-    for position, (record, trains) in enumerate(zip(layer.parameters, requires_grad, strict=True)):
-        on_gradient, after = record.param._backward_hooks, record.param._post_accumulate_grad_hooks
-        if trains and (on_gradient or after):
-            hooks = ParameterHooks(record, position, tuple((on_gradient or {}).values()), tuple((after or {}).values()))
-            _refuse_multi_grad_hooks(hooks)
-            found.append(hooks)
-    return tuple(found)
-
-
-def refuse_hooks_on_shared(
-    hooks: Mapping[int, tuple[ParameterHooks, ...]], contributors: Mapping[ParameterRecord, Sequence[int]]
-) -> None:
-    """Raise for a gradient hook on a parameter of several layers. contributors: the layers of each such parameter."""
-    for of_parameter in (each for of_layer in hooks.values() for each in of_layer):
-        layers = contributors.get(of_parameter.record)
-        if layers is not None:
-            raise UsageError(
-                f"parameter {of_parameter.record.name!r} has gradient hooks and is used by layers "
-                f"{', '.join(map(str, sorted(layers)))}. Each layer computes its part of the gradient by itself, so a "
-                "hook cannot get the sum of all parts as in plain PyTorch. Give the layers separate parameters, or "
-                "remove the hook and change .grad of the optimizer's parameter in step_fn."
-            )
-
-
-def _refuse_multi_grad_hooks(hooks: ParameterHooks) -> None:
-    for hook in hooks.on_gradient:
-        code = getattr(hook, "__code__", None)
-        if code is not None and code.co_filename == torch.autograd.graph.__file__:
-            raise UsageError(
-                f"parameter {hooks.record.name!r} has a hook of torch.autograd.graph.register_multi_grad_hook. Layers "
-                "go backward one by one, so it cannot wait for the gradients of several parameters. Use "
-                "Tensor.register_hook on each parameter, or look at the gradients in step_fn."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSettings:
-    """Settings of a layer when a call began. Its recomputation uses them, whatever the user has changed since."""
-
-    requires_grad: tuple[bool, ...]  # by parameter of the record
-    training: tuple[bool, ...]  # by module
-
-    @classmethod
-    def of(cls, record: LayerRecord) -> LayerSettings:
-        return cls(
-            tuple(parameter.param.requires_grad for parameter in record.parameters),
-            tuple(module.training for module in record.modules),
-        )
-
-    @property
-    def trains(self) -> bool:
-        return any(self.requires_grad)
+from roundpipe.plan import StageTask, TaskKind
+from roundpipe.runtime.autograd import ParameterHooks
+from roundpipe.runtime.run import LayerSettings, Place, Run
+from roundpipe.runtime.transfer import Bundle, DeviceBuffers, duplicate
+from roundpipe.store import LayerRecord, LayerStore, Layout
 
 
 @dataclasses.dataclass
@@ -286,3 +184,97 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     """Return the module inside a torch.compile wrapper: compiled code is tied to the original's tensors."""
     inner = module._modules.get("_orig_mod")
     return inner if inner is not None and type(module).__name__ == "OptimizedModule" else module
+
+
+@dataclasses.dataclass
+class _Image:
+    buffer: torch.Tensor
+    uploaded: Event
+
+
+class _TaskImages:
+    """The images of one task: those on the device, and the layers still to be uploaded in the order of use."""
+
+    def __init__(self, run: Run, task: StageTask) -> None:
+        by_layer = task.kind is TaskKind.BACKWARD and run.recall.grain is RecomputeGrain.LAYER
+        self.to_upload = deque(reversed(task.layers) if by_layer else task.layers)
+        self.images: dict[int, _Image] = {}
+
+
+class LayerImages:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffers = DeviceBuffers(device, StreamKind.WEIGHTS_UP, StreamKind.COMPUTE)
+        self._tasks: dict[tuple[int, int], _TaskImages] = {}  # by numbers of run and task
+        self._layouts: dict[Layout, Layout] = {}  # equal layouts as one object
+        self._replicas: weakref.WeakKeyDictionary[LayerStore, dict[int, Replica]] = weakref.WeakKeyDictionary()
+
+    def replica(self, store: LayerStore, layer_id: int) -> Replica:
+        """Return the layer's module on this device, made at first use and when the store has got other layers."""
+        of_store = self._replicas.setdefault(store, {})
+        known = of_store.get(layer_id)
+        if known is None or known.record is not store.layers[layer_id]:
+            layout = store.layers[layer_id].image
+            layout = self._layouts.setdefault(layout, layout)
+            known = of_store[layer_id] = Replica(store.layers[layer_id], layout, self._device.torch_device)
+        return known
+
+    def release_unused(self) -> None:
+        self._buffers.release_unused()
+
+    def prefetch(self, run: Run, task: StageTask, place: Place, *, within_room: bool = False) -> None:
+        """Start every upload of the task that need not wait for the optimizer, in the order of use.
+
+        within_room: only while free buffers or `run.weight_room_bytes` suffice.
+        """
+        of_task = self._of(run, task)
+        while of_task.to_upload:
+            layer_id = of_task.to_upload[0]
+            if run.failed or not run.store.weights.can_upload(layer_id, run.version):
+                return
+            size = run.store.layers[layer_id].image.total_bytes
+            if within_room and not self._buffers.has_one(size, run.weight_room_bytes):
+                return
+            self._upload(run, of_task, layer_id, place)
+
+    def ready(self, run: Run, task: StageTask, replica: Replica, place: Place) -> list[torch.Tensor]:
+        """Return the layer's weights; compute queued from now on waits for the upload of this layer and no other."""
+        of_task, layer_id = self._of(run, task), replica.record.layer_id
+        if layer_id not in of_task.images:
+            if not run.store.weights.wait_for(layer_id, run.version, lambda: run.failed):
+                run.check()
+            self._upload(run, of_task, layer_id, place)
+            self.prefetch(run, task, place)
+        place.at(layer_id, "weight upload")
+        image = of_task.images[layer_id]
+        self._device.stream_wait(StreamKind.COMPUTE, image.uploaded)
+        return self._buffers.views(image.buffer, replica.image_layout)
+
+    def finish(self, run: Run, task: StageTask) -> None:
+        """The task is done or dropped: its buffers are free once compute has passed this point."""
+        of_task = self._of(run, task)
+        for layer_id in list(of_task.images):
+            self.finish_layer(run, task, layer_id)
+        del self._tasks[run.number, task.index]
+
+    def finish_layer(self, run: Run, task: StageTask, layer_id: int) -> None:
+        """The task no longer needs this layer: its buffer is free once compute has passed this point."""
+        image = self._of(run, task).images.pop(layer_id)
+        self._buffers.give(image.buffer, [self._device.record(StreamKind.COMPUTE), image.uploaded])
+
+    def _of(self, run: Run, task: StageTask) -> _TaskImages:
+        known = self._tasks.get((run.number, task.index))
+        if known is None:
+            known = self._tasks[run.number, task.index] = _TaskImages(run, task)
+        return known
+
+    def _upload(self, run: Run, of_task: _TaskImages, layer_id: int, place: Place) -> None:
+        place.at(layer_id, "weight upload")
+        layer = run.store.layers[layer_id]
+        buffer = self._buffers.take(layer.image.total_bytes, run.weight_room_bytes)
+        for part, host in run.store.weights.upload_pieces(layer_id, run.version, buffer):
+            self._device.copy(part, host, StreamKind.WEIGHTS_UP)
+        uploaded = self._device.record(StreamKind.WEIGHTS_UP)
+        of_task.images[layer_id] = _Image(buffer, uploaded)
+        of_task.to_upload.remove(layer_id)
+        run.store.weights.upload_issued(run, layer_id, run.version, uploaded)

@@ -80,16 +80,15 @@ class Ambient:
         )
         return cls(autocasts, torch.is_autocast_cache_enabled(), torch.get_num_threads())
 
-    def set_threads(self) -> None:
-        """Use the caller's number of threads on this thread: sums on the CPU depend on it."""
+    def take_over(self) -> AbstractContextManager[object]:
+        """Use the caller's number of threads on this thread, and return a context manager with the caller's autocast.
+
+        Sums on the CPU depend on the number of threads. The context manager is to be entered around each layer by
+        itself, because leaving it clears the cache of casts. It may be entered again after it was left.
+        """
+        route_shared_generators()
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """Return a context manager, to be entered around each layer by itself: leaving it clears the cache of casts.
-
-        The same object may be entered again after it was left.
-        """
         enabled = [cast for cast in self.autocasts if cast.enabled]
         return _Casting(enabled, self.cache_enabled) if enabled else contextlib.nullcontext()
 

@@ -6,7 +6,7 @@ Worker threads fill a run, the calling thread waits for it. Knows tasks and host
 The first exception of any thread becomes the run's failure. From then on all waits of the run end, its queued tasks are
 dropped, and results of running tasks are discarded: nothing that a failed run computes reaches host state.
 
-LayerProfiler measures the time and device memory of layers for the planner.
+LayerMeasurement measures the time and device memory of layers for the planner.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import itertools
 import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from roundpipe.config import RecomputeGrain
 from roundpipe.context import Iteration, LayerPhase
-from roundpipe.devices import Device, Event, Mark, MemoryUse
+from roundpipe.devices import Device, Event, Mark
 from roundpipe.microbatch import LossShares
 from roundpipe.plan import Phase, StageTask, TaskKind
-from roundpipe.runtime.replica import LayerSettings, hooks_of, refuse_hooks_on_shared
+from roundpipe.runtime.autograd import hooks_of, refuse_hooks_on_shared
 from roundpipe.runtime.rng import Ambient
 from roundpipe.runtime.transfer import Bundle
-from roundpipe.store import LayerStore, ParameterRecord
+from roundpipe.store import LayerRecord, LayerStore, ParameterRecord
 
 _run_numbers = itertools.count()
 
@@ -70,6 +70,25 @@ class HostValues:
 
     tensors: list[torch.Tensor | None]
     event: Event
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSettings:
+    """Settings of a layer when a call began. Its recomputation uses them, whatever the user has changed since."""
+
+    requires_grad: tuple[bool, ...]  # by parameter of the record
+    training: tuple[bool, ...]  # by module
+
+    @classmethod
+    def of(cls, record: LayerRecord) -> LayerSettings:
+        return cls(
+            tuple(parameter.param.requires_grad for parameter in record.parameters),
+            tuple(module.training for module in record.modules),
+        )
+
+    @property
+    def trains(self) -> bool:
+        return any(self.requires_grad)
 
 
 @dataclasses.dataclass
@@ -341,19 +360,16 @@ class Run:
         self.check()
 
 
+@dataclasses.dataclass
 class Place:
     """The position of a worker in its run, kept up to date for the notes of exceptions."""
 
-    def __init__(self) -> None:
-        self._task, self._device = "", ""
-        self.layer_id: int | None = None
-        self.microbatch: int | None = None
-        self.phase = ""
-
-    def enter(self, run: Run, task: StageTask, device: str) -> None:
-        """A task begins."""
-        self._task, self._device = f"{task} of {run!r}", device
-        self.layer_id, self.phase, self.microbatch = None, "set-up", None
+    run: Run
+    task: StageTask
+    device_name: str
+    layer_id: int | None = None
+    microbatch: int | None = None
+    phase: str = "set-up"
 
     def at(self, layer_id: int | None, phase: str) -> None:
         self.layer_id, self.phase = layer_id, phase
@@ -361,70 +377,53 @@ class Place:
     def note(self) -> str:
         layer = "" if self.layer_id is None else f"layer {self.layer_id}, "
         microbatch = "" if self.microbatch is None else f"microbatch {self.microbatch}, "
-        return f"while running {self._task}: {layer}{microbatch}{self.phase} on {self._device}"
+        return f"while running {self.task} of {self.run!r}: {layer}{microbatch}{self.phase} on {self.device_name}"
 
 
-# Measuring costs the worker time in which it launches nothing, and the first microbatches show enough.
-_TIMED_MICROBATCHES = 3
-_SIZED_MICROBATCHES = 1
+# Measuring takes time on the worker, which launches no kernels meanwhile. The first microbatches show enough.
+TIMED_MICROBATCHES = 3
+SIZED_MICROBATCHES = 1
 _LOSS_BACKWARD_FACTOR = 2  # everything that a loss keeps gets a gradient, and passes one on
 
 
-class Began(NamedTuple):
-    """The state before a layer or the loss ran."""
+class LayerMeasurement:
+    """Measures the time and device memory of one layer, or of the loss, from its construction to one of the `end_*`."""
 
-    mark: Mark
-    memory: MemoryUse | None
-
-
-class LayerProfiler:
-    """The measurements of one task. `is_on` is False where the present microbatch is not measured."""
-
-    def __init__(self, run: Run, device: Device) -> None:
+    def __init__(self, run: Run, device: Device, *, with_memory: bool) -> None:
         self._run, self._device = run, device
-        self.is_on = False
-        self._measures_memory = False
+        self._start = device.mark()
+        self._memory = device.memory_use() if with_memory else None
         self._loss_bytes = 0
 
-    def begin_microbatch(self, microbatch: int) -> None:
-        self.is_on = self._run.is_measured and microbatch < _TIMED_MICROBATCHES
-        self._measures_memory = self.is_on and microbatch < _SIZED_MICROBATCHES
-
-    def begin(self) -> Began | None:
-        """Note the present state; None where the microbatch is not measured."""
-        if not self.is_on:
-            return None
-        return Began(self._device.mark(), self._device.memory_use() if self._measures_memory else None)
-
-    def end_forward(self, began: Began, layer_id: int, phase: LayerPhase, inputs: Iterable[torch.Tensor]) -> None:
+    def end_forward(self, layer_id: int, phase: LayerPhase, inputs: Iterable[torch.Tensor]) -> None:
         timed = Phase.RECOMPUTE if phase is LayerPhase.RECOMPUTE else Phase.FORWARD
-        self._run.measurements.append(Measurement(layer_id, timed, began.mark, self._device.mark()))
-        now = self._device.memory_use() if self._measures_memory else None
-        if began.memory is not None and now is not None and phase is not LayerPhase.INFERENCE:
-            kept = max(now.current - began.memory.current, 0)
+        self._run.measurements.append(Measurement(layer_id, timed, self._start, self._device.mark()))
+        kept = self._bytes_taken()
+        if kept is not None and phase is not LayerPhase.INFERENCE:
             self._run.activation_bytes[layer_id] = (kept, sum(tensor.nbytes for tensor in inputs))
 
-    def end_backward(self, began: Began, layer_id: int) -> None:
-        self._run.measurements.append(Measurement(layer_id, Phase.BACKWARD, began.mark, self._device.mark()))
+    def end_backward(self, layer_id: int) -> None:
+        self._run.measurements.append(Measurement(layer_id, Phase.BACKWARD, self._start, self._device.mark()))
 
-    def loss_computed(self, began: Began | None) -> None:
+    def loss_computed(self) -> None:
         """The loss exists and its backward follows."""
-        if began is None or began.memory is None:
-            return
-        now = self._device.memory_use()
-        if now is not None:
-            self._loss_bytes = max(now.current - began.memory.current, 0)
+        self._loss_bytes = self._bytes_taken() or 0
 
-    def end_loss(self, began: Began, last_layer: int) -> None:
+    def end_loss(self, last_layer: int) -> None:
         """The loss's backward is done: count the most it took as kept by the last layer.
 
         The most is known where it exceeds every earlier peak, and estimated otherwise.
         """
-        now = None if began.memory is None else self._device.memory_use()
-        if now is None or began.memory is None or last_layer not in self._run.activation_bytes:
+        now = None if self._memory is None else self._device.memory_use()
+        if now is None or self._memory is None or last_layer not in self._run.activation_bytes:
             return
         most = (1 + _LOSS_BACKWARD_FACTOR) * self._loss_bytes
-        if now.peak > began.memory.peak:
-            most = now.peak - began.memory.current
+        if now.peak > self._memory.peak:
+            most = now.peak - self._memory.current
         kept, input_bytes = self._run.activation_bytes[last_layer]
         self._run.activation_bytes[last_layer] = (kept + most, input_bytes)
+
+    def _bytes_taken(self) -> int | None:
+        """Return the device memory that is in use now and was not at the start; None where it is not measured."""
+        now = None if self._memory is None else self._device.memory_use()
+        return None if now is None or self._memory is None else max(now.current - self._memory.current, 0)

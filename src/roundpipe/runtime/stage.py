@@ -31,11 +31,10 @@ from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, StageGraph, stays_on_device, tensors_in
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
 from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
-from roundpipe.runtime.replica import Behaviour, Replica
-from roundpipe.runtime.rng import HostRandomStream, ProcessRandomStream, route_shared_generators, stream_seed
-from roundpipe.runtime.run import Began, LayerProfiler, Place, Run, TaskSpan
+from roundpipe.runtime.replica import Behaviour, LayerImages, Replica
+from roundpipe.runtime.rng import HostRandomStream, ProcessRandomStream, stream_seed
+from roundpipe.runtime.run import SIZED_MICROBATCHES, TIMED_MICROBATCHES, LayerMeasurement, Place, Run, TaskSpan
 from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Transfer
-from roundpipe.runtime.weights import LayerImages
 
 
 class StageRunner:
@@ -51,7 +50,7 @@ class StageRunner:
         self.prefetch_next = prefetch_next
         self.transfer = Transfer(device)
         self.gradient_buffers = DeviceBuffers(device, StreamKind.COMPUTE, StreamKind.GRADS_DOWN)
-        self.place = Place()
+        self.place: Place | None = None  # of the present or the last task
 
     def release_unused(self) -> None:
         self.images.release_unused()
@@ -59,7 +58,6 @@ class StageRunner:
         self.device.release_unused()
 
     def run(self, run: Run, task: StageTask) -> None:
-        route_shared_generators()
         with self.device.computing(), within_iteration(run.iteration):
             _Task(self, run, task).carry_out()
 
@@ -92,21 +90,19 @@ class _Task:
         self._runner = runner
         self._device = runner.device
         self._images = runner.images
-        self._place = runner.place
-        self._place.enter(run, task, self._device.name)
-        self._mail = StageMail(run, task, runner.transfer, runner.place)
+        self._place = runner.place = Place(run, task, self._device.name)
+        self._mail = StageMail(run, task, runner.transfer, self._place)
         self._buffers = StageBuffers(run, runner.transfer)
-        self._profiler = LayerProfiler(run, runner.device)
-        self._autocast = self._recall.ambient.autocast()
+        self._autocast = self._recall.ambient.take_over()
         self._replicas = {i: runner.images.replica(run.store, i) for i in task.layers}
         self._layers: dict[int, _Layer] = {}  # those that are bound
         self._runs_in_one_graph = False
         self._is_last_microbatch = False
-        self._backward_began: Began | None = None
+        self._is_timed = self._is_sized = False  # whether the present microbatch is measured
+        self._measured_backward: LayerMeasurement | None = None
         self._loss_backward_done: Callable[[], None] | None = None
 
     def carry_out(self) -> None:
-        self._recall.ambient.set_threads()
         try:
             self._images.prefetch(self._run, self._task, self._place)
             in_tail = self._tail()
@@ -125,7 +121,12 @@ class _Task:
         self._run.check()
         self._place.microbatch = microbatch
         self._is_last_microbatch = microbatch == self._run.num_microbatch - 1
-        self._profiler.begin_microbatch(microbatch)
+        self._is_timed = self._run.is_measured and microbatch < TIMED_MICROBATCHES
+        self._is_sized = self._is_timed and microbatch < SIZED_MICROBATCHES
+
+    def _measure(self) -> LayerMeasurement | None:
+        """Start the measurement of a layer or the loss, if the present microbatch is measured."""
+        return LayerMeasurement(self._run, self._device, with_memory=self._is_sized) if self._is_timed else None
 
     def _run_microbatch(self, microbatch: int) -> None:
         match self._task.kind:
@@ -178,10 +179,11 @@ class _Task:
             self._mail.send_outputs(microbatch, copies, outputs.requires_grad)
             self._runner.transfer.let_downloads_finish_first()
             del outputs, copies
-        self._backward_began = self._profiler.begin()
+        measured = self._measured_backward = self._measure()
         losses = self._losses(microbatch, value)
         del value
-        self._profiler.loss_computed(self._backward_began)
+        if measured is not None:
+            measured.loss_computed()
         # The caller may go on as soon as it has the losses: send them when their backward has run, not the layers'.
         self._loss_backward_done = functools.partial(self._mail.send_losses, microbatch, losses)
         self._place.at(None, "loss backward")
@@ -219,7 +221,7 @@ class _Task:
             value = self._forward_in_one_graph(microbatch, leaves, LayerPhase.RECOMPUTE, graph)
         last = self._task.layers[-1]
         self._place.at(last, "backward")
-        self._backward_began = self._profiler.begin()
+        self._measured_backward = self._measure()
         roots = _roots(last, Bundle.pack(value).tensors, gradients)
         del value
         graph.backward(*roots)
@@ -298,10 +300,10 @@ class _Task:
             if layer.has_buffers:
                 self._buffers.before_forward(layer.replica, microbatch, phase)
             versions = [tensor._version for tensor in inputs]
-            began = self._profiler.begin() if self._profiler.is_on else None
+            measured = self._measure() if self._is_timed else None
             value, _ = self._call(layer, microbatch, phase, value)
-            if began is not None:
-                self._profiler.end_forward(began, layer_id, phase, inputs)
+            if measured is not None:
+                measured.end_forward(layer_id, phase, inputs)
             if [tensor._version for tensor in inputs] != versions:
                 layer.replica.refuse_new_change_of_input()
             if layer.has_buffers:
@@ -317,25 +319,25 @@ class _Task:
 
         On CUDA this runs on autograd's thread, while the worker waits for the backward.
         """
-        began, layers = self._backward_began, self._task.layers
+        measured, layers = self._measured_backward, self._task.layers
         if position == len(layers):
-            if began is not None:
-                self._profiler.end_loss(began, layers[-1])
+            if measured is not None:
+                measured.end_loss(layers[-1])
             if self._loss_backward_done is not None:
                 self._loss_backward_done()
                 self._loss_backward_done = None  # it holds the losses
         else:
             layer_id = layers[position]
-            if began is not None:
-                self._profiler.end_backward(began, layer_id)
+            if measured is not None:
+                measured.end_backward(layer_id)
             # In between, autograd adds to the gradients where they are.
             if self._is_last_microbatch or self._place.microbatch == 0:
                 self._layers[layer_id].gradients.gather()
             if self._is_last_microbatch:
                 self._send_parameter_gradients(layer_id)
                 self._release_layer(layer_id)
-        if began is not None:
-            self._backward_began = self._profiler.begin()
+        if measured is not None:
+            self._measured_backward = self._measure()
         self._place.layer_id, self._place.phase = layers[position - 1] if position else None, "backward"
 
     def _refuse_late_gradients(self) -> None:
@@ -378,14 +380,14 @@ class _Task:
         with_grad = phase is not LayerPhase.INFERENCE
         leaves = Leaves(bundle, flags if with_grad else [False] * len(flags))
         has_backward = phase is not LayerPhase.FORWARD
-        began = self._profiler.begin()
+        measured = self._measure()
         with torch.set_grad_enabled(with_grad):
             value = leaves.value() if has_backward or behaviour.changes_input else leaves.bare_value()
             watch = None if behaviour.calls_autograd is False else GradientWatch(tensors_in(value))
             value, host = self._call(layer, microbatch, phase, value)
             outputs = Bundle.pack(value)
-        if began is not None:
-            self._profiler.end_forward(began, layer_id, phase, bundle.tensors)
+        if measured is not None:
+            measured.end_forward(layer_id, phase, bundle.tensors)
         handed_on, returned_own_memory = replica.copy_own_memory(outputs.detached())
         replica.note_forward(
             changed_input=leaves.were_changed(),
@@ -412,11 +414,11 @@ class _Task:
         self._place.at(layer_id, "backward")
         roots = _roots(layer_id, frame.outputs.tensors, gradients)
         if roots[0]:
-            began = self._profiler.begin()
+            measured = self._measure()
             torch.autograd.backward(*roots)
             frame.layer.gradients.gather()
-            if began is not None:
-                self._profiler.end_backward(began, layer_id)
+            if measured is not None:
+                measured.end_backward(layer_id)
         if self._is_last_microbatch:
             self._send_parameter_gradients(layer_id)
             self._release_layer(layer_id)
@@ -495,14 +497,15 @@ class _Task:
             self._mail.send_outputs(microbatch, bundle, flags)
             self._runner.transfer.let_downloads_finish_first()
         leaves = Leaves(bundle, flags)
-        began = self._profiler.begin()
+        measured = self._measure()
         with torch.enable_grad():
             losses = self._losses(microbatch, leaves.value())
-        self._profiler.loss_computed(began)
+        if measured is not None:
+            measured.loss_computed()
         self._place.at(None, "loss backward")
         torch.autograd.backward(losses.tensors)
-        if began is not None:
-            self._profiler.end_loss(began, self._task.layers[-1])
+        if measured is not None:
+            measured.end_loss(self._task.layers[-1])
         self._mail.send_losses(microbatch, losses)
         return leaves.gradients
 

@@ -21,9 +21,9 @@ from roundpipe.devices.interface import Event, StreamKind
 from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.plan import StageTask, deal
 from roundpipe.runtime.pool import DevicePool
+from roundpipe.runtime.replica import LayerImages
 from roundpipe.runtime.run import Run
 from roundpipe.runtime.stage import StageRunner
-from roundpipe.runtime.weights import LayerImages
 
 WIDTH = 4
 NUM_MICROBATCH = 3

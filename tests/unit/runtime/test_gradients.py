@@ -20,9 +20,9 @@ from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.errors import UsageError
 from roundpipe.monitor import Monitor
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
-from roundpipe.runtime.replica import LayerSettings, Replica
+from roundpipe.runtime.replica import LayerImages, Replica
+from roundpipe.runtime.run import LayerSettings
 from roundpipe.runtime.transfer import DeviceBuffers, Transfer
-from roundpipe.runtime.weights import LayerImages
 from roundpipe.store import LayerStore
 from roundpipe.store.adopt import PinMode
 from roundpipe.store.host_memory import LandingBuffers

@@ -10,8 +10,8 @@ from recorded_runs import Recorder, held_call, train
 
 from roundpipe import RoundPipe
 from roundpipe.devices.virtual import VirtualDevice
+from roundpipe.runtime.replica import LayerImages
 from roundpipe.runtime.run import Place, Run, RunCancelled
-from roundpipe.runtime.weights import LayerImages
 
 MakeModel = Callable[..., RoundPipe]
 F0, FB1, B2 = 0, 1, 2  # F0: layers 0 and 1, FB1: layer 2, B2: layers 0 and 1
