@@ -86,6 +86,7 @@ class Worker:
                 add_note(error, self._runner.place.note())
             run.fail(error)
         finally:
+            self._runner.place = None  # it holds the run
             self._tidy_up(run, task)
 
     def _tidy_up(self, run: Run, task: StageTask) -> None:

@@ -20,7 +20,7 @@ F0, FB1, B2 = 0, 1, 2
 
 
 def mail_of(run: Run, task: int) -> StageMail:
-    return StageMail(run, run.tasks[task], Transfer(VirtualDevice(task)), Place())
+    return StageMail(run, run.tasks[task], Transfer(VirtualDevice(task)), Place(run, run.tasks[task], "cpu:0"))
 
 
 def value(seed: int = 0) -> Tensor:

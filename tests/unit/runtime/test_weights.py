@@ -24,7 +24,7 @@ def images() -> LayerImages:
 
 def ready(images: LayerImages, run: Run, task: int, layer_id: int) -> list[torch.Tensor]:
     """The layer's weights on the device, by parameter."""
-    return images.ready(run, run.tasks[task], images.replica(run.store, layer_id), Place())
+    return images.ready(run, run.tasks[task], images.replica(run.store, layer_id), Place(run, run.tasks[0], "cpu:0"))
 
 
 def uploaded_layers(recorder: Recorder, run: Run) -> list[int]:
@@ -48,9 +48,9 @@ def test_prefetch_uploads_the_layers_of_a_task_in_the_order_of_use(
 ) -> None:
     model = make_model(grain=grain)
     with held_call(monkeypatch, lambda: train(model)) as run:
-        images.prefetch(run, run.tasks[task], Place())
+        images.prefetch(run, run.tasks[task], Place(run, run.tasks[0], "cpu:0"))
         assert uploaded_layers(recorder, run) == expected
-        images.prefetch(run, run.tasks[task], Place())
+        images.prefetch(run, run.tasks[task], Place(run, run.tasks[0], "cpu:0"))
         assert uploaded_layers(recorder, run) == expected, "a second prefetch uploads nothing again"
         images.finish(run, run.tasks[task])
 
@@ -60,7 +60,7 @@ def test_compute_waits_for_the_upload_of_the_layer_it_needs_and_for_no_other(
 ) -> None:
     model = make_model()
     with held_call(monkeypatch, lambda: train(model)) as run:
-        images.prefetch(run, run.tasks[F0], Place())
+        images.prefetch(run, run.tasks[F0], Place(run, run.tasks[0], "cpu:0"))
         ready(images, run, F0, 0)
         assert recorder.starting("compute waits") == ["compute waits for weights up 0"]
         ready(images, run, F0, 1)
@@ -85,7 +85,7 @@ def test_the_memory_of_an_image_is_lent_to_compute_when_it_is_allocated(
 ) -> None:
     model = make_model()
     with held_call(monkeypatch, lambda: train(model)) as run:
-        images.prefetch(run, run.tasks[FB1], Place())
+        images.prefetch(run, run.tasks[FB1], Place(run, run.tasks[0], "cpu:0"))
         recorder.assert_order("lend to compute", "copy weights up")
         images.finish(run, run.tasks[FB1])
 
@@ -116,10 +116,10 @@ def test_prefetch_within_room_stops_where_there_is_no_memory_to_spare(
     with held_call(monkeypatch, lambda: train(model)) as run:
         one_image = run.store.layers[0].image.total_bytes
         run.weight_room_bytes = one_image
-        images.prefetch(run, run.tasks[F0], Place(), within_room=True)
+        images.prefetch(run, run.tasks[F0], Place(run, run.tasks[0], "cpu:0"), within_room=True)
         assert uploaded_layers(recorder, run) == [0]
         run.weight_room_bytes = 2 * one_image
-        images.prefetch(run, run.tasks[F0], Place(), within_room=True)
+        images.prefetch(run, run.tasks[F0], Place(run, run.tasks[0], "cpu:0"), within_room=True)
         assert uploaded_layers(recorder, run) == [0, 1]
         images.finish(run, run.tasks[F0])
 
@@ -130,7 +130,7 @@ def test_prefetch_uploads_nothing_before_the_optimizer_has_written_the_version(
     model = make_model()
     with held_call(monkeypatch, lambda: train(model)) as run:
         run.version += 1
-        images.prefetch(run, run.tasks[F0], Place())
+        images.prefetch(run, run.tasks[F0], Place(run, run.tasks[0], "cpu:0"))
         assert recorder.starting("copy") == []
         run.version -= 1
 
@@ -141,7 +141,7 @@ def test_a_failed_run_uploads_nothing(
     model = make_model()
     with held_call(monkeypatch, lambda: train(model)) as run:
         run.fail(KeyError("elsewhere"))
-        images.prefetch(run, run.tasks[F0], Place())
+        images.prefetch(run, run.tasks[F0], Place(run, run.tasks[0], "cpu:0"))
         with pytest.raises(RunCancelled):
             ready(images, run, F0, 0)
         assert recorder.starting("copy") == []
