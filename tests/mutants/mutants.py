@@ -11,7 +11,7 @@ from typing import NamedTuple
 RUNTIME = "tests/unit/runtime/"
 STAGE, WEIGHTS = f"{RUNTIME}test_stage.py", f"{RUNTIME}test_weights.py"
 GRADIENTS, MAILBOX = f"{RUNTIME}test_gradients.py", f"{RUNTIME}test_mailbox.py"
-SLOT = "tests/unit/store/test_slot_rules.py"
+SLOT, GATES = "tests/unit/store/test_slot_rules.py", "tests/unit/store/test_store_gates.py"
 FUSED, FORWARD = "tests/parity/test_fused_training.py", "tests/parity/test_forward.py"
 STALENESS = f"{FUSED}::test_weights_after_steps_equal_a_reference_of_exact_staleness"
 BUFFERS, RANDOM = "tests/parity/test_buffers.py", "tests/parity/test_random_numbers.py"
@@ -174,7 +174,7 @@ VERSIONS = [
         "store/weights.py",
         "events = slot.take_upload_events(target)\n        failure = _wait_for_all(events)",
         "slot.take_upload_events(target)\n        failure = None",
-        LATE_COPIES,
+        GATES,
     ),
     mutant(
         "an upload begins before the optimizer has written the version",

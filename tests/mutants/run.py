@@ -16,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300.0  # of all tests of a mutant
+TIMEOUT_S = 300.0  # of the tests of one mutant
+ALL_TESTS_TIMEOUT_S = 1800.0  # of the tests of all mutants
 TEST_TIMEOUT_S = 40  # of one test: a fault may make it wait for ever
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that no test ran
 
@@ -41,8 +42,8 @@ def apply(mutant: Mutant, source: Path) -> str | None:
     return None
 
 
-def run_tests(source: Path, tests: Sequence[str]) -> tuple[int | None, str]:
-    """The exit status of pytest (None: it took too long) and the last lines of its output."""
+def run_tests(source: Path, tests: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
+    """The exit status of pytest (None: it took longer than `timeout_s`) and the last lines of its output."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--timeout={TEST_TIMEOUT_S}"]
     try:
         done = subprocess.run(
@@ -51,10 +52,10 @@ def run_tests(source: Path, tests: Sequence[str]) -> tuple[int | None, str]:
             env={**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{ROOT / 'tests'}", "ROUNDPIPE_COPY_ORDERS": "3"},
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        return None, ""
+        return None, f"took longer than {timeout_s:g} s"
     return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-25:])
 
 
@@ -67,7 +68,7 @@ def check(mutant: Mutant | None, tests: Sequence[str]) -> tuple[bool, str]:
         problem = None if mutant is None else apply(mutant, source)
         if problem is not None:
             return False, f"does not apply: {problem}"
-        status, tail = run_tests(source, tests)
+        status, tail = run_tests(source, tests, ALL_TESTS_TIMEOUT_S if mutant is None else TIMEOUT_S)
     seconds = f"{time.monotonic() - began:.0f} s"
     if mutant is None:
         return status == PASSED, f"passed in {seconds}" if status == PASSED else f"failed without a mutant\n{tail}"
@@ -95,7 +96,9 @@ def main() -> int:
     jobs: list[tuple[Mutant | None, Sequence[str]]] = [(None, every_test), *((m, m.tests) for m in chosen)]
     failures = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for (mutant, _), (is_right, what) in zip(jobs, pool.map(lambda job: check(*job), jobs), strict=True):
+        running = {pool.submit(check, *job): job[0] for job in jobs}
+        for done in as_completed(running):
+            (is_right, what), mutant = done.result(), running[done]
             failures += not is_right
             name = "(no mutant)" if mutant is None else mutant.name
             print(f"{'ok  ' if is_right else 'FAIL'}  {name:70}  {what}", flush=True)  # noqa: T201
