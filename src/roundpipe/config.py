@@ -55,6 +55,7 @@ class RoundPipeRunConfig:
     preserve_rng_state: bool | None = None
     recompute_grain: str | None = None
     num_microbatch: int | None = None
+    # The content of specs and plans is checked in each call: they are mutable, and a plan must match its model.
     split_input: Any = None
     split_label: Any = None
     merge_output: Any = None
@@ -68,6 +69,7 @@ class RoundPipeRunConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise ArgumentTypeError(f"{name} must be True, False or None, got {value!r}.")
+        # torch.device only parses the name; whether the device exists is checked in each call.
         if self.output_device is not None:
             try:
                 torch.device(self.output_device)
@@ -83,6 +85,7 @@ class RoundPipeRunConfig:
                 f"each by its share of the batch's rows, got {self.loss_reduction!r}."
             )
         if self.num_microbatch is not None:
+            # bool is a subclass of int.
             if not isinstance(self.num_microbatch, int) or isinstance(self.num_microbatch, bool):
                 raise ArgumentTypeError(f"num_microbatch must be an int or None, got {self.num_microbatch!r}.")
             if self.num_microbatch < 1:
@@ -137,8 +140,9 @@ def resolve(call: RoundPipeRunConfig, model: RoundPipeRunConfig, num_devices: in
     return ResolvedRunConfig(
         requires_grad=torch.is_grad_enabled() if chosen.requires_grad is None else chosen.requires_grad,
         output_device=torch.device("cpu" if chosen.output_device is None else chosen.output_device),
-        preserve_rng_state=chosen.preserve_rng_state is not False,
+        preserve_rng_state=chosen.preserve_rng_state is not False,  # None: True
         recompute_grain=RecomputeGrain(chosen.recompute_grain or RecomputeGrain.STAGE),
+        # With one more microbatch than devices, no device waits for the others in balanced schedules.
         num_microbatch=chosen.num_microbatch or num_devices + 1,
         split_input=chosen.split_input,
         split_label=chosen.split_label,

@@ -67,7 +67,7 @@ _layer_run: ContextVar[LayerRun | None] = ContextVar("roundpipe_layer_run", defa
 _iteration: ContextVar[Iteration | None] = ContextVar("roundpipe_iteration", default=None)
 _gradient_hook: ContextVar[bool] = ContextVar("roundpipe_gradient_hook", default=False)
 _optimizer_side: ContextVar[bool] = ContextVar("roundpipe_optimizer_side", default=False)
-_step_observers: weakref.WeakSet[Any] = weakref.WeakSet()
+_step_observers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the whole process, unlike the variables above
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def within_iteration(iteration: Iteration) -> Iterator[None]:
 
 def gradient_hook_context() -> Context:
     """Return a copy of the current context for gradient hooks, which autograd may run on a different thread."""
-    context = copy_context()
+    context = copy_context()  # autograd's threads do not inherit context variables
     context.run(_gradient_hook.set, True)
     return context
 
@@ -104,7 +104,7 @@ def observe_steps(observer: StepObserver) -> None:
 
 def announce_step(iteration: Iteration) -> None:
     """Notify all observers that the step of `iteration` was given to the optimizer."""
-    for observer in list(_step_observers):
+    for observer in list(_step_observers):  # a copy: observers may be added or collected meanwhile
         observer.step_issued(iteration)
 
 
@@ -143,6 +143,7 @@ def save_for_recompute(*data: Any) -> None:
                 f"save_for_recompute() got a tensor of shape {tuple(leaf.shape)} that requires grad; gradients do not "
                 "flow through saved data: detach() it, or let the recomputation compute it again."
             )
+    # The fused phase has the same checks but keeps nothing: its backward needs no recomputation.
     run.saved = True
     if run.phase is LayerPhase.FORWARD:
         run.recompute_data = data

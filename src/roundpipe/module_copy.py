@@ -107,8 +107,8 @@ class ModulePair:
         # Holds references to the parameters and submodules, so that their ids in `exchanged` are not reused.
         self._parts = _parts_of(original)
         self._parts_seen = _Snapshot(self._parts)
-        # The attributes of the original after a sync, and those of the copy when it had no changes. Both are only valid
-        # as long as `_synced` and `_given` stay as they are: a value may be set, moved and set back.
+        # The attributes of the original after the last sync, and those of the copy when it last had no changes. Dropped
+        # when `_synced` or `_given` change: a flag that is set, written back and reset would match an old snapshot.
         self._original_seen = self._copy_seen = _NEVER_SEEN
 
     def sync(self) -> bool:

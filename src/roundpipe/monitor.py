@@ -66,6 +66,7 @@ def follow_forks() -> None:
 
 
 def _free_locks() -> None:
+    """Reset all process locks; runs in a forked child, which has one thread."""
     for lock in list(_process_locks):
         lock._at_fork_reinit()
 
@@ -110,8 +111,12 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         from the thread that launches kernels.
         """
         for sleeper, ready in list(self._sleepers.items()):
-            # `pop` tells who wakes it: a finalizer may call this in between.
-            if _holds_or_fails(ready) and self._sleepers.pop(sleeper, None) is not None:
+            try:
+                holds = ready()
+            except Exception:  # a condition that raises must do so on the thread that waits for it
+                holds = True
+            # A finalizer may call this in between: only one of the two gets the sleeper from `pop`.
+            if holds and self._sleepers.pop(sleeper, None) is not None:
                 sleeper.release()
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
@@ -124,7 +129,7 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         alarm = _Alarm(what, self._waits)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         ident = _thread.get_ident()
-        outer = self._waits.get(ident)
+        outer = self._waits.get(ident)  # waits may nest: `ready` may wait itself
         try:
             self._waits[ident] = what
             while not ready():
@@ -166,14 +171,6 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         finally:
             restore(held)
             self._sleepers.pop(sleeper, None)
-
-
-def _holds_or_fails(ready: Callable[[], bool]) -> bool:
-    """Return whether a condition holds; one that raises must do so on the thread that waits for it."""
-    try:
-        return ready()
-    except Exception:
-        return True
 
 
 def _depth_of(lock: _thread.RLock) -> int:
@@ -245,6 +242,7 @@ def shielded(action: Callable[[], object]) -> None:
     while not outcome:
         try:
             if not begun:
+                # CPython handles signals after calls and backward jumps, so none interrupts between these two lines.
                 begun = True
                 _thread.start_new_thread(run, ())  # Thread.start uses a threading.Event [Note: locks and Ctrl-C]
             done.wait(_LONGEST_SLEEP_S)
@@ -295,7 +293,7 @@ def end_threads(threads: Sequence[threading.Thread], timeout_s: float) -> None:
     code. It has no effect on threads that sleep.
     """
     others = [thread for thread in threads if thread.is_alive() and thread is not threading.current_thread()]
-    process_ends = not threading.main_thread().is_alive()
+    process_ends = not threading.main_thread().is_alive()  # true in atexit handlers
     _join(others, min(timeout_s, _LAST_JOIN_S) if process_ends else timeout_s)
     if process_ends:
         for thread in others:
@@ -305,6 +303,7 @@ def end_threads(threads: Sequence[threading.Thread], timeout_s: float) -> None:
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    """Join all threads, at most `timeout_s` in total."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
@@ -312,7 +311,7 @@ def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
 
 def wait_for_event(done: Callable[[], bool], what: str) -> None:
     """Poll a device event until `done()`, without holding a lock; the watchdog logs long waits."""
-    pause = _POLL_FIRST_S
+    pause = _POLL_FIRST_S  # most events are done soon; longer waits poll less often
     alarm = _Alarm(what, {})
     while not done():
         time.sleep(pause)
@@ -325,6 +324,7 @@ def stall_report(what: str, waited_s: float, waits: dict[int, str]) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     me = names.get(threading.get_ident(), "?")
     lines = [f"{me} has waited {waited_s:.0f} s for {what}; it continues to wait."]
+    # Copies: other threads change `waits` meanwhile.
     lines += [f"  {names.get(ident, ident)} waits for {other}" for ident, other in list(waits.items())]
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, "")

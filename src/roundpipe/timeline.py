@@ -45,7 +45,7 @@ class Timeline:
         """Return the seconds in which the device computed; overlapping spans count once."""
         busy_s = 0.0
         covered_until_s = self.start_s
-        for span in self._of(device):
+        for span in self._of(device):  # by start, so each span adds only its part after `covered_until_s`
             busy_s += max(0.0, span.end_s - max(span.start_s, covered_until_s))
             covered_until_s = max(covered_until_s, span.end_s)
         return busy_s
@@ -66,6 +66,7 @@ class Timeline:
         return "\n".join(f"{device:<{name_width}} |{self._row(device, columns)}|" for device in devices)
 
     def _of(self, device: str) -> list[Span]:
+        """Return the spans of one device in order of their start."""
         return sorted((span for span in self.spans if span.device == device), key=lambda span: span.start_s)
 
     def _row(self, device: str, columns: int) -> str:

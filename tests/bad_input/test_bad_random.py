@@ -50,7 +50,7 @@ def train(models: list[RoundPipe], layer: nn.Module) -> None:
     models[-1].forward_backward((torch.randn(6, 4),), loss_fn=lambda o, y: o.sum())
 
 
-# A new bound method of the shared generator, as a name holds that was made before any model ran.
+# Bound methods of the shared generator, as a module has them that imported them before any model ran.
 STORED: dict[str, tuple[Draw, str]] = {
     "random": (random._inst.random, "random"),  # type: ignore[attr-defined]
     "numpy": (np.random.mtrand._rand.random_sample, "numpy.random"),

@@ -15,6 +15,7 @@ import torch
 from helpers_faults import DROPPED, Bench, Boom, batch, bench, notes_of, raised_by, wait_for
 from helpers_parity import assert_same
 from roundpipe import ModelExecutePlan
+from roundpipe.api import engine
 from roundpipe.optim import stepper
 from roundpipe.runtime.pool import Worker
 from roundpipe.runtime.run import Run
@@ -197,7 +198,7 @@ def test_an_interrupt_is_not_lost_to_a_failure_of_the_same_call(monkeypatch: pyt
         made.train_right(3)
 
 
-@pytest.mark.parametrize("moment", ["watch", "submit", "parcels"])
+@pytest.mark.parametrize("moment", ["watch", "submit", "wait_for_producers"])
 def test_an_interrupt_while_a_call_is_being_started(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt while a run is being started: no later call waits for the tasks that were never started."""
     with bench(2) as made:
@@ -209,15 +210,12 @@ def test_an_interrupt_while_a_call_is_being_started(moment: str, monkeypatch: py
             raise interrupt
 
         owner: Any = {
-            "watch": made.model._engine._recovery,
+            "watch": made.model._engine.group.recovery,
             "submit": made.model._engine._pool,
-            "parcels": "roundpipe.api.calls.CallInputs",
+            "wait_for_producers": engine,
         }[moment]
         with monkeypatch.context() as patch:
-            if isinstance(owner, str):
-                patch.setattr(f"{owner}.parcels", throw)
-            else:
-                patch.setattr(owner, moment, throw)
+            patch.setattr(owner, moment, throw)
             assert raised_by(lambda: made.call(2)) is interrupt
         made.model.timeline()
         assert_same(made.snapshot(), before, "after the interrupt")

@@ -241,5 +241,5 @@ def test_an_interrupted_close_can_be_repeated() -> None:
         logger.info("close, place %d of %d: %s", number, places, strike.where)
         assert caught is (KeyboardInterrupt if strike.has_struck else None)
         made.close()
-        assert made.model._engine.is_closed
+        assert made.model._engine.group.is_closed
         wait_for_no_threads()

@@ -158,7 +158,7 @@ def train_around_a_look(precision: str, held: HeldUpload | None) -> list[Any]:
     seen: list[Any] = []
     for iteration in range(4):
         if iteration == 2 and held is not None:
-            made.model._engine.stepper.wait_until_idle()
+            made.model._engine.group.stepper.wait_until_idle()
             held.arm()
         seen.append(made.call(iteration))
         if iteration == 2 and held is not None:
@@ -193,7 +193,7 @@ def test_reading_after_a_failed_step_changes_no_bit(precision: str) -> None:
             fails = iteration in (1, 3)
             made.step(fails=fails)
             if fails:
-                made.model._engine.stepper.wait_until_idle()
+                made.model._engine.group.stepper.wait_until_idle()
                 assert isinstance(raised_by(made.model.timeline), Boom)
             if look is not None:
                 look(made)
@@ -216,7 +216,7 @@ def test_synchronize_after_a_failed_step_leaves_the_optimizer_copies_alone(preci
         for iteration in range(num_good + 1):
             made.call(iteration)
             made.step(fails=iteration == num_good)
-        made.model._engine.stepper.wait_until_idle()
+        made.model._engine.group.stepper.wait_until_idle()
         assert isinstance(raised_by(made.model.timeline), Boom)
         if synchronizes:
             made.model.synchronize()
@@ -238,14 +238,14 @@ def test_a_write_by_the_user_does_not_reach_an_upload_of_an_earlier_call(
         for iteration in range(2):
             made.call(iteration)
             made.step()
-        made.model._engine.stepper.wait_until_idle()
+        made.model._engine.group.stepper.wait_until_idle()
         if held is not None:
             held.arm()
         made.call(2)
         if held is not None:
             wait_for(held.reached)
         else:
-            made.model._engine._recovery.wait_for_runs()
+            made.model._engine.group.recovery.wait_for_runs()
         with torch.no_grad():
             made.model.model[0][0].weight.mul_(0.5)  # the first memory: no call reads it now
         following = Background(made.model.timeline)

@@ -158,15 +158,14 @@ def test_a_failure_between_entering_a_call_and_starting_it(monkeypatch: pytest.M
         error = Boom("just then")
         gate = held_backward(made, 2, error)
         first: Any = made.model._engine._last_run
-        real_new_run = engine.ModelEngine._new_run
 
-        def new_run(self: Any, *args: Any) -> Run:
+        def new_run(*args: Any, **kwargs: Any) -> Run:
             gate.opened.set()
             assert first.wait_until_finished(WAIT_S)
-            return real_new_run(self, *args)
+            return Run(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.ModelEngine, "_new_run", new_run)
+            patch.setattr(engine, "Run", new_run)
             caught = raised_by(lambda: made.call(3), made.model.synchronize)
         assert caught is error
         made.model.synchronize()

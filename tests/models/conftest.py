@@ -1,4 +1,4 @@
-"""What tests of split models use: a wrapper that closes its models, and several device counts."""
+"""Fixtures for tests of split models: a wrapper that closes its models, and several device counts."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def generated(model: Any, inputs: Batch, **options: Any) -> Any:
 
 
 def assert_varied(found: Tensor) -> None:
-    """Otherwise a model that always says the same would pass."""
+    """Require different tokens: a model that always generates the same token would pass every comparison."""
     assert min(len(set(row[-NUM_NEW:].tolist())) for row in found) > 1, found
 
 
@@ -91,7 +91,7 @@ def test_padding_on_the_left_changes_nothing() -> None:
     assert_same(beside[:, 4:], alone)
 
 
-def test_scores_and_the_kind_of_what_is_returned_are_the_librarys() -> None:
+def test_scores_and_the_output_class_are_those_of_the_library() -> None:
     plain = small("gemma2").eval()
     options = {"return_dict_in_generate": True, "output_scores": True}
     expected = generated(plain, prompt(), **options)
@@ -136,7 +136,7 @@ def make_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
-def test_tokens_are_of_the_weights_that_calls_see(is_async: bool) -> None:
+def test_tokens_come_from_the_weights_that_other_calls_use(is_async: bool) -> None:
     """After an asynchronous step those of the step before it, as for every call; after synchronize() the newest."""
     reference = StalenessReference(small("llama"), make_optimizer)
     with wrapped(small("llama")) as model:
@@ -160,7 +160,7 @@ def test_tokens_are_of_the_weights_that_calls_see(is_async: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["generating", "training"])
 def test_a_call_of_a_new_form_after_an_asynchronous_step_reads_weights_one_step_old(kind: str) -> None:
-    """As every call does: that it is planned for only now must not show in its results."""
+    """As every call does; that its split plan is made only now must not change its results."""
     reference, batch = StalenessReference(small("llama"), make_optimizer), labelled("llama")
     with wrapped(small("llama")) as model:
         optimizer = AdamW(model.optim_parameters(), lr=0.1)
@@ -177,8 +177,8 @@ def test_a_call_of_a_new_form_after_an_asynchronous_step_reads_weights_one_step_
             assert_same(loss, plain_loss(reference.module, batch), "loss")
 
 
-def test_training_goes_on_after_generating_as_if_nothing_had_been() -> None:
-    """Generating is planned for when it comes, over layers that training uses; gradients gathered before it stay."""
+def test_generating_does_not_change_the_training_that_follows() -> None:
+    """generate() makes its split plan at the first call, on the layers of training; gradients summed before it stay."""
     reference = StalenessReference(small("t5"), make_optimizer)
     with wrapped(small("t5")) as model:
         optimizer = AdamW(model.optim_parameters(), lr=0.1)

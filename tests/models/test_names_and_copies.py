@@ -84,7 +84,7 @@ def test_parameters_of_parts_have_the_names_of_the_whole() -> None:
     plain = small("llama")
     with wrap_model_to_roundpipe(plain, use_sequential_preset=False, devices=["cpu"]) as model:
         assert isinstance(model, AutoRoundPipe)
-        records = [record for store in model._engine.stepper.stores for record in store.parameters]
+        records = [record for store in model._engine.group.stepper.stores for record in store.parameters]
         assert {record.name for record in records} == {name for name, _ in plain.named_parameters()}
 
 

@@ -16,7 +16,7 @@ LAYERS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}
 
 
 class Recurrent(nn.Module):
-    """Adds what a layer is given to what it returns; hands states on, or leaves them."""
+    """Adds each layer's input to its output; passes its state to the next layer, or drops it."""
 
     def __init__(self, layer: Callable[..., nn.Module], batch_first: bool, hands_on: bool) -> None:
         super().__init__()

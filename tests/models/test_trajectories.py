@@ -121,7 +121,7 @@ def test_a_models_own_loss_on_any_number_of_devices(
         assert_same_course(train_wrapped(module, num_devices), expected, TOLERANCE[dtype])
 
 
-def test_another_weighting_takes_another_course() -> None:
+def test_another_weighting_gives_other_losses() -> None:
     """Means of microbatches, equally weighed: the tolerances would not hide it."""
     plain = causal().double()
     module = copy.deepcopy(plain)

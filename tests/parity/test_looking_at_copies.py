@@ -170,9 +170,9 @@ def test_a_value_that_is_loaded_is_trained_from() -> None:
 def test_an_optimizer_of_torch_keeps_the_memory_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splitting and joining in every step would cost more time than the memory is worth."""
     given_back: list[OptimizerCopy] = []
-    real = OptimizerCopy._become_split
+    real = OptimizerCopy._become_halved
     monkeypatch.setattr(
-        OptimizerCopy, "_become_split", lambda param, value: (given_back.append(param), real(param, value))
+        OptimizerCopy, "_become_halved", lambda param, value: (given_back.append(param), real(param, value))
     )
     with wrapped() as model:
         training = Training(model, torch.optim.AdamW(model.optim_parameters(), lr=1e-2), is_async=False)

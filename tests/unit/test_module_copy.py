@@ -1,4 +1,4 @@
-"""A copy of a module tree runs the same code over other parameters or submodules, and never touches its original."""
+"""A copy of a module tree runs the same code over other parameters or submodules; the original does not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """Refers to its parts in many ways beside the usual one."""
+    """Refers to its parts in attributes of many kinds, besides as submodules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_changing_a_copy_leaves_the_original_alone() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_only_what_refers_to_exchanged_things_is_translated() -> None:
+def test_only_attributes_that_refer_to_exchanged_objects_are_translated() -> None:
     model, copy, part, new = Inner(), Inner(), nn.Tanh(), nn.Tanh()
     exchanged = {id(part): new}
     assert translated(part, model, copy, exchanged) is new

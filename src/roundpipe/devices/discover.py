@@ -19,6 +19,7 @@ from roundpipe.devices.virtual import NoPinner, VirtualDevice
 from roundpipe.errors import ArgumentTypeError, DeviceError
 
 ENVIRONMENT_VARIABLE = "ROUNDPIPE_DEVICES"
+# "cpu", "cpu*4", "cuda:0" or "cuda:0*2"
 _ENTRY = re.compile(r"^\s*(?P<kind>cpu|cuda)(?::(?P<index>\d+))?\s*(?:\*\s*(?P<count>\d+))?\s*$")
 
 
@@ -35,6 +36,7 @@ def parse_devices(devices: object) -> tuple[DeviceSpec, ...]:
     if devices is None:
         return default_specs()
     entries = devices.split(",") if isinstance(devices, str) else devices
+    # A single torch.device is a likely mistake: the argument is a list.
     if isinstance(entries, torch.device) or not isinstance(entries, Sequence):
         raise ArgumentTypeError(f'devices must be a list such as ["cuda:0", "cuda:1"] or ["cpu"] * 4, got {devices!r}.')
     asked = f"devices={devices!r}"
@@ -53,7 +55,7 @@ def default_specs() -> tuple[DeviceSpec, ...]:
 
 def open_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
     """Open the devices in the given order. A GPU that is named k times becomes k devices that share its memory."""
-    shares = Counter(specs)
+    shares = Counter(specs)  # how many workers share each GPU
     opened: Counter[DeviceSpec] = Counter()
     devices: list[Device] = []
     for position, spec in enumerate(specs):
@@ -75,6 +77,7 @@ def require_device(device: torch.device, what: str) -> None:
     """Raise a DeviceError unless the device exists and can hold outputs. `what` names the option in the message."""
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f'{what}={str(device)!r} cannot hold outputs; give "cpu" or a CUDA device such as "cuda:0".')
+    # This runs in every call, so GPUs are counted only if the device is one.
     present = cuda.device_count() if device.type == "cuda" else 0
     if device.type == "cuda" and (device.index or 0) >= present:
         raise DeviceError(f"{what}={str(device)!r}: there is no such device; {present} CUDA device(s) are visible.")
@@ -96,7 +99,7 @@ def _parse_entry(entry: object, asked: str) -> list[DeviceSpec]:
     if match is None:
         raise DeviceError(f'{asked}: cannot read {entry!r}; write "cpu", "cpu*4", "cuda:0" or "cuda:0*2".')
     count = int(match["count"] or 1)
-    index = int(match["index"] or 0) if match["kind"] == "cuda" else 0
+    index = int(match["index"] or 0) if match["kind"] == "cuda" else 0  # torch accepts "cpu:1", which is the same CPU
     return [DeviceSpec(match["kind"], index)] * count
 
 
@@ -109,7 +112,7 @@ def _checked(specs: tuple[DeviceSpec, ...], asked: str) -> tuple[DeviceSpec, ...
         raise DeviceError(
             f"{asked} mixes CPU and CUDA devices; a pool has one kind of device: name only GPUs or only CPUs."
         )
-    if kinds == {"cuda"}:
+    if kinds == {"cuda"}:  # CPU devices always exist
         present = cuda.device_count()
         missing = sorted({spec.index for spec in specs if spec.index >= present})
         if missing:

@@ -57,6 +57,7 @@ class HostRandomStream(TorchDispatchMode):
         return self._draw(func, args, kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a random operation with this stream's generator, in the first way that the operation allows."""
         if self._generator is None:
             self._generator = torch.Generator("cpu")
             self._generator.manual_seed(self._seed)
@@ -91,6 +92,7 @@ def refuse_inside_checkpoint(how: str) -> None:
     Its recomputation would then silently use different dropout masks. `how` describes the draw in the message.
     """
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    # The saved-tensor hooks of torch.utils.checkpoint are the only visible sign that code runs inside it.
     hooks = top_hooks(False) if top_hooks is not None else None
     if hooks and "checkpoint" in str(getattr(hooks[0], "__module__", "")):
         raise UsageError(
@@ -100,11 +102,14 @@ def refuse_inside_checkpoint(how: str) -> None:
 
 
 def _factory(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the overload of a factory such as torch.rand that takes a generator."""
     overload = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
     return getattr(func.overloadpacket, overload)(*args, **kwargs, generator=generator)
 
 
 def _like(fill: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return a replacement for an operation such as torch.rand_like: an empty tensor filled by `fill`."""
+
     def draw(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fill(_aten.empty_like(args[0], **kwargs), *args[1:], generator=generator)
 
@@ -112,12 +117,15 @@ def _like(fill: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _random_between(tensor: torch.Tensor, *bounds: Any, generator: torch.Generator) -> torch.Tensor:
+    """Fill a tensor as torch.randint_like does; `bounds` are (high,) or (low, high)."""
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
     return tensor.random_(int(low), int(high), generator=generator)
 
 
 def _dropout(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the output and the mask of aten.native_dropout."""
     tensor, probability, train = (*args, True)[:3]
+    # The result does not depend on random numbers, so none are drawn.
     if train is False or probability == 0:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
     mask = torch.empty_like(tensor, dtype=torch.bool).bernoulli_(1 - probability, generator=generator)
@@ -129,7 +137,7 @@ def _draw_with_swapped_default(
     generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an operation that takes no generator while the default generator has this stream's state."""
-    with _default_generator_lock:
+    with _default_generator_lock:  # two threads must not swap the state at the same time
         users_state = torch.default_generator.get_state()
         torch.default_generator.set_state(generator.get_state())
         try:
@@ -171,7 +179,7 @@ class ProcessRandomStream:
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         _stream.reset(self._token)
-        if self._before is not None and kind is None:
+        if self._before is not None and kind is None:  # an exception of the layer takes precedence
             _refuse_unrouted_use(*self._before)
 
     def generator(self, module: str) -> Any:
@@ -214,12 +222,13 @@ def _route(module: types.ModuleType) -> None:
         if name in aliases or getattr(function, "__self__", None) is shared:
             routed[id(function)] = _routed(function, module.__name__, name, aliases.get(name, name))
             setattr(module, name, routed[id(function)])
+    # Modules that ran `from random import random` hold the original function.
     for other in list(sys.modules.values()):
         if isinstance(other, types.ModuleType):
             for name, value in list(vars(other).items()):
                 if id(value) in routed:
                     vars(other)[name] = routed[id(value)]
-    _shared[module.__name__] = shared
+    _shared[module.__name__] = shared  # last: `route_shared_generators` returns early when it is set
 
 
 def _kind_of_generator(module: types.ModuleType) -> Any:
@@ -261,6 +270,7 @@ def _refuse_unrouted_use(draws_before: int, states_before: dict[str, tuple[Any, 
     """Raise a UsageError if a shared generator's state changed although none of its functions was called."""
     draws, states = _use_of_shared_generators()
     used = [name for name, state in states.items() if state != states_before.get(name, state)]
+    # If other threads drew through the functions meanwhile, the change of state may be theirs.
     if used and draws == draws_before:
         raise UsageError(
             f"a layer drew from the shared generator of {used[0]} through a function that was stored in an attribute, "

@@ -77,6 +77,7 @@ class AxisSplit:
         return sum(self.sizes)
 
     def times(self, factor: int, dim: int = 0) -> AxisSplit:
+        """Return the split of a value with `factor` times as many entries."""
         return AxisSplit(tuple(size * factor for size in self.sizes), dim)
 
 
@@ -337,6 +338,7 @@ def _members(kind: Kind, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind_of(name: str) -> Kind | None:
+    """Return the kind of item that an input's name belongs to; None for other inputs."""
     return None if name in ITEM_COUNT_NAMES else next((kind for kind in KINDS if _has(name, kind.words)), None)
 
 

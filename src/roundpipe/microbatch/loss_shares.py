@@ -41,6 +41,7 @@ class LossShares:
         """Return a model's output with its own loss, if it has one, multiplied by the microbatch's share."""
         if self.own is None:
             return value
+        # A loss with dimensions is one loss per row: it is not a mean, so it has no share.
         loss = own_loss(value, self.place)
         node = open_node(value)
         if loss is None or node is None or loss.dim() > 0 or not loss.is_floating_point():
@@ -53,10 +54,11 @@ class LossShares:
                 "the call with split_input specs such as Chunk(0)."
             )
         changed = [weighted(loss, share) if child is loss else child for child in node.children]
-        return node.rebuild(changed)
+        return node.rebuild(changed)  # the same type, such as ModelOutput
 
     def of_returned(self, microbatch: int, *, is_own: bool) -> float | None:
         """Return the factor of the result of loss_fn. `is_own`: the result is the loss in the model's output."""
+        # The model's own loss has its factor already if the shares cover it.
         return None if self.returned is None or (is_own and self.covers_own) else self.returned[microbatch]
 
 

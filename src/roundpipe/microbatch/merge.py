@@ -57,7 +57,7 @@ def merge_outputs(outputs: Sequence[Any], merge_output: Any = None, shares: Loss
     if is_custom_function(merge_output):
         with noting_function("merge_output", merge_output):
             return merge_output(list(outputs))
-    if merge_output is False:
+    if merge_output is False:  # the values have arrived, so they need no events
         return pack_outputs(outputs, [None] * len(outputs))
     return _merge(outputs, None if merge_output is True else merge_output, ROOT, _AutomaticMerge(shares))
 
@@ -84,7 +84,7 @@ class _AutomaticMerge:
         _check_all_tensors(values, path)
         if any(value.dim() > 0 for value in values):
             return _concatenate(values, 0, path)
-        if not all(value.is_floating_point() for value in values):
+        if not all(value.is_floating_point() for value in values):  # integer, bool and complex: no loss
             return _mean(values, path)
         if path == f"{ROOT}[{self._shares.place!r}]":  # the model's own loss
             shares = self._shares.merged
@@ -94,6 +94,7 @@ class _AutomaticMerge:
 
 
 def _merge(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) -> Any:
+    """Merge one value per microbatch as `spec` says; `automatic` merges leaves without a spec."""
     if spec is None:
         return _merge_alike(values, path, automatic)
     if is_replicate(spec):
@@ -106,6 +107,7 @@ def _merge(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) ->
 
 
 def _merge_with_tree(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) -> Any:
+    """Merge nested values with a spec tree of the same structure."""
     node = open_node(values[0])
     parts = None if node is None else children_as_spec(node, spec)
     if node is None or parts is None:
@@ -164,6 +166,7 @@ def _merge_chunked(values: Sequence[Any], dim: int, path: str, automatic: LeafMe
 
 
 def _concatenate(values: Sequence[Any], dim: int, path: str) -> torch.Tensor:
+    """Return the tensors concatenated along `dim`, or raise if a shape does not allow it."""
     _check_all_tensors(values, path)
     first: torch.Tensor = values[0]
     if not -first.dim() <= dim < first.dim():
@@ -171,7 +174,8 @@ def _concatenate(values: Sequence[Any], dim: int, path: str) -> torch.Tensor:
             f"{path} cannot be concatenated along dim {dim}: its shape {tuple(first.shape)} has {first.dim()} "
             "dimension(s); choose one of them, or use Reducer(init_value, fn)"
         )
-    dim = dim % first.dim()
+    dim = dim % first.dim()  # a negative dim means the same for tensors of equal rank only
+    # All dimensions but `dim` must be equal; None marks a tensor of a different rank.
     rests = {(*value.shape[:dim], *value.shape[dim + 1 :]) if value.dim() == first.dim() else None for value in values}
     if len(rests) > 1:
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
@@ -179,7 +183,7 @@ def _concatenate(values: Sequence[Any], dim: int, path: str) -> torch.Tensor:
             f"{path} cannot be concatenated along dim {dim}: the microbatches have shapes {shapes}. Pad them alike, "
             "choose another dimension with Chunk(dim), or merge with a function (merge_output=fn)"
         )
-    return first if len(values) == 1 else torch.cat(list(values), dim=dim)
+    return first if len(values) == 1 else torch.cat(list(values), dim=dim)  # a single value needs no copy
 
 
 def _mean(values: Sequence[torch.Tensor], path: str) -> torch.Tensor:
@@ -197,6 +201,7 @@ def _sum(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tenso
 
 
 def _reduce(values: Sequence[Any], reducer: Reducer, path: str) -> Any:
+    """Apply the reduce_fn of a Reducer to its init_value and the values, in the order of the microbatches."""
     # A reduce_fn may write in place, and the spec's init_value must stay unchanged for the next call.
     start = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, reducer.init_value)
     with noting_function(f"Reducer for {path}", reducer.reduce_fn):
@@ -266,6 +271,7 @@ def merging_late() -> Iterator[None]:
 
 
 def is_merging_late() -> bool:
+    """Return whether this thread is inside `merging_late`."""
     return _is_merging_late.get()
 
 
@@ -280,9 +286,9 @@ def merged_now(value: Any) -> Any:
 
 
 def as_microbatches(value: Any, num_microbatch: int) -> Any:
-    """Return a RoundPipe's inputs with packed data in place of each unread LateMerge of `num_microbatch` microbatches.
+    """Return a RoundPipe's inputs with packed data or an ordinary tensor in place of each LateMerge.
 
-    Every other LateMerge becomes an ordinary tensor.
+    Packed data needs a LateMerge that was not read yet and that has `num_microbatch` microbatches.
     """
     return pytree.tree_map(
         lambda leaf: leaf.microbatches(num_microbatch) if isinstance(leaf, LateMerge) else leaf, value
@@ -290,9 +296,10 @@ def as_microbatches(value: Any, num_microbatch: int) -> Any:
 
 
 def _merge_leaf_late(leaf: Any) -> Any:
+    """Return a LateMerge, or the merged value if it cannot be merged late."""
     if not isinstance(leaf, RoundPipePackedData):
         return leaf
-    if not _have_rows(leaf):
+    if not _have_rows(leaf):  # cannot be merged late: a LateMerge needs the shape of the merged tensor
         leaf.synchronize()
         return merge_outputs(list(leaf))
     late: LateMerge = _Join.apply(leaf, *leaf)
@@ -315,6 +322,7 @@ class LateMerge(torch.Tensor):
 
     @staticmethod
     def __new__(cls, packed: RoundPipePackedData) -> LateMerge:
+        # A wrapper subclass has a shape and no storage, so nothing is copied yet.
         first: torch.Tensor = packed[0]
         shape = (sum(len(value) for value in packed), *first.shape[1:])
         late: LateMerge = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
@@ -349,7 +357,10 @@ class LateMerge(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function on the merged tensors; functions that need no values do not merge."""
         kwargs = kwargs or {}
+        # After the merge, in-place operations may have changed the merged tensor, so attributes are read from it.
+        # The hash stays that of the LateMerge: it may be a key in a dict of the user.
         own = args[0] if args and func in _WITHOUT_VALUES else None
         if isinstance(own, LateMerge) and (own._merged is None or func is torch.Tensor.__hash__):
             with torch._C.DisableTorchFunctionSubclass():

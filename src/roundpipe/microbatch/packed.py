@@ -63,7 +63,7 @@ class RoundPipePackedData(list[Any]):
 
     def as_microbatches(self) -> list[Any]:
         """Return one leaf per microbatch: an `Arriving` if the value has an event, else the value."""
-        events = self.events
+        events = self.events  # waits here if the list was changed
         return [value if event is None else Arriving(value, event) for value, event in zip(self, events, strict=True)]
 
     def synchronize(self) -> None:
@@ -71,6 +71,7 @@ class RoundPipePackedData(list[Any]):
         for event in self._pending:
             if event is not None:
                 event.wait()
+        # Only after all waits: if one raises, the events stay for the next call.
         self._pending, self._awaited = [], []
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:

@@ -37,10 +37,12 @@ __all__ = [
 ]
 
 _HOME = "torch.distributed.pipelining.microbatch"
+# torch has no public names for two of the classes.
 _TORCH_NAMES = {"Chunk": "TensorChunkSpec", "Replicate": "_Replicate", "Reducer": "_CustomReducer"}
 
 
 def __getattr__(name: str) -> Any:
+    """Import torch's class at the first use of `Chunk`, `Replicate` or `Reducer`."""
     if name in _TORCH_NAMES:
         return getattr(importlib.import_module(_HOME), _TORCH_NAMES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -95,6 +97,7 @@ def check_split_input(split_input: Any) -> None:
             f"split_input must be a pair (args_spec, kwargs_spec), got {len(split_input)} entries; for one argument "
             "write ((Chunk(0),), None)"
         )
+    # A single Chunk in place of a tuple of args is a likely mistake, so the two parts have their own messages.
     args_spec, kwargs_spec = split_input
     if args_spec is not None and not isinstance(args_spec, tuple | list):
         raise SplitError(
@@ -111,13 +114,13 @@ def check_split_input(split_input: Any) -> None:
 
 def check_split_label(split_label: Any) -> None:
     """Raise unless `split_label` is None, a function or a spec tree."""
-    if not is_custom_function(split_label):
+    if split_label is not None and not is_custom_function(split_label):
         _check_leaf_specs(split_label, "split_label", SplitError)
 
 
 def check_merge_output(merge_output: Any) -> None:
     """Raise unless `merge_output` is None, a bool, a function or a spec tree."""
-    if not isinstance(merge_output, bool) and not is_custom_function(merge_output):
+    if merge_output is not None and not isinstance(merge_output, bool) and not is_custom_function(merge_output):
         _check_leaf_specs(merge_output, "merge_output", MergeError)
 
 
@@ -131,6 +134,7 @@ def _check_leaf_specs(spec: Any, root: str, error: type[ConfigError]) -> None:
                 raise ArgumentTypeError(
                     f"{path} is Chunk({leaf.split_dim!r}); the dimension must be an int, such as Chunk(0)"
                 )
+        # Replicate may be written as a class, so users try it with the other two as well.
         elif _is_class_of(leaf, "Chunk"):
             raise error(f"{path} is the class {leaf.__name__}; say along which dimension: Chunk(0)")
         elif _is_class_of(leaf, "Reducer"):
@@ -146,6 +150,7 @@ def _check_leaf_specs(spec: Any, root: str, error: type[ConfigError]) -> None:
 
 def _is_instance_of(spec: Any, name: str) -> bool:
     """Return whether `spec` is an instance of the spec class `name`, without importing torch's module."""
+    # If the module was never imported, no instance of its classes exists.
     return _HOME in sys.modules and isinstance(spec, __getattr__(name))
 
 
@@ -155,4 +160,5 @@ def _is_class_of(spec: Any, name: str) -> TypeGuard[type[Any]]:
 
 
 def _typed(spec: Any) -> str:
+    """Return the type and the value of an invalid spec for messages."""
     return f"{type(spec).__name__} {shown(spec)}"

@@ -41,10 +41,10 @@ __all__ = ["CountedSplit", "MicrobatchInputs", "Rule", "RuledTree", "even_sizes"
 logger = logging.getLogger("roundpipe")
 
 _MAX_NAMED_LEAVES = 8  # a message names at most this many tensors
-_logged_small_batches: set[tuple[int, int]] = set()
+_logged_small_batches: set[tuple[int, int]] = set()  # (batch, num_microbatch) pairs with a warning already
 
+# The number of rows of the batch in each microbatch.
 Rows = tuple[int, ...]
-"""The number of rows of the batch in each microbatch."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class MicrobatchInputs:
 
     def first_numel(self) -> int:
         """Return the number of tensor elements in the inputs of the first microbatch, without its label."""
+        # An `Arriving` is a leaf; its tensor's shape is known before it has arrived.
         leaves = (getattr(leaf, "value", leaf) for leaf in pytree.tree_leaves((self.args[:1], self.kwargs[:1])))
         return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -111,10 +112,9 @@ def split_call(
     """
     if isinstance(num_microbatch, bool) or not isinstance(num_microbatch, int) or num_microbatch < 1:
         raise ConfigError(f"num_microbatch must be an int of at least 1, got {num_microbatch!r}")
-    if split_input is not None:
-        check_split_input(split_input)
-    if split_label is not None:
-        check_split_label(split_label)
+    # The only check of the specs: code below relies on their form.
+    check_split_input(split_input)
+    check_split_label(split_label)
 
     values = {"args": tuple(args), "kwargs": dict(kwargs), "label": label}
     # The parts of the call that no function splits, each with its spec.
@@ -127,6 +127,7 @@ def split_call(
     leaves = [leaf for tree in trees.values() for leaf in tree.leaves]
 
     count = _natural_count(leaves, num_microbatch)
+    # Split functions take precedence: the other parts of the call follow the number that they return.
     by_function: dict[str, Any] = {}
     if len(specs) < len(values):
         by_function = _call_split_functions(values, split_input, split_label, count)
@@ -176,7 +177,7 @@ class RuledLeaf:
                 return self.value.as_microbatches()  # type: ignore[no-any-return]
             case Rule.REPLICATE:
                 return [self.value] * num_microbatch
-            case Rule.AUTO if self.size == 1:
+            case Rule.AUTO if self.size == 1:  # replicated beside a larger batch
                 return [self.value] * num_microbatch
             case Rule.CHUNK | Rule.AUTO:
                 return torch.tensor_split(self.value, num_microbatch, dim=self.dim)
@@ -207,12 +208,14 @@ class RuledTree:
 
 
 def _rule_leaves(value: Any, spec: Any, path: str) -> list[RuledLeaf]:
+    """Return the leaves of `value` in pytree's order, each with its rule."""
     if spec is None:
         return [_rule_leaf(leaf, place, automatic=True) for place, leaf in leaves_with_path(value, path)]
     if is_chunk(spec):
         return _rule_chunked(value, spec.split_dim, path)
     if is_leaf_spec(spec):  # Replicate: `check_split_input` has refused Reducer
         return [_rule_leaf(leaf, place, automatic=False) for place, leaf in leaves_with_path(value, path)]
+    # A spec tree must have the structure of the value.
     node = open_node(value)
     parts = None if node is None else children_as_spec(node, spec)
     if node is None or parts is None:
@@ -263,6 +266,7 @@ def _natural_count(leaves: Sequence[RuledLeaf], num_microbatch: int) -> int:
     batch = _batch_size(leaves)
     packed = _packed_length(leaves)
     if packed is not None:
+        # Every microbatch needs at least one element of each tensor.
         if batch is not None and batch < packed:
             raise SplitError(_too_small(leaves, f"packed data brings {packed} microbatches"))
         return packed
@@ -351,7 +355,7 @@ def _call_split_functions(values: dict[str, Any], split_input: Any, split_label:
         with noting_function("split_input", split_input):
             result = split_input(values["args"], values["kwargs"], count)
         columns["args"], columns["kwargs"] = _checked_inputs(result)
-        count = len(columns["args"]) or count
+        count = len(columns["args"]) or count  # `_agreed_count` refuses an empty list
     if is_custom_function(split_label):
         with noting_function("split_label", split_label):
             result = split_label(values["label"], count)
@@ -410,6 +414,7 @@ def _check_can_follow(leaves: Sequence[RuledLeaf], count: int) -> None:
             f"the split function returned {count} microbatches but packed data in the same call brings {packed}; "
             "return that many"
         )
+    # Tensors with fewer elements than microbatches yield fewer.
     if packed is None and _natural_count(leaves, count) < count:
         raise SplitError(_too_small(leaves, f"the split function returned {count} microbatches"))
 
@@ -434,6 +439,7 @@ def _rows(
     Losses that are means over rows are weighted by these numbers, so they are never guessed: if values disagree, or
     none was split, the result is None.
     """
+    # The label first: losses are means over its rows, and inputs may have other rows, such as patches of images.
     for parts in (("label",), ("args", "kwargs")):
         if isinstance(split_input, CountedSplit) and "kwargs" in parts:
             return split_input.rows(kwargs, count)
@@ -449,6 +455,7 @@ def _rows_of_leaves(leaves: Iterable[RuledLeaf], count: int) -> set[Rows]:
     """Return the sizes per microbatch of every split or packed leaf."""
     found = set()
     for leaf in leaves:
+        # An automatic tensor of one element was replicated unless there is one microbatch.
         if leaf.rule is Rule.CHUNK or (leaf.rule is Rule.AUTO and (leaf.size != 1 or count == 1)):
             found.add(even_sizes(leaf.size, count))
         elif leaf.rule is Rule.PACKED:
@@ -470,6 +477,6 @@ def _rows_of_tensors(values: Sequence[Any]) -> set[Rows]:
     tensors = [value.value if isinstance(value, Arriving) else value for value in values]
     if not all(isinstance(tensor, torch.Tensor) and tensor.dim() > 0 for tensor in tensors):
         return set()
-    if len(tensors) > 1 and all(tensor is tensors[0] for tensor in tensors):
+    if len(tensors) > 1 and all(tensor is tensors[0] for tensor in tensors):  # replicated
         return set()
     return {tuple(len(tensor) for tensor in tensors)}

@@ -34,9 +34,11 @@ def open_node(value: Any) -> Node | None:
     """Return the node of `value` with its direct children, or None if `value` is a leaf."""
     if isinstance(value, RoundPipePackedData):
         return None
+    # Everything below `value` counts as a leaf, so pytree flattens one level only.
     children, structure = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     if len(children) == 1 and children[0] is value:
         return None
+    # Mappings such as ModelOutput may be registered without names, but their keys are names.
     if isinstance(value, Mapping) and len(value) == len(children):
         names = [f"[{key!r}]" for key in value]
     else:
@@ -89,6 +91,7 @@ def children_if_alike(node: Node, other: Any) -> tuple[Any, ...] | None:
 
 
 def _children_by_name(node: Node, other: Node) -> tuple[Any, ...] | None:
+    """Return the children of `other` in the order of the node's names, or None if the names differ."""
     by_name = dict(zip(other.names, other.children, strict=True))
     if by_name.keys() != set(node.names):
         return None
@@ -98,7 +101,7 @@ def _children_by_name(node: Node, other: Node) -> tuple[Any, ...] | None:
 def _children_by_field(node: Node, spec: Node) -> tuple[Any, ...] | None:
     """As `_children_by_name`; fields that the spec hides because they are None (named `.field`) may be missing."""
     by_name = dict(zip(spec.names, spec.children, strict=True))
-    hidden = set(node.names) - by_name.keys()
+    hidden = set(node.names) - by_name.keys()  # fields of the value that are None in the spec
     if not by_name.keys() <= set(node.names) or not all(name.startswith(".") for name in hidden):
         return None
     return tuple(by_name.get(name) for name in node.names)

@@ -1,4 +1,4 @@
-"""Optimizers that are fast on host memory; they also serve as drop-in optimizers on ordinary tensors."""
+"""Optimizers that are fast on host memory. They also replace torch's optimizers on ordinary tensors."""
 
 from roundpipe.optim.adam import Adam, AdamW
 

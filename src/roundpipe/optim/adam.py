@@ -44,10 +44,10 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subcla
 
 
 class _CheckedState:
-    """The state of one parameter as it was when it was last checked, and the segment made from it.
+    """The state of one optimizer copy as it was when it was last checked, and the segment made from it.
 
-    A state changes when the user loads, replaces or moves its tensors. Comparing identities and addresses notices that
-    and costs less than a check.
+    A state changes when the user loads, replaces or moves its tensors. Comparing identities and addresses detects that
+    and takes less time than another check.
     """
 
     __slots__ = ("addresses", "segment", "tensors")
@@ -58,6 +58,7 @@ class _CheckedState:
         self.segment: Segment | None = None
 
     def is_current(self, tensors: Sequence[Any]) -> bool:
+        """Whether these are still the tensors that were checked, in the same memory."""
         return (
             len(tensors) == len(self.tensors)
             and all(map(operator.is_, tensors, self.tensors))
@@ -73,8 +74,8 @@ def _state_names(group: _Group) -> tuple[str, ...]:
 def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _CheckedState]) -> bool:
     """Whether every existing state has all moments, each in its parameter's shape, dtype and place.
 
-    A state loaded from another model may not match; torch's default implementation raises on it. `checked` keeps the
-    states that match, by the id of the parameter.
+    A state loaded from another model may not match; torch's default implementation raises on it. `checked` remembers
+    states of optimizer copies that match, by the id of the copy.
     """
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
@@ -82,13 +83,16 @@ def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _Check
             for param in group["params"]:
                 state = optimizer.state.get(param)
                 if not state:
+                    checked.pop(id(param), None)
                     continue
                 tensors = [state.get(name) for name in names]
                 known = checked.get(id(param))
                 if known is None or not known.is_current(tensors):
                     if not _state_matches(param, tensors):
                         return False
-                    checked[id(param)] = _CheckedState(tensors)
+                    # Tensor subclasses may have no address.
+                    if isinstance(param, OptimizerCopy) and all(type(tensor) is Tensor for tensor in tensors):
+                        checked[id(param)] = _CheckedState(tensors)
     return True
 
 
@@ -191,10 +195,10 @@ class _OnePass:
         self,
         optimizer: torch.optim.Optimizer,
         kernel: OnePassKernel,
-        reserve: Reserve,
+        reserve: Reserve | None,
         checked: dict[int, _CheckedState],
     ) -> None:
-        """`reserve`: has memory for moments that do not exist yet. `checked`: by id of the copy, current ones only."""
+        """`reserve`: may have memory for moments that do not exist yet. `checked`: current states by id of the copy."""
         self._optimizer, self._kernel = optimizer, kernel
         self._reserve, self._checked = reserve, checked
         self._rules: dict[tuple[int, int, tuple[float, ...]], AdamRule] = {}  # most copies of a step share one rule
@@ -203,59 +207,49 @@ class _OnePass:
         """Update the copies of one layer that the kernel can update; returns their ids."""
         update.wait_for_gradients()
         locked: list[OptimizerCopy] = []
+        ready: list[OptimizerCopy] = []
+        segments: list[Segment] = []
         # Attributes of a copy are read without __torch_function__, which would take longer than everything else here.
         with torch._C.DisableTorchFunctionSubclass():
             try:
-                for copy, _ in items:
-                    copy.lock.acquire()
+                for copy, group in items:
+                    copy.lock.acquire()  # until the kernel is done: no other thread may join or exchange the halves
                     locked.append(copy)
-                return self._update_locked(update, items)
+                    segment = self._segment(update, copy, group)
+                    if segment is not None:
+                        ready.append(copy)
+                        segments.append(segment)
+                if segments:
+                    torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in ready], 1)
+                    self._kernel.adam(segments)
+                for copy, segment in zip(ready, segments, strict=True):
+                    if segment.weight is not None:
+                        copy.weight_was_written(segment.weight)
+                    update.updated.add(copy.record)
             finally:
+                for segment in segments:
+                    segment.forget_memory()
                 for copy in locked:
                     copy.lock.release()
+        return list(map(id, ready))
 
-    def _update_locked(self, update: LayerUpdate, items: Sequence[tuple[OptimizerCopy, _Group]]) -> list[int]:
-        copies, segments = [], []
-        for copy, group in items:
-            gradient, factors = copy.low_gradient(), copy.factors
-            if gradient is None or len(factors) >= MAX_FACTORS:
-                gradient, factors = copy.grad, ()
-            if gradient is None:
-                continue
-            target = update.target()
-            weight = None if target is None else copy.record.memory(target)
-            segment = self._segment(copy, group, gradient, factors, weight)
-            if segment is not None:
-                copies.append(copy)
-                segments.append(segment)
-        if not segments:
-            return []
-        torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in copies], 1)
-        self._kernel.adam(segments)
-        for copy, segment in zip(copies, segments, strict=True):
-            if segment.weight is not None:
-                copy.weight_was_written(segment.weight)
-            segment.forget_memory()
-            update.updated.add(copy.record)
-        return list(map(id, copies))
-
-    def _segment(
-        self,
-        copy: OptimizerCopy,
-        group: _Group,
-        gradient: torch.Tensor,
-        factors: tuple[float, ...],
-        weight: torch.Tensor | None,
-    ) -> Segment | None:
-        """What the kernel needs to update a copy; None if the kernel cannot update it."""
+    def _segment(self, update: LayerUpdate, copy: OptimizerCopy, group: _Group) -> Segment | None:
+        """What the kernel needs to update a copy; None if there is no gradient or the kernel cannot update it."""
+        gradient, factors = copy.low_gradient(), copy.factors
+        if gradient is None or len(factors) >= MAX_FACTORS:
+            gradient, factors = copy.grad, ()
+        if gradient is None:
+            return None
         state = _state_of(self._optimizer, copy, self._reserve, amsgrad=group["amsgrad"])
+        target = update.target()
+        weight = None if target is None else copy.record.memory(target)
         step = int(state["step"]) + 1
         rule = self._rules.get((id(group), step, factors))
         if rule is None:
             rule = self._rules[id(group), step, factors] = _rule(self._optimizer, group, step, factors)
         known = self._checked.get(id(copy))
         segment = None if known is None else known.segment
-        master = _master_of(copy, weight, segment)
+        master = _master_of(copy, weight)
         if segment is not None and segment.renew(master, gradient, weight, rule):
             return segment
         moments = [state[name] for name in _state_names(group)[1:]]
@@ -269,27 +263,20 @@ class _OnePass:
         return segment
 
 
-def _master_of(
-    copy: OptimizerCopy, weight: torch.Tensor | None, segment: Segment | None
-) -> torch.Tensor | HalvedMaster:
+def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor | HalvedMaster:
     """The values of a copy: its two halves, or its memory if it has some or there is no weight to hold high halves."""
-    if copy.halves is not None:
-        return copy.values() if weight is None else copy.halves
-    last = None if segment is None else segment.master
-    if isinstance(last, torch.Tensor) and last.data_ptr() == copy.data_ptr():
-        return last  # the same object, so that the segment can be renewed
-    return copy.values()
+    return copy.values() if weight is None or copy.halves is None else copy.halves
 
 
 def _state_of(
-    optimizer: torch.optim.Optimizer, copy: OptimizerCopy, reserve: Reserve, *, amsgrad: bool
+    optimizer: torch.optim.Optimizer, copy: OptimizerCopy, reserve: Reserve | None, *, amsgrad: bool
 ) -> dict[str, Any]:
     """The state of a copy, created as torch does it in a parameter's first step."""
     state: dict[str, Any] = optimizer.state[copy]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())):
-            state[key] = reserve.moment_for(copy)
+            state[key] = (reserve or Reserve()).moment_for(copy)
     return state
 
 
@@ -309,7 +296,7 @@ def step_in_one_pass(
     kernel = one_pass_kernel() if left else None
     if kernel is None:
         return frozenset()
-    one_pass = _OnePass(optimizer, kernel, reserve or Reserve(), checked)
+    one_pass = _OnePass(optimizer, kernel, reserve, checked)
     done: list[int] = []
     while left:
         # In the order in which gradients land; once all have landed, in the order in which calls need the weights.
@@ -328,7 +315,7 @@ class _FusedByDefault(torch.optim.Optimizer):
     _updated: frozenset[int] | None = None  # ids of parameters that this step has updated; None: torch updates all
     _unfused: Sequence[_Group] = ()  # groups that use torch's default implementation in this step
     _reserve: Reserve | None = None  # until the first step
-    _checked: dict[int, _CheckedState] | None = None  # by id of the parameter, which the optimizer keeps alive
+    _checked: dict[int, _CheckedState] | None = None  # by id of the copy, which the optimizer keeps alive
 
     @_disable_dynamo  # a trace would not contain what the kernel does
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -369,22 +356,19 @@ class _FusedByDefault(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. `set_to_none=True` does not wait for gradients that have not landed."""
-        if set_to_none and self._drop_gradients_of_copies():
-            return
-        super().zero_grad(set_to_none)
-
-    def _drop_gradients_of_copies(self) -> bool:
-        """Returns whether all parameters are optimizer copies, so that nothing is left to do."""
         params = [param for group in self.param_groups for param in group["params"]]
-        copies = [param for param in params if isinstance(param, OptimizerCopy)]
-        # One copy of each model is enough to see what was gathered outside steps, which is dropped too.
+        copies = [param for param in params if isinstance(param, OptimizerCopy)] if set_to_none else []
+        # Gradients gathered outside steps are dropped too. One copy of each model is enough to see all of them.
         for copy in {copy.home: copy for copy in copies}.values():
             copy.see_gradients()
-        for copy in copies:
-            copy.drop_gradient()
-        return len(copies) == len(params)
+        with torch._C.DisableTorchFunctionSubclass():
+            for copy in copies:
+                copy.drop_gradient()
+        if len(copies) < len(params):
+            super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: _Group) -> None:
+        """As in torch. Also marks the group as fused if that is possible."""
         super().add_param_group(param_group)
         _choose_fused(self.param_groups[-1])
         for param in self.param_groups[-1]["params"]:
@@ -403,6 +387,7 @@ class _FusedByDefault(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state; `load_state_dict` ends here too. The state dict of an unfused optimizer continues fused."""
         super().__setstate__(state)
+        self._checked = None  # would keep the old moments alive
         for group in self.param_groups:
             if _choose_fused(group):
                 self._move_step_counts(group["params"])

@@ -1,25 +1,16 @@
-"""Scales losses up and gradients down again, and looks for the largest scale that does not overflow.
+"""GradScaler: scales losses up and gradients down again, and finds the largest scale that does not overflow.
 
-Called by users: `scale` in loss_fn (device threads), `unscale_` and `step` in step_fn (optimizer thread), everything
-else on the main thread; or all of it on one thread, without RoundPipe. Knows iterations, never models or schedules.
+`scale` is called in loss_fn on device threads, `unscale_` and `step` in step_fn on the optimizer thread, all else on
+the main thread. Without RoundPipe one thread calls everything. Knows iterations, never models or schedules. A scale is
+kept as the float32 value by which losses are multiplied; its inverse must be a finite float32 number too.
 
-[Note: one scale per iteration] The first scale an iteration's losses are multiplied with is written into
-`iteration.loss_scales` and counts until the step that consumes their gradients. `update()` moves only the scale that
-later iterations start with, so a change can never fall between a loss and its gradient.
+[Note: one scale per iteration] The first scale by which a loss of an iteration is multiplied is stored in
+`iteration.loss_scales` and stays until the step that consumes the gradients. `update()` changes only the scale with
+which later iterations start, so the scale of a gradient is always that of its loss.
 
-What steps decide and when it counts: [Note: windows] in optim.scale_window.
-
-The numbers of a GradScaler: which ones are fit to use, and how a scale moves.
-
-Used by optim.grad_scaler and optim.scale_window. A scale is kept as the float32 value losses are multiplied with, and
-its inverse must be a finite float32 number too. Knows no step and no gradient.
-
-The steps between two updates of a GradScaler, what they found, and what that decides about the scale.
-
-Used by optim.grad_scaler under its lock, except for the waiting. Knows steps by their iteration, never gradients.
-
-[Note: windows] Every update() ends a window: the steps issued since the update() before it. The window yields one
-decision. A step may still be running when its update() is called, so an async decision is put off by one update():
+[Note: windows] Every update() ends a window: the steps issued since the update() before it. A window yields one
+decision about the scale. A step may still be running when its update() is called, so an asynchronous decision takes
+effect one update() later:
 
     main thread      step 1   update 1          step 2   update 2            step 3   update 3
     optimizer        [ step 1 ....... ]         [ step 2 ....... ]           [ step 3 ....... ]
@@ -50,9 +41,15 @@ from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
 from roundpipe.monitor import process_lock, shielded, stall_report, watchdog_limit_s
 from roundpipe.optim.gradients import unscale
 
+logger = logging.getLogger("roundpipe")
+
+
+# Numbers.
+
 
 def host_tensor(scale: float) -> Tensor:
-    with torch.inference_mode(False):  # it is kept, and backward passes must be able to save it
+    """A float32 scalar tensor in host memory."""
+    with torch.inference_mode(False):  # backward passes must be able to save the tensor
         return torch.tensor(scale, dtype=torch.float32, device="cpu")
 
 
@@ -65,12 +62,13 @@ def _usable_scale(scale: float) -> bool:
 
 
 def product_or_same(scale: float, factor: float) -> float:
-    """The product, as float32; the old scale where that could no longer be multiplied and divided with."""
+    """The product as a float32 number, or `scale` if the product or its inverse is not a usable float32 number."""
     product = _float32(scale * factor)
     return product if _usable_scale(product) else scale
 
 
 def checked_new_scale(new_scale: float | Tensor) -> float:
+    """The `new_scale` that a user has passed to update(), as a float32 number."""
     if isinstance(new_scale, Tensor):
         if new_scale.numel() != 1 or new_scale.requires_grad:
             raise ConfigError(
@@ -88,11 +86,12 @@ def _checked_number(name: str, value: Any) -> float:
 
 
 def checked_scale(name: str, value: Any) -> float:
+    """A usable scale as a float32 number; raises ConfigError for others."""
     scale = _float32(_checked_number(name, value))
     if not _usable_scale(scale):
         raise ConfigError(
-            f"GradScaler: {name}={value!r} is no scale; give a number greater than 0 that has, like its inverse, a "
-            "finite float32 value."
+            f"GradScaler: {name}={value!r} is not a usable scale; give a number greater than 0 whose float32 value "
+            "and inverse are finite."
         )
     return scale
 
@@ -116,6 +115,7 @@ def checked_growth_interval(value: Any) -> int:
 
 
 def checked_count(name: str, value: Any, at_least: int) -> int:
+    """An integer of at least `at_least`; raises ConfigError for others."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentTypeError(f"GradScaler: {name}={value!r} is a {type(value).__name__}; give an integer.")
     if value < at_least:
@@ -124,28 +124,31 @@ def checked_count(name: str, value: Any, at_least: int) -> int:
 
 
 def check_keys(what: str, entries: Mapping[str, Any], required: Iterable[str], optional: Iterable[str] = ()) -> None:
+    """Raise ConfigError for missing and unknown keys of a state dict."""
     missing = sorted(set(required) - set(entries))
     unknown = sorted(set(entries) - set(required) - set(optional))
     if missing or unknown:
         raise ConfigError(f"The GradScaler {what} lacks the keys {missing} and has the unknown keys {unknown}.")
 
 
-logger = logging.getLogger("roundpipe")
+# Steps between two updates.
 
-_WAIT_SLICE_S = 60.0  # a limit may be longer than a lock can wait in one go
+_WAIT_SLICE_S = 60.0  # the watchdog limit may exceed the longest wait that a lock supports
 _DEFERRED_KEYS = ("stepped", "found_inf", "new_scale")
 
 
-class Stage(enum.Enum):
-    """How far one optimizer is in one iteration."""
+class LastCall(enum.Enum):
+    """The last call that was made for one optimizer in one iteration."""
 
-    UNSCALED = "unscale_"
-    STEPPED = "step"
+    UNSCALE = "unscale_"
+    STEP = "step"
 
 
 @dataclass
 class OptimizerProgress:
-    stage: Stage = Stage.UNSCALED
+    """What has happened to one optimizer in one iteration."""
+
+    last_call: LastCall = LastCall.UNSCALE
     found_inf: bool = False
 
 
@@ -154,26 +157,28 @@ StepRecord = dict[torch.optim.Optimizer, OptimizerProgress]
 
 @dataclass
 class Window:
-    """The steps between two update() calls, and what is known of them; see [Note: windows]."""
+    """The steps between two update() calls and their results; see [Note: windows]."""
 
-    running: list[Iteration] = field(default_factory=list)
-    stepped: bool = False  # whether any scaler.step() ran to its end
-    found_inf: bool = False
+    running: list[Iteration] = field(default_factory=list)  # iterations whose step is not counted yet
+    stepped: bool = False  # whether any scaler.step() has returned
+    found_inf: bool = False  # whether any gradient was not finite
 
     def count(self, record: StepRecord) -> None:
-        self.stepped |= any(progress.stage is Stage.STEPPED for progress in record.values())
+        """Add the results of one iteration."""
+        self.stepped |= any(progress.last_call is LastCall.STEP for progress in record.values())
         self.found_inf |= any(progress.found_inf for progress in record.values())
 
 
 @dataclass
 class Decision:
-    """What one update() decided: a scale given by the user, or whatever the steps of its window say."""
+    """What one update() decides: the scale given by the user, or what follows from the steps of its window."""
 
     window: Window
     new_scale: float | None = None
 
 
 def loaded_decision(deferred: Mapping[str, Any] | None) -> Decision | None:
+    """The decision stored in the `_deferred` entry of a state dict."""
     if deferred is None:
         return None
     check_keys("state dict's _deferred", deferred, _DEFERRED_KEYS)
@@ -183,7 +188,10 @@ def loaded_decision(deferred: Mapping[str, Any] | None) -> Decision | None:
 
 
 def wait_for_steps(method: str, iterations: Iterable[Iteration]) -> None:
-    """Block, holding no lock, until all steps are done; each watchdog limit that passes is reported."""
+    """Block until all steps are done. Reports a stall each time the watchdog limit has passed.
+
+    The caller holds no lock. Steps of a parent process before a fork are ignored: they never finish here.
+    """
     limit_s = watchdog_limit_s()
     what = f"an optimizer step that was issued and has not finished, in GradScaler.{method}()"
     for iteration in [iteration for iteration in iterations if iteration.pid == os.getpid()]:
@@ -201,10 +209,10 @@ _NOT_COPIED = ("_lock", "_window", "_records", "_main_record", "_loss_factor")  
 
 
 class GradScaler:
-    """Dynamic loss scaling; used like `torch.amp.GradScaler`, across RoundPipe's threads.
+    """Dynamic loss scaling across RoundPipe's threads, used like `torch.amp.GradScaler`.
 
-    Differs from torch's in four points: `update()` takes `is_async`, an `update()` without any step before it does
-    nothing, an optimizer without any gradient is stepped, and no scale is taken whose inverse is not a float32 number.
+    Differs from torch's in four points: `update()` takes `is_async`, an `update()` without a step before it does
+    nothing, an optimizer without any gradient is stepped, and a scale without a finite float32 inverse is refused.
     """
 
     def __init__(
@@ -225,11 +233,11 @@ class GradScaler:
         self._open()
 
     def _open(self) -> None:
-        """Make what is neither copied nor saved, and listen for steps."""
-        self._lock = process_lock()  # guards every field; never held while gradients are worked on or steps awaited
+        """Create the fields that are neither copied nor saved, and observe steps."""
+        self._lock = process_lock()  # guards every field; not held while gradients are processed or steps awaited
         self._window = Window()
         self._records: weakref.WeakKeyDictionary[Iteration, StepRecord] = weakref.WeakKeyDictionary()
-        self._main_record: StepRecord = {}  # of steps outside any iteration; they are done when they return
+        self._main_record: StepRecord = {}  # of steps outside any iteration, which are done when they return
         self._loss_factor = host_tensor(self._scale)
         if self._enabled:
             context.observe_steps(self)
@@ -258,21 +266,21 @@ class GradScaler:
         return scaled
 
     def get_scale(self) -> float:
-        """The scale of the losses at hand: in loss_fn and step_fn their iteration's, elsewhere the current one."""
+        """The scale of the current iteration in loss_fn and step_fn; elsewhere the scale of the next iteration."""
         if not self._enabled:
             return 1.0
         with self._lock:
             return self._scale_in_use()
 
     def _scale_in_use(self) -> float:
-        """The lock is held. See [Note: one scale per iteration]."""
+        """The scale of [Note: one scale per iteration]. The caller holds the lock."""
         iteration = context.current_iteration()
         return self._scale if iteration is None else iteration.loss_scales.setdefault(self, self._scale)
 
     # ---- step_fn -----------------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale of their losses; at most once per iteration, before step()."""
+        """Divide the optimizer's gradients by the scale of their losses. At most once per iteration, before step()."""
         if not self._enabled:
             return
         _check_optimizer("unscale_", optimizer)
@@ -280,7 +288,7 @@ class GradScaler:
             record = self._current_record()
             if optimizer in record:
                 raise UsageError(
-                    f"unscale_() was called after {record[optimizer].stage.value}() of the same optimizer in one "
+                    f"unscale_() was called after {record[optimizer].last_call.value}() of the same optimizer in one "
                     "iteration; call it once, before step(). Outside RoundPipe's step_fn, update() ends an iteration."
                 )
             progress = record[optimizer] = OptimizerProgress()
@@ -295,7 +303,7 @@ class GradScaler:
             progress.found_inf = found_inf
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients unless that was done, then `optimizer.step(*args, **kwargs)` if all are finite."""
+        """Unscale the gradients unless that was done, then call `optimizer.step(*args, **kwargs)` if all are finite."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         _check_optimizer("step", optimizer)
@@ -307,37 +315,37 @@ class GradScaler:
         if progress is None:
             self.unscale_(optimizer)
             progress = record[optimizer]
-        elif progress.stage is Stage.STEPPED:
+        elif progress.last_call is LastCall.STEP:
             raise UsageError(
                 "step() was called twice for the same optimizer in one iteration; call it once. Outside RoundPipe's "
                 "step_fn, update() ends an iteration."
             )
         step_result = None if progress.found_inf else optimizer.step(*args, **kwargs)
         with self._lock:
-            progress.stage = Stage.STEPPED
+            progress.last_call = LastCall.STEP
         return step_result
 
     def _current_record(self) -> StepRecord:
-        """The lock is held."""
+        """The record of the current iteration. The caller holds the lock."""
         iteration = context.current_iteration()
         return self._main_record if iteration is None else self._records.setdefault(iteration, {})
 
     # ---- main thread -------------------------------------------------------------------------------------------------
 
     def step_issued(self, iteration: Iteration) -> None:
-        """RoundPipe tells that the step of `iteration` was handed to the optimizer thread."""
+        """RoundPipe calls this when it gives the step of `iteration` to the optimizer thread."""
         with self._lock:
             iteration.loss_scales.setdefault(self, self._scale)
             self._window.running.append(iteration)
-            self._count_finished(self._window)  # a scaler that nobody updates must not gather iterations
+            self._count_finished(self._window)  # without update() the list would keep all iterations alive
 
     def update(self, new_scale: float | Tensor | None = None, is_async: bool = True) -> None:
-        """Let the steps since the last update(), or `new_scale`, decide about the scale; see [Note: windows].
+        """Change the scale to `new_scale`, or as the steps since the last update() require; see [Note: windows].
 
-        A step with a gradient that was not finite multiplies the scale by backoff_factor, growth_interval windows in
-        a row without one multiply it by growth_factor; a window in which this scaler stepped nothing changes nothing.
-        `is_async=True`: the decision counts from the next update() on. `is_async=False`: waits for all steps; counts
-        at once. Factors and interval are those at the time the decision comes to count.
+        A step with a gradient that is not finite multiplies the scale by backoff_factor. growth_interval windows in a
+        row without such a step multiply it by growth_factor. A window without a step of this scaler changes nothing.
+        `is_async=True`: the decision takes effect with the next update(). `is_async=False`: waits for all steps, and
+        the decision takes effect at once. Factors and interval are those when the decision takes effect.
         """
         if not self._enabled:
             return
@@ -357,27 +365,27 @@ class GradScaler:
             self._deferred = decision if is_async else None
             if not is_async:
                 self._apply(decision)
-                self._window.running = decision.window.running  # issued by another thread since we waited
+                self._window.running = decision.window.running  # issued by another thread after the wait
 
     def _end_window(self, given_scale: float | None) -> Decision:
-        """The lock is held."""
+        """The decision of the current window; starts a new window. The caller holds the lock."""
         self._window.count(self._main_record)
         decision = Decision(self._window, given_scale)
         self._window, self._main_record = Window(), {}
         return decision
 
     def _count_finished(self, window: Window) -> None:
-        """The lock is held. Take over the results of the steps that are done and forget the steps."""
+        """Count the results of steps that are done and forget these steps. The caller holds the lock."""
         for iteration in window.running:
             if iteration.step_finished.is_set():
                 window.count(self._records.pop(iteration, {}))
         window.running = [iteration for iteration in window.running if not iteration.step_finished.is_set()]
 
     def _apply(self, decision: Decision) -> None:
-        """The lock is held."""
+        """Change the scale. The caller holds the lock."""
         self._count_finished(decision.window)
         if decision.new_scale is not None:
-            self._scale = decision.new_scale  # the growth tracker goes on, as torch's does
+            self._scale = decision.new_scale  # the growth tracker continues, as in torch
         elif decision.window.stepped and decision.window.found_inf:
             self._scale = product_or_same(self._scale, self._backoff_factor)
             self._growth_tracker = 0
@@ -416,11 +424,10 @@ class GradScaler:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries and `_deferred`, the decision of the last async update(); {} if disabled.
+        """torch's five entries and `_deferred`, the decision of the last asynchronous update(); {} if disabled.
 
-        Call it after update(), as with torch: steps that no update() covers yet are not in it. Waits for the steps
-        the deferred decision covers and applies nothing: the run that goes on and the run that loads the dict see the
-        same scales.
+        Call it after update(), as in torch: steps after the last update() are not included. Waits for the steps of the
+        deferred decision but does not apply it, so that continuing and loading the dict give the same scales.
         """
         if not self._enabled:
             return {}
@@ -439,7 +446,7 @@ class GradScaler:
             }
 
     def _deferred_state(self) -> dict[str, Any] | None:
-        """The lock is held and the covered steps are done."""
+        """The deferred decision as plain values. The caller holds the lock; the steps of the decision are done."""
         if self._deferred is None:
             return None
         window = self._deferred.window
@@ -447,7 +454,7 @@ class GradScaler:
         return {"stepped": window.stepped, "found_inf": window.found_inf, "new_scale": self._deferred.new_scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a `state_dict()`, torch's included. Steps issued before keep their scale but decide nothing."""
+        """Load a `state_dict()`, also one of torch's. Steps issued before keep their scale but decide nothing."""
         if not self._enabled:
             return
         _refuse_inside_iteration("load_state_dict")
@@ -466,7 +473,7 @@ class GradScaler:
             self._deferred, self._window = deferred, Window()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy begins where `state_dict()` stands; steps no update() covers yet stay with the original."""
+        """A copy starts from `state_dict()`; steps after the last update() stay with the original."""
         deferred = loaded_decision(self.state_dict().get("_deferred"))
         with self._lock:
             kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
@@ -478,9 +485,10 @@ class GradScaler:
 
 
 def _multiply(outputs: Any, factor: Tensor) -> Any:
-    """`factor` is a float32 tensor without dimensions in host memory: kernels on any device take it by value.
+    """Multiply a tensor, or each tensor of a nested iterable, by `factor`.
 
-    So one tensor serves all devices and streams, without copy, wait or ordering, and types promote as torch's do.
+    `factor` is a scalar tensor in host memory, which kernels on any device take by value. So one tensor serves all
+    devices and streams without copies or waits, and dtypes promote as in torch.
     """
     if isinstance(outputs, Tensor):
         return outputs * factor
@@ -495,7 +503,7 @@ def _multiply(outputs: Any, factor: Tensor) -> Any:
 
 
 def _check_optimizer(method: str, optimizer: object) -> None:
-    """Whatever has parameter groups and can step will do: wrappers of optimizers need not be optimizers."""
+    """Raise ArgumentTypeError unless an object has parameter groups. Wrappers need not be torch optimizers."""
     if isinstance(optimizer, torch.nn.Module) or not hasattr(optimizer, "param_groups"):
         raise ArgumentTypeError(
             f"GradScaler.{method}() got a {type(optimizer).__name__}; pass the torch.optim.Optimizer that was built on "

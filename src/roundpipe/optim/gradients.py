@@ -1,15 +1,8 @@
-"""Divides an optimizer's gradients by the scale of their losses, and says whether all of them are finite.
+"""Clipping and unscaling of an optimizer's gradients, without a float32 copy of all of them.
 
-Used by optim.grad_scaler. Refuses all gradients before it changes any. Knows no iteration and no scaler.
-
-Gradients that lie in host memory in low precision, looked at without a float32 copy of all of them.
-
-Used by optim.clip and optim.unscaling inside a step. One gradient at a time is widened into memory that is used again.
-
-Clips gradients by their total norm.
-
-Called by users in `step_fn`, on the optimizer thread. Takes a model by its `optim_parameters()` and knows nothing else
-of it; the arithmetic is torch's.
+Gradients of optimizer copies that lie in host memory in low precision are only read: the factor by which they are to be
+multiplied is noted on the copy, and the optimizer applies it. All others are changed in place by torch. The arithmetic
+is torch's, bit for bit. Knows optimizers and their parameters, never a model, an iteration or a scaler.
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ from roundpipe.store import OptimizerCopy
 
 
 def pending_copies(params: Iterable[Any]) -> list[OptimizerCopy]:
-    """Those whose gradient nobody has made a tensor yet, in this step or in one before."""
+    """The optimizer copies whose gradient lies in host memory only and was not converted to a tensor in `.grad`."""
     return [param for param in params if isinstance(param, OptimizerCopy) and param.has_only_low_gradient]
 
 
@@ -49,9 +42,12 @@ def widened(copies: Sequence[OptimizerCopy]) -> Iterator[tuple[OptimizerCopy, Te
         yield copy, values
 
 
+# Clipping.
+
+
 @runtime_checkable
 class HasOptimParameters(Protocol):
-    """A model whose gradients lie on the optimizer's copies of its parameters."""
+    """A model whose gradients are those of its optimizer copies."""
 
     def optim_parameters(self) -> Iterable[Tensor]: ...
 
@@ -62,15 +58,16 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients down, in place, so that their total norm is at most `max_norm`; returns the norm before.
+    """Scale all gradients down so that their total norm is at most `max_norm`; returns the norm before clipping.
 
-    As `torch.nn.utils.clip_grad_norm_`, bit for bit. `max_norm=float("inf")` only measures. With a GradScaler call
-    `scaler.unscale_(optimizer)` first.
+    Gives the same bits as `torch.nn.utils.clip_grad_norm_`. `max_norm=float("inf")` only measures the norm. With a
+    GradScaler, call `scaler.unscale_(optimizer)` first.
     """
     _check_positive("max_norm", max_norm)
     _check_positive("norm_type", norm_type)
     params = _gradient_owners(model_or_params)
     pending = pending_copies(params)
+    # A mixture of pending gradients and tensors goes to torch, which reads `.grad` and so converts all of them.
     if pending and len(pending) == len(params) and len({copy.dtype for copy in pending}) == 1:
         norm = _clip_pending(pending, float(max_norm), float(norm_type), error_if_nonfinite)
         if norm is not None:
@@ -82,10 +79,11 @@ def clip_grad_norm_(
 def _clip_pending(
     copies: list[OptimizerCopy], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor | None:
-    """As torch does it, operation by operation, without making the gradients tensors.
+    """Clip as torch does, operation by operation, without converting the gradients to tensors.
 
-    None, and nothing is done, if there are no gradients or torch would refuse their norm.
+    Returns None and changes nothing if there are no gradients, or if torch would raise because of their norm.
     """
+    # Norms are computed as gradients land, and stacked in the order of parameters, on which their sum depends.
     norms = {id(copy): torch.linalg.vector_norm(values, norm_type) for copy, values in widened(copies)}
     if not norms:
         return None
@@ -109,6 +107,7 @@ def _check_positive(name: str, value: Any) -> None:
 
 
 def _gradient_owners(model_or_params: Any) -> list[Tensor]:
+    """The tensors whose `.grad` is to be clipped."""
     if isinstance(model_or_params, Tensor):
         return [model_or_params]
     if isinstance(model_or_params, HasOptimParameters):
@@ -128,21 +127,27 @@ def _gradient_owners(model_or_params: Any) -> list[Tensor]:
     return params
 
 
+# Unscaling.
+
 _UNSCALABLE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def unscale(optimizer: torch.optim.Optimizer, inverse_scale: float) -> bool:
-    """Multiply every gradient by `inverse_scale` (rounded to float32); whether any element is not finite."""
+    """Multiply every gradient by `inverse_scale`, rounded to float32. Returns whether any element is not finite.
+
+    Raises UsageError for gradients that cannot be unscaled, before it changes any.
+    """
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     pending = [copy for copy in pending_copies(params.values()) if copy.dtype in _UNSCALABLE_DTYPES]
     others = [param for key, param in params.items() if key not in {id(copy) for copy in pending}]
+    # First the gradients that may be refused: those of copies cannot be.
     found_inf = unscale_in_place(dense_gradients(others), inverse_scale)
     return _unscale_pending(pending, inverse_scale) or found_inf
 
 
 def _unscale_pending(copies: Sequence[OptimizerCopy], inverse_scale: float) -> bool:
-    """For gradients that nobody has made tensors: they are looked at, and multiplied when they are used."""
-    factor = float(torch.full((), inverse_scale, dtype=torch.float32))
+    """Check gradients in host memory, and note the factor by which the optimizer multiplies them."""
+    factor = float(torch.full((), inverse_scale, dtype=torch.float32))  # rounded as torch rounds it
     found_inf = False
     for copy, values in widened(copies):
         found_inf |= unscale_in_place([values], inverse_scale)
@@ -151,7 +156,10 @@ def _unscale_pending(copies: Sequence[OptimizerCopy], inverse_scale: float) -> b
 
 
 def dense_gradients(params: Iterable[Any]) -> list[Tensor]:
-    """Every gradient, a sparse one by its coalesced values; refuses all before any is changed."""
+    """The gradients of parameters that have one; for a sparse gradient its coalesced values.
+
+    Raises UsageError for a gradient that cannot be unscaled.
+    """
     with_grad = [param for param in params if param.grad is not None]
     for param in with_grad:
         _check_can_unscale(param.grad)
@@ -172,14 +180,14 @@ def _check_can_unscale(grad: Tensor) -> None:
 
 
 def _coalesced_values(param: Tensor) -> Tensor:
-    """Coalesced, because only the sums of duplicate entries show whether the gradient is finite."""
+    """Coalesce a sparse gradient and return its values: only sums of duplicate entries show whether it is finite."""
     assert param.grad is not None
     param.grad = param.grad.coalesce()
     return param.grad._values()
 
 
 def unscale_in_place(grads: Iterable[Tensor], inverse_scale: float) -> bool:
-    """Multiply all by `inverse_scale` (rounded to float32) in place; whether any element is not finite."""
+    """Multiply gradients in place by `inverse_scale`, rounded to float32. Returns whether any is not finite."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)

@@ -1,11 +1,7 @@
-"""Checks, before an optimizer makes the first of its state, that all of it fits into host memory.
+"""Memory for an optimizer's state: checked before any of it is allocated, and prepared before the first step needs it.
 
-Called by optim.adam at the beginning of a step, and by optim.stepper for optimizers of torch.
-
-Memory for an optimizer's moments, made ready while the first call still computes.
-
-A system makes fresh pages slowly, and a large model's moments are many of them. Used by optim.adam: once a model begins
-to train, the pages of all moments that do not exist yet are made in the background; the first step finds them ready.
+The system creates fresh pages slowly, and the moments of a large model are many pages. So a Reserve creates them in the
+background while the first call still computes.
 """
 
 from __future__ import annotations
@@ -29,48 +25,6 @@ from roundpipe.store.host_memory import (
     require_host_memory,
 )
 
-_MOST_THREADS = 4
-_CORES_PER_THREAD = 4  # where there are few, the first call needs them itself
-
-
-class Reserve:
-    def __init__(self) -> None:
-        self._moments: dict[int, list[torch.Tensor]] = {}  # by the id of the copy they are for
-
-    def fill(self, copies: Sequence[OptimizerCopy], num_moments: int) -> None:
-        """For those that are worth it, in the order in which gradients come: from the last copy to the first."""
-        num_threads = min(_MOST_THREADS, usable_cores() // _CORES_PER_THREAD)
-        worthwhile = [copy for copy in reversed(copies) if copy.nbytes >= HUGE_PAGE_BYTES]
-        available = available_host_bytes()
-        needed = sum((num_moments + 1) * copy.nbytes for copy in worthwhile)  # gradients and lower halves, too
-        if not num_threads or (available is not None and needed > available):
-            return  # memory is taken by the first step, if it comes to one
-        memory: list[torch.Tensor] = []
-        for copy in worthwhile:
-            self._moments[id(copy)] = [host_zeros_like(copy) for _ in range(num_moments)]
-            memory += [*self._moments[id(copy)], *copy.memory_of_step()]
-        for first in range(num_threads if memory else 0):
-            name = f"{THREAD_PREFIX}pages-{first}"
-            thread = threading.Thread(target=_make_ready, args=(memory[first::num_threads],), name=name, daemon=True)
-            try:
-                start_thread(thread)
-            except RuntimeError:  # no more threads can be started: the first step makes the pages
-                return
-
-    def __contains__(self, copy_id: object) -> bool:
-        return copy_id in self._moments
-
-    def moment_for(self, copy: OptimizerCopy) -> torch.Tensor:
-        """Zeros like the copy, each time others."""
-        mine = self._moments.get(id(copy))
-        return mine.pop() if mine else host_zeros_like(copy)
-
-
-def _make_ready(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        make_pages_ready(tensor)
-
-
 _WITH_TWO_MOMENTS = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam),
     *(torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta),
@@ -83,10 +37,10 @@ _checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictio
 
 
 def require_state_memory(optimizer: Optimizer, reserved: Container[int] = (), *, in_one_pass: bool = False) -> None:
-    """Raise HostMemoryError if state that this step will make does not fit. Each parameter is counted once.
+    """Raise HostMemoryError if the state that this step will allocate does not fit. Counts each parameter once.
 
-    reserved: ids of parameters whose state has memory already.
-    in_one_pass: whether optimizer copies are updated without memory for their full values and gradients.
+    `reserved`: ids of parameters whose state has memory already. `in_one_pass`: optimizer copies are updated without
+    memory for their full values and gradients.
     """
     checked = _checked.setdefault(optimizer, set())
     needs = {"optimizer state": 0, "optimizer copies": 0, "gradients in the copies' precision": 0}
@@ -108,7 +62,7 @@ def require_state_memory(optimizer: Optimizer, reserved: Container[int] = (), *,
 
 
 def _num_moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
-    """Tensors of a parameter's size that its state holds; 0 for kinds of optimizer that are not known."""
+    """The number of tensors of a parameter's size in its state; 0 for unknown kinds of optimizer."""
     if isinstance(optimizer, _WITH_TWO_MOMENTS):
         return 3 if group.get("amsgrad") else 2
     if isinstance(optimizer, torch.optim.SGD):
@@ -116,3 +70,51 @@ def _num_moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
     if isinstance(optimizer, torch.optim.RMSprop):
         return 1 + bool(group["momentum"]) + bool(group["centered"])
     return 0
+
+
+_MOST_THREADS = 4
+_CORES_PER_THREAD = 4  # with few cores there is no thread: the first call needs the cores itself
+
+
+class Reserve:
+    """Moments, filled with zeros, for the first step of optimizer copies."""
+
+    def __init__(self) -> None:
+        self._moments: dict[int, list[torch.Tensor]] = {}  # by id of the copy
+
+    def fill(self, copies: Sequence[OptimizerCopy], num_moments: int) -> None:
+        """Allocate moments for all large copies, and start threads that create their pages.
+
+        From the last copy to the first, as gradients land. Does nothing if there are too few cores or too little
+        memory; the first step then allocates the moments.
+        """
+        num_threads = min(_MOST_THREADS, usable_cores() // _CORES_PER_THREAD)
+        worthwhile = [copy for copy in reversed(copies) if copy.nbytes >= HUGE_PAGE_BYTES]
+        available = available_host_bytes()
+        needed = sum((num_moments + 1) * copy.nbytes for copy in worthwhile)  # 1: for gradients and low halves
+        if not num_threads or (available is not None and needed > available):
+            return
+        memory: list[torch.Tensor] = []
+        for copy in worthwhile:
+            self._moments[id(copy)] = [host_zeros_like(copy) for _ in range(num_moments)]
+            memory += [*self._moments[id(copy)], *copy.memory_of_step()]
+        for first in range(num_threads if memory else 0):
+            name = f"{THREAD_PREFIX}pages-{first}"
+            thread = threading.Thread(target=_make_ready, args=(memory[first::num_threads],), name=name, daemon=True)
+            try:
+                start_thread(thread)
+            except RuntimeError:  # the system starts no more threads: pages are created when the first step writes
+                return
+
+    def __contains__(self, copy_id: object) -> bool:
+        return copy_id in self._moments
+
+    def moment_for(self, copy: OptimizerCopy) -> torch.Tensor:
+        """A new tensor of zeros with the shape, dtype and strides of a copy; from the reserve if it has one."""
+        mine = self._moments.get(id(copy))
+        return mine.pop() if mine else host_zeros_like(copy)
+
+
+def _make_ready(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        make_pages_ready(tensor)

@@ -13,17 +13,17 @@ from typing import Protocol
 
 from roundpipe.errors import ArgumentTypeError, ConfigError
 
+# Weight of a new measurement: time = (1 - SMOOTHING) * previous time + SMOOTHING * measured time.
 SMOOTHING = 0.25
-"""Weight of a new measurement: time = (1 - SMOOTHING) * previous time + SMOOTHING * measured time."""
 
+# Forward rate before any measurement. Plans then depend on proportions only; the value is a plausible one.
 DEFAULT_SECONDS_PER_BYTE = 1e-11
-"""Forward rate before any measurement. Plans then depend on proportions only; the value is a plausible one."""
 
+# Added to the weight bytes of every layer in time estimates, so that layers without weights are not free.
 LAYER_OVERHEAD_BYTES = 1 << 20
-"""Added to the weight bytes of every layer in time estimates, so that layers without weights are not free."""
 
+# Backward seconds per forward second while no layer has both measured: two matrix products instead of one.
 DEFAULT_BACKWARD_RATIO = 2.0
-"""Backward seconds per forward second while no layer has both measured: two matrix products instead of one."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class CostModel:
         self._activation_bytes = [0] * len(weight_bytes)
         self._input_bytes = [0] * len(weight_bytes)
         self._seconds: dict[tuple[int, Phase], float] = {}
-        self._warm: set[tuple[int, Phase]] = set()
+        self._warm: set[tuple[int, Phase]] = set()  # layers and phases that have had their warm-up
 
     def observe(self, layer_id: int, phase: Phase, seconds: float) -> None:
         """Add the measured seconds of one microbatch of one layer.
@@ -136,18 +136,20 @@ class CostModel:
         """Return the cost of every layer: measured, else estimated from measured layers, else from weight bytes."""
         seconds, num_layers = self._seconds, len(self._weight_bytes)
         backward = [seconds.get((layer_id, Phase.BACKWARD)) for layer_id in range(num_layers)]
-        # Forward and recompute do the same work, so a missing forward time is replaced by the recompute time.
+        # Forward and recomputation do the same work, so a missing forward time is replaced by the recompute time.
         forward = [
             seconds.get((layer_id, Phase.FORWARD), seconds.get((layer_id, Phase.RECOMPUTE)))
             for layer_id in range(num_layers)
         ]
         ratio = _backward_ratio(forward, backward)
+        # A layer with a backward time only gets its forward time from the ratio of the other layers.
         if ratio > 0:
             forward = [
                 backward_s / ratio if forward_s is None and backward_s is not None else forward_s
                 for forward_s, backward_s in zip(forward, backward, strict=True)
             ]
         estimate_bytes = [weight_bytes + LAYER_OVERHEAD_BYTES for weight_bytes in self._weight_bytes]
+        # Unmeasured layers get the rate of the measured ones: all costs stay in one unit, so they can be compared.
         rate = _seconds_per_byte(forward, estimate_bytes)
         costs = []
         for layer_id, measured_s in enumerate(forward):

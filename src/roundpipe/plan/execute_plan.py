@@ -96,6 +96,7 @@ class ModelExecutePlan:
             raise ArgumentTypeError(f"num_layers must be an int, not {type(num_layers).__name__} ({num_layers!r})")
         if num_layers < 1:
             raise PlanError(f"a plan needs a model with at least 1 layer, not {num_layers}")
+        # The order of the checks decides which fault is named first: form, emptiness, then coverage.
         if kind is RunType.FUSED:
             self._check_fused(num_layers)
             return
@@ -110,7 +111,9 @@ class ModelExecutePlan:
             _check_cover("bwd_plan", self.bwd_plan, range(num_layers), _Order.DESCENDING)
 
     def _check_fused(self, num_layers: int) -> None:
+        """Raise a `PlanError` unless this is a plan for ``FUSED``: see the docstring of the class."""
         _check_form("fwd_plan", self.fwd_plan, num_layers)
+        # The fused stage is not part of fwd_plan: it takes all layers after it.
         fused_start = self.fwd_plan[-1].stop if self.fwd_plan else 0
         _check_cover("fwd_plan", self.fwd_plan, range(fused_start), _Order.ASCENDING)
         if fused_start == num_layers:
@@ -190,6 +193,7 @@ class ModelExecutePlan:
                 "bound"
             )
         limits = _limits_bytes(kind, profiles, model_memory_limit)
+        # packers_of[model][pass]
         packers_of = [_packers(kind, profile, limit) for profile, limit in zip(profiles, limits, strict=True)]
         # Each pass is balanced separately: stages of the forward pass of ``train`` never run beside backward stages.
         passes = [balance(packers, num_stages, upper_threshold) for packers in zip(*packers_of, strict=True)]
@@ -214,6 +218,7 @@ def _check_form(name: str, ranges: object, num_layers: int) -> None:
     """Raise a `PlanError` unless every entry is a non-empty range of step 1 within the model."""
     if not isinstance(ranges, list | tuple):
         raise PlanError(f"{name} must be a list of ranges, not {type(ranges).__name__} ({ranges!r})")
+    # Users may assign any object to the lists after construction, so every entry is checked.
     for position, layers in enumerate(ranges):
         where = f"{name}[{position}]"
         if not isinstance(layers, range):
@@ -253,7 +258,9 @@ def _check_cover(name: str, ranges: Sequence[range], layers: range, order: _Orde
 
 
 def _raise_gap(name: str, ranges: Sequence[range], position: int, expected: int, order: _Order) -> NoReturn:
+    """Raise a `PlanError`: ``ranges[position]`` does not continue with layer ``expected``."""
     where = f"{name}[{position}] = {ranges[position]}"
+    # A layer that appears in a later range is not missing, so the ranges are in the wrong order.
     if any(expected in later for later in ranges[position + 1 :]):
         ascending = order is _Order.ASCENDING
         direction = "from the first layers to the last" if ascending else "from the last layers to the first"
@@ -264,6 +271,7 @@ def _raise_gap(name: str, ranges: Sequence[range], position: int, expected: int,
 
 
 def _raise_overlap(name: str, ranges: Sequence[range], position: int) -> NoReturn:
+    """Raise a `PlanError`: ``ranges[position]`` contains a layer of an earlier range."""
     found = ranges[position]
     earlier = next(place for place in range(position) if set(found) & set(ranges[place]))
     twice = min(set(found) & set(ranges[earlier]))
@@ -280,6 +288,7 @@ def _profiles(models: Sequence[Plannable]) -> list[ModelProfile]:
 
 
 def _profile(number: int, model: object) -> ModelProfile:
+    """Return the profile of model ``number``, or raise if it is not a RoundPipe."""
     planning_profile = getattr(model, "planning_profile", None)
     if not callable(planning_profile):
         raise ArgumentTypeError(f"model {number} must be a RoundPipe, not {type(model).__name__}; wrap it first")
@@ -292,8 +301,10 @@ def _profile(number: int, model: object) -> ModelProfile:
 
 
 def _min_stages(min_stages: int | None, profiles: Sequence[ModelProfile]) -> int:
+    """Return the checked ``min_stages``, by default the largest number of devices."""
     if min_stages is None:
         return max(profile.num_devices for profile in profiles)
+    # bool is a subclass of int.
     if isinstance(min_stages, bool) or not isinstance(min_stages, int):
         raise ArgumentTypeError(f"min_stages must be an int, not {type(min_stages).__name__} ({min_stages!r})")
     if min_stages < 1:
@@ -336,6 +347,7 @@ def _limits_bytes(run_type: RunType, profiles: Sequence[ModelProfile], limit_gb:
 def _packers(run_type: RunType, profile: ModelProfile, limit_bytes: float) -> list[PassPacker]:
     """Return one packer per pass of the run type."""
     layers = profile.layers
+    # Forward stages hold weights; fused and backward stages also hold gradients.
     forward_fits = _size_fits((cost.weight_bytes for cost in layers), limit_bytes)
     backward_fits = _size_fits((cost.weight_bytes + cost.grad_bytes for cost in layers), limit_bytes)
     fwd = KindPacker.of((cost.forward_s for cost in layers), forward_fits)

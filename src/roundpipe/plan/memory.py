@@ -17,8 +17,8 @@ from typing import Literal, assert_never
 from roundpipe.plan.cost import LayerCost
 from roundpipe.plan.schedule import StageTask, TaskKind
 
+# What a backward task recomputes at a time: the whole stage, or one layer after the other.
 Grain = Literal["stage", "layer"]
-"""What a backward task recomputes at a time: the whole stage, or one layer after the other."""
 
 
 class StageMemory:
@@ -27,9 +27,11 @@ class StageMemory:
     def __init__(self, costs: Sequence[LayerCost], grain: Grain = "stage", num_microbatch: int = 1) -> None:
         self._grain = grain
         self._num_microbatch = num_microbatch
-        self._handed_on = tuple(num_microbatch * cost.input_bytes for cost in costs)
+        # Between two tasks of one device, the inputs of all microbatches wait on the device.
+        self._waiting_inputs = tuple(num_microbatch * cost.input_bytes for cost in costs)
         self._weight_sizes = tuple(cost.weight_bytes for cost in costs)
         self._grad_sizes = tuple(cost.grad_bytes for cost in costs)
+        # Prefix sums: the sum over a range is one subtraction.
         self._weights = (0, *accumulate(self._weight_sizes))
         self._grads = (0, *accumulate(self._grad_sizes))
         self._activation_sums = (0, *accumulate(cost.activation_bytes for cost in costs))
@@ -60,11 +62,16 @@ class StageMemory:
         For each buffer size, the device has as many buffers as are ever in use at the same time.
         """
         fused = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.FUSED), len(tasks))
+        # The union of Counters (|=) keeps the maximum of each count.
         weights: Counter[int] = Counter()
         grads: Counter[int] = Counter()
         for place, task in enumerate(tasks):
-            following = self._prefetched(tasks, place + num_devices, losses_known=place > fused)
-            weights |= Counter(self._weight_sizes[i] for i in (*task.layers, *following))
+            # The task that follows on the same device. The next call starts when the losses of this one are known: only
+            # tasks after the fused one overlap with the next call, where round-robin continues.
+            following = place + num_devices
+            is_prefetched = following < len(tasks) or place > fused
+            prefetched = tasks[following % len(tasks)].layers if is_prefetched else range(0)
+            weights |= Counter(self._weight_sizes[i] for i in (*task.layers, *prefetched))
             if task.kind is not TaskKind.FORWARD:
                 grads |= Counter(self._grad_sizes[i] for i in task.layers)
         return (
@@ -78,6 +85,7 @@ class StageMemory:
         transient = self._activation_bytes(task.kind, task.layers)
         if task.kind is not TaskKind.FORWARD:
             transient += self._fresh_gradient_bytes(task.layers)
+        # With several devices, consecutive tasks run on different devices.
         return transient + (self._between_bytes(tasks, place) if num_devices == 1 else 0)
 
     def _fresh_gradient_bytes(self, layers: range) -> int:
@@ -95,7 +103,7 @@ class StageMemory:
             return 1
         if limit_bytes is None:
             return self._num_microbatch
-        each = self.tail_bytes(tasks, 2)
+        each = self.tail_bytes(tasks, 2)  # each further microbatch of the tail
         room = limit_bytes - self.peak_bytes(tasks, num_devices)
         return self._num_microbatch if each == 0 else min(self._num_microbatch, 1 + max(room // each, 0))
 
@@ -104,33 +112,25 @@ class StageMemory:
         fused = next((task for task in tasks if task.kind is TaskKind.FUSED), None)
         return 0 if fused is None else (tail - 1) * self._activation_bytes(TaskKind.FUSED, fused.layers[:-1])
 
-    @staticmethod
-    def _prefetched(tasks: Sequence[StageTask], following: int, *, losses_known: bool) -> range:
-        """Return the layers of the next task on the same device, in this call or in the next one.
-
-        The next call starts when the losses of this one are known. So only backward tasks after a fused task can
-        overlap with the first tasks of the next call; round-robin continues across the two calls.
-        """
-        if following >= len(tasks) and not losses_known:
-            return range(0)
-        return tasks[following % len(tasks)].layers
-
     def _between_bytes(self, tasks: Sequence[StageTask], place: int) -> int:
         """Return the bytes of activations that wait on the device between this task and its neighbours.
 
         Each microbatch frees an input of this task when it adds an output, so the larger of the two counts.
         """
         layers, is_last = tasks[place].layers, place + 1 == len(tasks)
-        coming = self._handed_on[layers.start] if place else 0
-        going_to = layers.stop if tasks[place].kind is TaskKind.FORWARD else layers.start
-        going = 0 if is_last or going_to == len(self._handed_on) else self._handed_on[going_to]
-        return max(coming, going)
+        inputs = self._waiting_inputs[layers.start] if place else 0
+        # A forward task passes activations to the next layer; other tasks pass the gradient of their input, which has
+        # the same size as the input.
+        boundary = layers.stop if tasks[place].kind is TaskKind.FORWARD else layers.start
+        outputs = 0 if is_last or boundary == len(self._waiting_inputs) else self._waiting_inputs[boundary]
+        return max(inputs, outputs)
 
     def _activation_bytes(self, kind: TaskKind, layers: range) -> int:
+        """Return the most activation bytes that one microbatch of a stage occupies at a time."""
         whole = self._activation_sums[layers.stop] - self._activation_sums[layers.start]
         largest = max(self._activations[layers.start : layers.stop], default=0)
         match kind:
-            case TaskKind.FORWARD:
+            case TaskKind.FORWARD:  # each layer's activations are freed when the next layer has run
                 return largest
             case TaskKind.FUSED:
                 return whole

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+# Relative slack of every time bound: sums of the same times in a different order differ by rounding.
 TOLERANCE = 1e-9
-"""Relative slack of every time bound: sums of the same times in a different order differ by rounding."""
 
 
 def single_layers(layers: range) -> tuple[range, ...]:
@@ -84,7 +84,7 @@ class KindPacker:
         bound_s = max_s * (1 + TOLERANCE)
         while start < stop:
             in_time = bisect_right(self.prefix_s, self.prefix_s[start] + bound_s, start + 1, stop + 1) - 1
-            end = max(start + 1, min(in_time, self.reach[start]))
+            end = max(start + 1, min(in_time, self.reach[start]))  # at least one layer, even beyond the bounds
             stages.append(range(start, end))
             start = end
         return tuple(stages)
@@ -95,6 +95,7 @@ class KindPacker:
         bound_s = max_s * (1 + TOLERANCE)
         while stop > 0:
             in_time = bisect_left(self.prefix_s, self.prefix_s[stop] - bound_s, 0, stop)
+            # bisect on reach: the first layer from which a stage may extend to `stop`.
             start = min(stop - 1, max(in_time, bisect_left(self.reach, stop)))
             stages.append(range(start, stop))
             stop = start
@@ -172,6 +173,7 @@ def lower_bound_s(packers: Sequence[PassPacker], num_stages: int) -> float:
     It is the larger of the slowest layer and the total time divided by ``num_stages``. The total depends on the size
     of the fused stages, because fused layers are not recomputed; the time bound in turn limits that size.
     """
+    # Each possible fused time is tried as the time bound: between two of them the total does not change.
     by_total_s = min(
         max(bound_s, sum(packer.total_s(packer.pack(bound_s)) for packer in packers) / num_stages)
         for bound_s in {seconds for packer in packers for seconds in packer.fused_seconds()}
@@ -182,21 +184,23 @@ def lower_bound_s(packers: Sequence[PassPacker], num_stages: int) -> float:
 def tightest(
     packers: Sequence[PassPacker], num_stages: int, max_s: float, min_s: float = 0.0, precision: float = TOLERANCE
 ) -> list[Partition] | None:
-    """Return at most ``num_stages`` stages in total, with the smallest slowest stage; ``None`` if ``max_s`` is too low.
+    """Return partitions with at most ``num_stages`` stages in total whose slowest stage is as fast as possible.
 
-    ``min_s`` is any bound for which no such partition exists. ``precision`` is the allowed relative error.
+    Return ``None`` if no such partition is within ``max_s``. ``min_s`` is any bound that no partition can meet: the
+    search starts there. ``precision`` is the allowed relative error.
     """
     partitions = _pack_within(packers, num_stages, max_s)
     if partitions is None:
         return None
-    low_s, high_s = min_s, _slowest_s(packers, partitions)
+    # Invariant: `partitions` has the slowest stage `high_s`; no partition is within `low_s`.
+    low_s, high_s = min_s, max(map(PassPacker.slowest_s, packers, partitions))
     while high_s - low_s > precision * high_s:
         middle_s = (low_s + high_s) / 2
         found = _pack_within(packers, num_stages, middle_s)
         if found is None:
             low_s = middle_s
         else:
-            partitions, high_s = found, min(middle_s, _slowest_s(packers, found))
+            partitions, high_s = found, min(middle_s, max(map(PassPacker.slowest_s, packers, found)))
     return partitions
 
 
@@ -206,23 +210,21 @@ def _pack_within(packers: Sequence[PassPacker], num_stages: int, max_s: float) -
     if sum(partition.num_stages for partition in partitions) > num_stages:
         return None
     # A single layer slower than max_s gets a stage that exceeds the bound.
-    return partitions if _slowest_s(packers, partitions) <= max_s * (1 + 2 * TOLERANCE) else None
-
-
-def _slowest_s(packers: Sequence[PassPacker], partitions: Sequence[Partition]) -> float:
-    return max(packer.slowest_s(partition) for packer, partition in zip(packers, partitions, strict=True))
+    slowest_s = max(map(PassPacker.slowest_s, packers, partitions))
+    return partitions if slowest_s <= max_s * (1 + 2 * TOLERANCE) else None
 
 
 def balance(packers: Sequence[PassPacker], min_stages: int, upper_threshold: float) -> list[Partition]:
     """Return one partition per packer, all balanced to the same stage time.
 
     No stage is slower than ``upper_threshold`` times the lower bound. Among such partitions this returns the one with
-    the fewest stages (at least ``min_stages`` in total, if there are enough layers), then the smallest slowest stage.
+    the fewest stages (at least ``min_stages`` in total, if there are enough layers), then the fastest slowest stage.
     """
     max_s = upper_threshold * lower_bound_s(packers, min_stages)
     fewest = sum(packer.pack(max_s).num_stages for packer in packers)
     partitions = tightest(packers, max(fewest, min_stages), max_s)
     assert partitions is not None, f"{fewest} stages within {max_s} s were just counted"
+    # Greedy packing gives the fewest stages within a bound, which may be fewer than requested.
     while sum(partition.num_stages for partition in partitions) < min_stages and _split_slowest(packers, partitions):
         pass
     return partitions
@@ -264,6 +266,7 @@ def _splits(partition: Partition) -> list[tuple[range, Partition]]:
 
 
 def _list_splits(stages: tuple[range, ...]) -> list[tuple[range, tuple[range, ...]]]:
+    """Return every way to split one stage of a list in two, each with the stage that it splits."""
     return [
         (layers, (*stages[:i], range(layers.start, at), range(at, layers.stop), *stages[i + 1 :]))
         for i, layers in enumerate(stages)

@@ -41,7 +41,7 @@ def build_schedule(plan: ModelExecutePlan, run_type: RunType) -> tuple[StageTask
             return number_tasks(fwd=plan.fwd_plan)
         case RunType.TRAIN:
             return number_tasks(fwd=plan.fwd_plan, bwd=plan.bwd_plan)
-        case RunType.FUSED:
+        case RunType.FUSED:  # the first range of bwd_plan is the fused stage
             return number_tasks(fwd=plan.fwd_plan, fused=plan.bwd_plan[:1], bwd=plan.bwd_plan[1:])
         case _:
             assert_never(run_type)

@@ -25,14 +25,14 @@ from roundpipe.plan.partition import KindPacker, Partition, PassPacker, single_l
 from roundpipe.plan.schedule import StageTask, TaskKind, number_tasks
 from roundpipe.plan.simulator import steady_step_s
 
+# Predictions within this relative distance count as equal. Fewer tasks then win, because each task has an overhead.
 TIE = 0.01
-"""Predictions within this relative distance count as equal. Fewer tasks then win, because each task has an overhead."""
 
+# Divisions of device memory to try: this share for the running stage, the rest for the next stage's weights.
 RUNNING_SHARES = (1 / 2, 2 / 3, 5 / 6)
-"""Divisions of device memory to try: this share for the running stage, the rest for the next stage's weights."""
 
+# Relative precision of balancing, far below the error of the cost estimates.
 PRECISION = 0.005
-"""Relative precision of balancing, far below the error of the cost estimates."""
 
 _MAX_FUSED_SIZES = 32  # sizes of the fused stage that `fastest_exact` tries
 _MAX_TAILS = 8  # tail lengths that `best_tail` tries
@@ -51,6 +51,7 @@ def choose_plan(run_type: RunType, profile: ModelProfile, grain: Grain = "stage"
             fwd = _Search(profile, grain, (TaskKind.FORWARD,)).fastest().fwd
             return ModelExecutePlan(fwd, _Search(profile, grain, (TaskKind.BACKWARD,)).fastest().bwd_plan)
         case RunType.FUSED:
+            # On one device no other device has to be kept busy, so the stages need not be balanced.
             search = _Search(profile, grain, tuple(TaskKind))
             partition = search.fastest() if profile.num_devices > 1 else search.largest_fused()
             return ModelExecutePlan(partition.fwd, partition.bwd_plan)
@@ -60,6 +61,7 @@ def choose_plan(run_type: RunType, profile: ModelProfile, grain: Grain = "stage"
 
 def choose_exact_plan(profile: ModelProfile, update_s: Sequence[float], grain: Grain = "stage") -> ModelExecutePlan:
     """Return the fastest fused plan for exact steps. `update_s` has the seconds of each layer's update."""
+    # With several devices, balanced stages matter more than the overlap with the update.
     if profile.num_devices > 1:
         return choose_plan(RunType.FUSED, profile, grain)
     partition = _Search(profile, grain, tuple(TaskKind)).fastest_exact(update_s)
@@ -76,7 +78,7 @@ def exact_step_s(
     grain: Grain = "stage",
 ) -> float:
     """Return the seconds from the start of a call to the end of its update. [Note: gradients become final]"""
-    now_s = updated_s = 0.0
+    now_s = updated_s = 0.0  # when the device and the optimizer are done so far
     for task in tasks:
         for layer_id, seconds in _final_gradients(task, costs, num_microbatch, tail, grain):
             now_s += seconds
@@ -142,7 +144,7 @@ class _Search:
         self._memory = StageMemory(profile.layers, grain, profile.num_microbatch)
         self._num_layers = len(profile.layers)
         self._limit_bytes = math.inf if profile.memory_limit_bytes is None else profile.memory_limit_bytes
-        self._unbounded = self._packer(None)
+        self._unbounded = self._packer(None)  # ignores memory
         self._finest = self._unbounded.finest()
 
     def fastest(self) -> Partition:
@@ -179,7 +181,7 @@ class _Search:
         large as a division of memory allows; if no division fits, they are single layers.
         """
         packers = [self._unbounded, *(self._packer(share) for share in RUNNING_SHARES)]
-        for start in range(self._num_layers):
+        for start in range(self._num_layers):  # largest fused stage first
             fused = range(start, self._num_layers)
             if not self._fused_leaves_room(fused):
                 continue
@@ -221,9 +223,9 @@ class _Search:
         return step_s
 
     def _balanced(self, packer: PassPacker, counts: Iterable[int]) -> list[Partition]:
-        """Return for each stage count the partition with the smallest slowest stage, without repetitions."""
+        """Return for each stage count the partition with the fastest slowest stage, without repetitions."""
         coarsest = packer.pack(math.inf)
-        least_s = packer.total_s(coarsest)
+        least_s = packer.total_s(coarsest)  # the coarsest partition has the least recomputation
         found = {coarsest: None}
         max_s = math.inf
         for num_stages in counts:
@@ -240,13 +242,17 @@ class _Search:
         return list(found)
 
     def _fits(self, partition: Partition) -> bool:
+        """Return whether the partition's peak fits into device memory."""
         return (
             self._limit_bytes == math.inf
             or self._memory.peak_bytes(_tasks(partition), self._profile.num_devices) <= self._limit_bytes
         )
 
     def _packer(self, running_share: float | None) -> PassPacker:
-        """Return a packer whose stages fit into a division of memory; None: no memory bound."""
+        """Return a packer without a memory bound (None), or one for a division of memory.
+
+        A stage then takes at most `running_share` of the memory, and its weights fit into the rest while they arrive.
+        """
         layers, memory = self._profile.layers, self._memory
         seconds = {
             TaskKind.FORWARD: [cost.forward_s for cost in layers],
@@ -295,6 +301,7 @@ class _Search:
 
 
 def _tasks(partition: Partition) -> tuple[StageTask, ...]:
+    """Return the schedule of a partition."""
     fused = () if partition.fused is None else (partition.fused,)
     return number_tasks(fwd=partition.fwd, fused=fused, bwd=reversed(partition.bwd))
 

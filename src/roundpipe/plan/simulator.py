@@ -16,8 +16,8 @@ from roundpipe.plan.cost import LayerCost
 from roundpipe.plan.schedule import StageTask, TaskKind, deal
 from roundpipe.timeline import Span, Timeline
 
+# Calls to skip if the simulation finds no cycle; it then averages over one call per device, one whole round.
 SETTLING_CALLS = 3
-"""Calls to skip if the simulation finds no cycle; it then averages over one call per device, one whole round."""
 
 
 def task_seconds(task: StageTask, costs: Sequence[LayerCost]) -> float:
@@ -43,8 +43,8 @@ def simulate(
     first_device: int = 0,
 ) -> Timeline:
     """Return the timeline of one call on idle devices, named ``dev0``, ``dev1``, ... [Note: schedule rules]."""
-    free_s = [0.0] * num_devices
-    ready_s = [0.0] * num_microbatch
+    free_s = [0.0] * num_devices  # when each device is free
+    ready_s = [0.0] * num_microbatch  # when the input of each microbatch is ready
     spans: list[Span] = []
     for task, device in zip(tasks, deal(tasks, first_device, num_devices), strict=True):
         seconds = task_seconds(task, costs)
@@ -113,6 +113,7 @@ def _run_call(
         free_s[device] = ready_s[-1]
         if place == returns_after:
             returned_s = max(returned_s, ready_s[-1])
+    # Round-robin continues: the next call starts on the device after that of the last task.
     turn = len(seconds) % num_devices
     return returned_s, [max(0.0, until_s - returned_s) for until_s in free_s[turn:] + free_s[:turn]]
 

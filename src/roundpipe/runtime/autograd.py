@@ -29,7 +29,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from roundpipe.errors import StaleGraphError, UsageError
-from roundpipe.runtime.values import Bundle
+from roundpipe.runtime.transfer import Bundle
 
 Gradients = list[torch.Tensor | None]
 Backward = Callable[[tuple[torch.Tensor | None, ...]], Sequence[torch.Tensor | None]]

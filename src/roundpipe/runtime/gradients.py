@@ -91,7 +91,7 @@ class LayerGradients:
         layout, records = self._trained.layout, self._trained.records
         host = landing.take(layout.total_bytes, num_gradients=len(present))
         arrived = transfer.gradients_down(host.memory, self._buffer)
-        self._buffers.give(self._buffer, [arrived])
+        self._buffers.give(self._buffer, [arrived])  # the next writer waits until the download has read the buffer
         views = host.views(layout)
         self.drop()
         return [HostGradient(records[i], views[i], host) for i in present], arrived
@@ -135,11 +135,13 @@ class LandingThread:
         self.thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}landing", daemon=True)
 
     def submit(self, landing: Landing) -> None:
+        """Give the thread a landing, which it adds when the download has run and the layer's turn has come."""
         with self._monitor:
             self._waiting.append(landing)
             self._monitor.changed()
 
     def stop(self) -> None:
+        """Let the thread end when no landing may be added any more."""
         with self._monitor:
             self._stopping = True
             self._monitor.changed()
@@ -176,7 +178,7 @@ def _may_land(landing: Landing) -> bool:
 def _land(landing: Landing) -> None:
     run, store = landing.run, landing.run.store
     if landing.arrived is not None:
-        landing.arrived.wait()
+        landing.arrived.wait()  # also for a failed run: the download must not write into a buffer that is used again
     store.gradients.add(_complete_parts(landing), lambda: run.failed)
     store.landed(run, landing.layer_id, run.generation)
 

@@ -1,18 +1,18 @@
-"""A layer's module as one device runs it: the same code, hooks and settings over other tensors.
+"""A layer's module on one device: the user's code, hooks and settings over device tensors.
 
-Made once per layer and device, used by runtime.stage. Modules are shallow copies, so hooks and attributes are the
-user's own; parameters are stand-ins that are pointed into an uploaded image; buffers are set per microbatch.
+The modules are shallow copies, so hooks and attributes are the user's own. The parameters are stand-ins: `bind` points
+them to the weights that a task uploaded, `unbind` releases these. Buffers are set for each microbatch.
 
 [Note: attributes]
-What the user changes on a module (training mode, a dropout rate) reaches the replica before each stage. What a
-forward sets on its module stays with the replica, where a cache of device tensors belongs, except plain numbers,
-strings and None (a counter, a flag): those go back to the user's module after the last microbatch's forward, before
-anybody can see the call's result. What a recomputation or a failed forward set is dropped: nothing counts twice.
+Attributes that the user changes on a module (training mode, a dropout rate) reach the replica at each `bind`.
+Attributes that a forward sets stay on the replica, where a cache of device tensors belongs. Only plain numbers, strings
+and None (a counter, a flag) are written back to the user's module, after the forward of the last microbatch and before
+the call returns. Attributes that a recomputation or a failed forward set are dropped, so that nothing counts twice.
 
-Gradient hooks that the user has registered on parameters, carried over to the devices' stand-ins.
-
-A run takes the hooks when it is made, so that removing one while a backward still runs changes nothing. A replica
-carries them while it is bound: autograd runs them there as it does for a plain model, once per microbatch.
+[Note: gradient hooks]
+A run takes the gradient hooks that the user has registered on parameters when it is made: removing one during a
+backward does not change that backward. While a replica is bound the hooks are registered on its stand-ins, so autograd
+runs them as in a plain model, once per microbatch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from roundpipe.context import gradient_hook_context
 from roundpipe.errors import UsageError
 from roundpipe.module_copy import copy_tree
-from roundpipe.runtime.transfer import duplicate
-from roundpipe.runtime.values import Bundle
+from roundpipe.runtime.transfer import Bundle, duplicate
 from roundpipe.store import LayerRecord, Layout, ParameterRecord
 
 Hook = Callable[[torch.Tensor], Any]
@@ -47,7 +46,7 @@ class ParameterHooks:
     after_accumulation: tuple[Hook, ...]  # register_post_accumulate_grad_hook
 
     def attach(self, stand_in: nn.Parameter) -> list[RemovableHandle]:
-        """Let autograd run the hooks on a device's stand-in, which gets the attributes of the user's parameter."""
+        """Register the hooks on a stand-in, which also gets the attributes of the user's parameter."""
         stand_in.__dict__.update(self.record.param.__dict__)
         context = gradient_hook_context()
         handles = [stand_in.register_hook(functools.partial(_run_in, context, hook)) for hook in self.on_gradient]
@@ -83,7 +82,7 @@ def _run_in(context: Context, hook: Hook, tensor: torch.Tensor) -> Any:
 
 
 def hooks_of(layer: LayerRecord, requires_grad: Sequence[bool]) -> tuple[ParameterHooks, ...]:
-    """The hooks of a layer's parameters that train."""
+    """Return the gradient hooks of the layer's parameters that train; raise for hooks that cannot work."""
     found = []
     for position, (record, trains) in enumerate(zip(layer.parameters, requires_grad, strict=True)):
         on_gradient, after = record.param._backward_hooks, record.param._post_accumulate_grad_hooks
@@ -97,7 +96,7 @@ def hooks_of(layer: LayerRecord, requires_grad: Sequence[bool]) -> tuple[Paramet
 def refuse_hooks_on_shared(
     hooks: Mapping[int, tuple[ParameterHooks, ...]], contributors: Mapping[ParameterRecord, Sequence[int]]
 ) -> None:
-    """`contributors`: the layers of each parameter that several layers use."""
+    """Raise for a gradient hook on a parameter of several layers. contributors: the layers of each such parameter."""
     for of_parameter in (each for of_layer in hooks.values() for each in of_layer):
         layers = contributors.get(of_parameter.record)
         if layers is not None:
@@ -122,7 +121,7 @@ def _refuse_multi_grad_hooks(hooks: ParameterHooks) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSettings:
-    """What a call fixes of a layer when it begins: later changes by the user must not reach its recomputation."""
+    """Settings of a layer when a call began. Its recomputation uses them, whatever the user has changed since."""
 
     requires_grad: tuple[bool, ...]  # by parameter of the record
     training: tuple[bool, ...]  # by module
@@ -131,7 +130,7 @@ class LayerSettings:
     def of(cls, record: LayerRecord) -> LayerSettings:
         return cls(
             tuple(parameter.param.requires_grad for parameter in record.parameters),
-            tuple(module.training for module in record.module.modules()),
+            tuple(module.training for module in record.modules),
         )
 
     @property
@@ -176,10 +175,11 @@ class Replica:
         )
         copies = {id(pair.original): pair.copy for pair in self._pairs}
         # In the order of LayerSettings.training. The store refuses models whose modules have changed.
-        self._modules = [copies[id(_uncompiled(module))] for module in record.module.modules()]
+        self._modules = [copies[id(_uncompiled(module))] for module in record.modules]
         self._buffer_homes = [(copies[id(buffer.owner)], buffer.key) for buffer in record.buffers]
         self._behaviours: dict[tuple[bool, ...], Behaviour] = {}
         self.behaviour = Behaviour()  # with the training flags it is bound with
+        self.has_run = False  # since attributes were last written back
         self._image_address = 0
         self._hook_handles: list[RemovableHandle] = []
 
@@ -204,6 +204,7 @@ class Replica:
             self._hook_handles += of_parameter.attach(self.parameters[of_parameter.position])
         for pair in self._pairs:
             pair.sync()
+        self.has_run = False
         for module, training in zip(self._modules, settings.training, strict=True):
             module.__dict__["training"] = training
         self.behaviour = self.behaviour_with(settings)
@@ -215,13 +216,14 @@ class Replica:
             stand_in.grad = None
         while self._hook_handles:
             self._hook_handles.pop().remove()
-        for pair in self._pairs:
-            pair.drop_changes()
+        if self.has_run:
+            for pair in self._pairs:
+                pair.drop_changes()
         for module, key in self._buffer_homes:
             module._buffers[key] = None
 
     def note_forward(self, *, changed_input: bool, drew_on_host: bool | None, returned_own_memory: bool) -> None:
-        """Remember what a forward did; `drew_on_host` is None where nobody watched."""
+        """Remember what a forward did. `drew_on_host` is None where that was not watched."""
         known = self.behaviour
         if changed_input:
             self.refuse_new_change_of_input()
@@ -240,8 +242,10 @@ class Replica:
             )
 
     def write_attributes_back(self) -> None:
+        """Write plain values that a forward has set to the user's modules; see [Note: attributes]."""
         for pair in self._pairs:
             pair.write_back()
+        self.has_run = False
 
     def set_buffers(self, values: Sequence[torch.Tensor | None]) -> None:
         for (module, key), value in zip(self._buffer_homes, values, strict=True):
@@ -269,12 +273,12 @@ def _stand_in(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """Where a tensor's memory begins; None for kinds of tensor that have none of their own."""
+    """Return the address of a tensor's storage; None for nested and sparse tensors, which have no single one."""
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     return tensor.untyped_storage().data_ptr() if is_plain else None
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """A module wrapped by torch.compile runs eagerly: its compiled code is tied to the original's tensors."""
+    """Return the module inside a torch.compile wrapper: compiled code is tied to the original's tensors."""
     inner = module._modules.get("_orig_mod")
     return inner if inner is not None and type(module).__name__ == "OptimizedModule" else module

@@ -21,24 +21,18 @@ def draw_call_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
-def mixed(state: int, *parts: int) -> int:
-    """Return a state of 64 bits that depends on every bit of `state` and `parts` (splitmix64)."""
-    state &= _MASK
-    for part in parts:
+def stream_seed(call_seed: int, layer_id: int, microbatch: int, is_new: bool) -> int:
+    """Return the seed (63 bits) of one layer and microbatch, which depends on every bit of the arguments (splitmix64).
+
+    is_new: gives a recomputation that must not repeat the forward's numbers a different seed.
+    """
+    state = call_seed & _MASK
+    for part in (layer_id, microbatch, int(is_new)):
         state = (state + _GOLDEN * (part + 1)) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
-    return state
-
-
-def stream_seed(layer_state: int, microbatch: int, *, is_new: bool) -> int:
-    """Return the seed of one layer and microbatch.
-
-    layer_state: `mixed(call_seed, layer_id)`.
-    is_new: gives a recomputation that must not repeat the forward's numbers a different seed.
-    """
-    return mixed(layer_state, microbatch, int(is_new)) >> 1
+    return state >> 1
 
 
 @dataclasses.dataclass(frozen=True)

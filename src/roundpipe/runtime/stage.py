@@ -30,15 +30,12 @@ from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
 from roundpipe.microbatch.loss_shares import own_loss, weighted
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, StageGraph, stays_on_device, tensors_in
-from roundpipe.runtime.buffers import StageBuffers
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
-from roundpipe.runtime.mailbox import Losses, StageMail
-from roundpipe.runtime.profiler import Began, LayerProfiler
+from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
 from roundpipe.runtime.replica import Behaviour, Replica
-from roundpipe.runtime.rng import mixed, stream_seed
-from roundpipe.runtime.run import Place, Run, TaskSpan
-from roundpipe.runtime.transfer import DeviceBuffers, Transfer
-from roundpipe.runtime.values import Bundle
+from roundpipe.runtime.rng import stream_seed
+from roundpipe.runtime.run import Began, LayerProfiler, Place, Run, TaskSpan
+from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Transfer
 from roundpipe.runtime.weights import LayerImages
 
 
@@ -74,7 +71,6 @@ class _Layer(NamedTuple):
     layer_id: int
     replica: Replica
     gradients: LayerGradients
-    seed_state: int
     has_buffers: bool
     is_last: bool  # of the model
 
@@ -103,7 +99,8 @@ class _Task:
         self._buffers = StageBuffers(run, runner.transfer)
         self._profiler = LayerProfiler(run, runner.device)
         self._autocast = self._recall.ambient.autocast()
-        self._layers: dict[int, _Layer] = {}
+        self._replicas = {i: runner.images.replica(run.store, i) for i in task.layers}
+        self._layers: dict[int, _Layer] = {}  # those that are bound
         self._runs_in_one_graph = False
         self._is_last_microbatch = False
         self._backward_began: Began | None = None
@@ -289,16 +286,16 @@ class _Task:
         return self._runs_in_one_graph
 
     def _known_behaviour(self, layer_id: int) -> Behaviour:
-        return self._images.replica(self._run.store, layer_id).behaviour_with(self._recall.settings[layer_id])
+        return self._replicas[layer_id].behaviour_with(self._recall.settings[layer_id])
 
     def _forward_in_one_graph(self, microbatch: int, leaves: Leaves, phase: LayerPhase, graph: StageGraph) -> Any:
         """Return what the stage's last layer returns. The caller enables grad."""
-        name = "recompute" if phase is LayerPhase.RECOMPUTE else "forward"
         value = leaves.value()
         inputs = tensors_in(value)
+        place, name = self._place, "recompute" if phase is LayerPhase.RECOMPUTE else "forward"
         for position, layer_id in enumerate(self._task.layers):
             layer = self._layers.get(layer_id) or self._bind(layer_id)
-            self._place.at(layer_id, name)
+            place.layer_id, place.phase = layer_id, name
             if layer.has_buffers:
                 self._buffers.before_forward(layer.replica, microbatch, phase)
             versions = [tensor._version for tensor in inputs]
@@ -340,14 +337,13 @@ class _Task:
                 self._release_layer(layer_id)
         if began is not None:
             self._backward_began = self._profiler.begin()
-        self._place.at(layers[position - 1] if position else None, "backward")
+        self._place.layer_id, self._place.phase = layers[position - 1] if position else None, "backward"
 
     def _refuse_late_gradients(self) -> None:
         """Raise if autograd reached a parameter after its layer was reported as done."""
         if not self._is_last_microbatch:
             return
-        for layer_id in self._task.layers:
-            replica = self._images.replica(self._run.store, layer_id)
+        for layer_id, replica in self._replicas.items():
             for record, stand_in in zip(replica.record.parameters, replica.parameters, strict=True):
                 if stand_in.grad is not None:
                     stand_in.grad = None
@@ -387,13 +383,15 @@ class _Task:
         with torch.set_grad_enabled(with_grad):
             value = leaves.value() if has_backward or behaviour.changes_input else leaves.bare_value()
             watch = None if behaviour.calls_autograd is False else GradientWatch(tensors_in(value))
-            value, drew = self._call(layer, microbatch, phase, value)
+            value, host = self._call(layer, microbatch, phase, value)
             outputs = Bundle.pack(value)
         if began is not None:
             self._profiler.end_forward(began, layer_id, phase, bundle.tensors)
         handed_on, returned_own_memory = replica.copy_own_memory(outputs.detached())
         replica.note_forward(
-            changed_input=leaves.were_changed(), drew_on_host=drew, returned_own_memory=returned_own_memory
+            changed_input=leaves.were_changed(),
+            drew_on_host=None if host is None else host.drew,
+            returned_own_memory=returned_own_memory,
         )
         if with_grad and watch is not None:
             behaviour.calls_autograd = watch.end() or bool(behaviour.calls_autograd)
@@ -431,14 +429,13 @@ class _Task:
         """Prepare a layer for this task: its weights, buffers, hooks and gradients."""
         self._place.at(layer_id, "weight upload")
         store, settings = self._run.store, self._recall.settings[layer_id]
-        replica = self._images.replica(store, layer_id)
+        replica = self._replicas[layer_id]
         weights = self._images.ready(self._run, self._task, replica, self._place)
         replica.bind(weights, settings, self._run.parameter_hooks.get(layer_id, ()))
         layer = self._layers[layer_id] = _Layer(
             layer_id,
             replica,
             LayerGradients(replica, self._runner.gradient_buffers),
-            seed_state=mixed(self._recall.seed, layer_id),
             has_buffers=bool(replica.record.buffers),
             is_last=layer_id == len(store.layers) - 1,
         )
@@ -446,13 +443,16 @@ class _Task:
             self._buffers.upload(replica)
         return layer
 
-    def _call(self, layer: _Layer, microbatch: int, phase: LayerPhase, value: Any) -> tuple[Any, bool | None]:
-        """Return what the layer returns, and whether it drew random numbers on the host (None: not watched)."""
+    def _call(
+        self, layer: _Layer, microbatch: int, phase: LayerPhase, value: Any
+    ) -> tuple[Any, HostRandomStream | None]:
+        """Return what the layer returns, and its random stream on the host (None: it does not draw there)."""
         replica, recall = layer.replica, self._recall
         is_recomputed = phase is LayerPhase.RECOMPUTE
         # The first layer gets the call's arguments, every other one the output of the layer before it.
         args, kwargs = value if layer.layer_id == 0 else ((value,), {})
-        seed = stream_seed(layer.seed_state, microbatch, is_new=is_recomputed and not recall.preserve_rng_state)
+        is_new = is_recomputed and not recall.preserve_rng_state
+        seed = stream_seed(recall.seed, layer.layer_id, microbatch, is_new)
         host = None
         if self._device.draws_on_host or replica.behaviour.draws_on_host:
             host = HostRandomStream(seed)
@@ -464,13 +464,14 @@ class _Task:
             ProcessRandomStream(seed, is_watched=not replica.behaviour.is_known),
             host or contextlib.nullcontext(),
         ):
+            replica.has_run = True
             output = replica.module(*args, **kwargs)
             if layer.is_last:
                 output = recall.loss_shares.apply_to_output(output, microbatch)
         if layer_run.saved and phase is LayerPhase.FORWARD:
             saved, _ = replica.copy_own_memory(Bundle.pack(layer_run.recompute_data or ()))
             self._mail.save_layer_data(layer.layer_id, microbatch, saved)
-        return output, None if host is None else host.drew
+        return output, host
 
     def _send_parameter_gradients(self, layer_id: int) -> None:
         """Start the download of a layer's gradients, which all microbatches have been added to."""
@@ -512,7 +513,7 @@ class _Task:
         recall, loss_fn = self._recall, self._run.loss_fn
         assert loss_fn is not None
         label = self._mail.label(microbatch)
-        seed = stream_seed(mixed(recall.seed, len(self._run.store.layers)), microbatch, is_new=False)
+        seed = stream_seed(recall.seed, len(self._run.store.layers), microbatch, False)
         on_host = HostRandomStream(seed) if self._device.draws_on_host else contextlib.nullcontext()
         with (
             torch.enable_grad(),

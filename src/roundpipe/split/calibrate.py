@@ -20,6 +20,7 @@ from roundpipe.module_copy import ModulePair, copy_tree
 from roundpipe.split.dependence import Dependence
 from roundpipe.split.determinism import WithoutDropout, fresh_generators, own_generators, refusing, state_of_generators
 from roundpipe.split.discovery import Discovery, discover, record_events
+from roundpipe.split.layers import element_tree
 from roundpipe.split.observe import Recording
 from roundpipe.split.plan import SplitPlan
 from roundpipe.split.stubs import Ghosts, StubTree, refuse_own_forward
@@ -68,11 +69,13 @@ class _Calibration:
             return self._plan_of(copy, outputs, seed)
 
     def _plan_of(self, copy: nn.Module, outputs: Any, seed: torch.Tensor) -> SplitPlan:
-        # The second run finds blocks and taps, the third one records their values. All start from the same seed.
+        # The second run finds the blocks and taps.
         torch.set_rng_state(seed)
         args, kwargs = self._inputs()
         events, _ = record_events(copy, lambda: copy(*args, **kwargs))
         found = discover(copy, events, in_one=self._in_one)
+        # The third run, on a stub tree, records the values. It has the seed of the first run, so that the outputs can
+        # be compared.
         tree = self._tree(copy, found)
         recording = Recording(frozenset(found.calls))
         torch.set_rng_state(seed)
@@ -83,14 +86,14 @@ class _Calibration:
         _check_calls(found, recording)
         _check_outputs(outputs, recorded, draws_globally)
         plan = SplitPlan(
-            found.calls,
-            found.taps,
-            tuple(c.outline for c in recording.calls),
-            (0, len(found.calls)),
-            {},
-            {},
-            frozenset(),
-            {},
+            calls=found.calls,
+            taps=found.taps,
+            outlines=tuple(c.outline for c in recording.calls),
+            points=(0, len(found.calls)),
+            reads={},
+            needs={},
+            copying=frozenset(),
+            reasons={},
         )
         dependence = Dependence(tree, recording, plan, recorded, *self._inputs())
         self._find_points(dependence)
@@ -129,7 +132,9 @@ class _Calibration:
         dependence.plan = dataclasses.replace(dependence.plan, points=tuple(points), reasons=reasons)
 
     def _find_reads(self, dependence: Dependence, recording: Recording) -> None:
-        """Find what each point reads, from the last to the first: a segment hands on what later points read."""
+        """Find what each point reads."""
+        # Until no point is added, because a new point reads tensors itself. From the last point to the first, because
+        # the results of a point include the tap outputs that later points read.
         while True:
             dependence.plan = dataclasses.replace(dependence.plan, reads={}, copying=frozenset())
             for point in reversed(dependence.plan.points[1:]):
@@ -163,6 +168,7 @@ class _Calibration:
         plan = dependence.plan
         needs: dict[int, frozenset[str]] = {}
         for point in plan.points:
+            # Parameters that the segment's code uses itself, and those of its taps.
             own = {names[i] for i in dependence.parameters_reached(point, forced_tree) if i in names}
             for path in plan.taps_of(point):
                 own |= {self._names[id(param)] for param in by_path[path].parameters()}
@@ -211,27 +217,6 @@ def _fresh_leaf(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copied_cache(leaf)
 
 
-def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghosts: Ghosts) -> StubTree:
-    """Return the stub tree of a layer that replays `point`.
-
-    It includes the taps that the point runs, and those that have a parameter the point needs. needs: parameter names.
-    """
-    owned = {id(param) for name, param in model.named_parameters() if name in needs}
-    own_taps = plan.taps_of(point)
-    paths = {id(module): path for path, module in model.named_modules()}
-
-    def is_real(module: nn.Module) -> bool:
-        path, params = paths[id(module)], list(module.parameters())
-        if path in plan.blocks:
-            return False
-        if any(id(param) in owned for param in params):
-            return True
-        # A tap without weights may have state (buffers), which must belong to one layer: include it only where it runs.
-        return path in own_taps if path in plan.stub_paths else not params
-
-    return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
-
-
 def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, list[ModulePair]]:
     """Copy the module tree; returns the root and the pairs of `copy_tree`.
 
@@ -247,6 +232,7 @@ def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, lis
 
 
 def _refuse_random_depth(model: nn.Module) -> None:
+    """Raise ModelSplitError if the model skips layers at random: a plan has a fixed sequence of calls."""
     for path, module in model.named_modules():
         rate = getattr(module, "layerdrop", None)
         if model.training and isinstance(rate, float) and rate > 0:
@@ -282,6 +268,7 @@ def _check_outputs(outputs: Any, recorded: Any, draws_globally: bool) -> None:
     expected, got = leaves_of(outputs), leaves_of(recorded)
     if len(expected) == len(got) and all(map(_close, expected, got)):
         return
+    # Both runs had the same torch seed, but different states of Python's and numpy's generators.
     if draws_globally:
         raise ModelSplitError(
             "it gives other results when it runs again: it draws random numbers from Python's or numpy's generators, "
@@ -291,13 +278,14 @@ def _check_outputs(outputs: Any, recorded: Any, draws_globally: bool) -> None:
 
 
 def _can_be_passed(leaf: Any) -> bool:
-    """Whether a leaf may be an argument of a block: it holds no tensors, or only tensors that are found."""
+    """Whether a leaf may be an argument of a block: tensors inside it, if any, can be found and moved to devices."""
     if isinstance(leaf, torch.Tensor | nn.Module | enum.Enum | types.FunctionType):
         return True
     return is_plain(leaf) or is_cache(leaf) or type(leaf).__name__.endswith("Config")
 
 
 def _close(left: Any, right: Any) -> bool:
+    """Whether two leaves are equal, floating-point tensors up to rounding."""
     if equal(left, right):
         return True
     if not isinstance(left, torch.Tensor) or left.shape != right.shape or not left.is_floating_point():

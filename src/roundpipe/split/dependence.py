@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe.errors import ModelSplitError
-from roundpipe.split.determinism import drops, succeeds
+from roundpipe.split.determinism import OUT_OF_MEMORY, drops, succeeds
 from roundpipe.split.observe import Recording
 from roundpipe.split.plan import Ledger, SplitPlan, State
 from roundpipe.split.replay import Replay
@@ -69,12 +69,13 @@ class Dependence:
 
     def _first_unknown(self, point: int, poison: Poison) -> tuple[int, str] | None:
         end = self.plan.num_calls
+        # A plan without points between, so that the replay runs to the end of the forward on random values.
         ledger = self._planned(points=(point, end))
         replay = _PoisonedReplay(ledger, point, self._state_at(point), torch.device("cpu"), poison=poison)
         crash: Exception | None = None
         try:
             replay.run(self._tree)
-        except (MemoryError, torch.OutOfMemoryError):
+        except OUT_OF_MEMORY:
             raise
         except Exception as error:
             crash = error
@@ -112,6 +113,7 @@ class Dependence:
             return None if equal(leaf, value) else f"is {leaf!r:.60} instead of {value!r:.60}"
         if type(leaf) is not Held:
             return "is not a tensor when earlier blocks return other values"
+        # The output of a call that has not run yet has no value to compare: its key must be the recorded one.
         true_key = self._truth.key_of_argument(k, i)
         if true_key is not None and true_key[1] >= point:
             return None if leaf.key == true_key else f"is not the output of call {true_key[1]}"
@@ -147,9 +149,10 @@ class Dependence:
         """Return the keys whose labels reach the results; None if the code changed a given tensor in place."""
         given = {key: tensor.clone() for key, tensor in (candidates | self._inputs).items()}
         versions = {key: tensor._version for key, tensor in given.items()}
-        read: set[Key] = set()
+        read: set[Key] = set()  # labels of values that Python code reads
         replay = Replay(self._planned(), point, given, torch.device("cpu"))
         taint = Taint(read.update, lambda: frozenset([("drawn", replay.num_calls)]))
+        # Random numbers get the label ("drawn", number of the segment).
         for key in candidates:
             taint.mark(given[key], frozenset([key]))
         with taint.following():
@@ -176,6 +179,7 @@ class Dependence:
                     self._agrees_without(point, candidates, read),
                     f"it cannot be determined what the code of segment {point} reads",
                 )
+            # The last test: everything else is a placeholder of NaN.
             only = {key: candidates[key].clone() for key in read}
             self._require(
                 self._agrees_with(point, only), f"the code of segment {point} reads tensors that seemed to be unused"
@@ -230,7 +234,7 @@ class Dependence:
             for i, value in enumerate(self._truth.calls[k].argument_values):
                 key = self._truth.key_of_argument(k, i)
                 is_new_output = key is not None and key[1] >= point
-                if isinstance(value, torch.Tensor) and not is_new_output:
+                if isinstance(value, torch.Tensor) and not is_new_output:  # a replay has no values of new outputs
                     expected[k, i] = value
         for read in self.plan.reads.values():
             for key in read:
@@ -310,6 +314,7 @@ class _PoisonedReplay(Replay):
         return bool(self._taint.labels_of(tensor))
 
     def _note_read(self, labels: Labels) -> None:
+        # Python code can do anything with a value it reads, so no later argument is known.
         if self.first_read is None:
             self.first_read = self.num_calls
 
@@ -380,6 +385,8 @@ class Taint:
 
 
 class _Functions(TorchFunctionMode):
+    """Passes calls of torch functions to a Taint: here dropout and conversions to Python values can be seen."""
+
     def __init__(self, taint: Taint) -> None:
         super().__init__()
         self._taint = taint
@@ -391,6 +398,8 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
+    """Passes calls of aten operations to a Taint: everything that computes with tensors comes through here."""
+
     def __init__(self, taint: Taint) -> None:
         super().__init__()
         self._taint = taint

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from roundpipe.errors import UsageError
-from roundpipe.split.calibrate import element_tree
 from roundpipe.split.determinism import KeptRoutes, own_generators
 from roundpipe.split.discovery import block_paths
 from roundpipe.split.observe import call_block
@@ -82,6 +81,7 @@ class GlueLayer(nn.Module):
             keeps_logits = kwargs.pop(KEEPS_LOGITS, KeepLogits.ALWAYS)
             placed = self.finder.find(args, kwargs, self.training)
             state, ledger = Ledger.begin(placed.plan, placed, args, kwargs)
+            # Only without grad, as in generation, is no block recomputed, so that it may fill the caller's caches.
             ledger = dataclasses.replace(
                 ledger, keeps_logits=keeps_logits, fills_caches=not torch.is_grad_enabled() and placed.plan.has_caches
             )
@@ -150,9 +150,8 @@ class BlockLayer(nn.Module):
     def _run(
         self, k: int, record: CallRecord, args: Any, kwargs: Any, plan: SplitPlan
     ) -> tuple[dict[str, Any], Captured]:
-        if record.with_grad and not (
-            record.is_long or plan.draws_globally or plan.outlines[k].routes
-        ):  # the common case
+        # The common case first: it avoids the cost of entering four contexts.
+        if record.with_grad and not (record.is_long or plan.draws_globally or plan.outlines[k].routes):
             return call_block(self.block, args, kwargs, record.captures, has_containers=record.has_containers)
         routes = KeptRoutes() if plan.outlines[k].routes and torch.is_grad_enabled() else None
         tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ())) if record.is_long else _NOTHING_TO_ENTER
@@ -311,6 +310,27 @@ class LayerArrangement:
         name = str(len(layer.trees))
         layer.trees[name] = tree
         return name
+
+
+def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghosts: Ghosts) -> StubTree:
+    """Return the stub tree of a layer that replays `point`.
+
+    It includes the taps that the point runs, and those that have a parameter the point needs. needs: parameter names.
+    """
+    owned = {id(param) for name, param in model.named_parameters() if name in needs}
+    own_taps = plan.taps_of(point)
+    paths = {id(module): path for path, module in model.named_modules()}
+
+    def is_real(module: nn.Module) -> bool:
+        path, params = paths[id(module)], list(module.parameters())
+        if path in plan.blocks:
+            return False
+        if any(id(param) in owned for param in params):
+            return True
+        # A tap without weights may have state (buffers), which must belong to one layer: include it only where it runs.
+        return path in own_taps if path in plan.stub_paths else not params
+
+    return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
 
 
 def _is_among(path: str, row: list[str]) -> bool:

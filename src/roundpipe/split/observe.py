@@ -201,6 +201,7 @@ class Recording:
         leaf = call.arguments[position]
         for earlier, source in enumerate(self.calls[:k]):
             for j, output in enumerate(source.outputs):
+                # An output that is an argument itself has the key of where it came from.
                 is_it = output is leaf and source.outline.same_as[j] is None
                 if is_it and source.output_versions[j] == call.argument_versions[position]:
                     return ("out", earlier, j)

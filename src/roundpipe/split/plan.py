@@ -77,7 +77,7 @@ class SplitPlan:
     reasons: Mapping[int, str]  # by point: why it must be one
     head: FusedHead | None = None  # the head that can be fused with the loss
     draws_globally: bool = False  # the model uses Python's or numpy's global generators
-    has_caches: bool = False  # among the arguments of its blocks
+    has_caches: bool = False  # blocks get caches of transformers as arguments
     # By path of a block or tap: the paths of tokenwise modules inside it.
     tokenwise: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 

@@ -56,12 +56,12 @@ class Replay:
         self.device = device
         self.made: State = {}  # tensors made in this replay that later elements use
         self._made_versions: list[tuple[torch.Tensor, int]] = []
-        self.calls: dict[int, CallRecord] = {}
-        self.taps: dict[int, Any] = {}
+        self.calls: dict[int, CallRecord] = {}  # by call: its arguments, as recorded in this replay
+        self.taps: dict[int, Any] = {}  # by tap run in this replay: its value with an Outline for each tensor
         self._ledger, self._plan, self._point, self._state = ledger, ledger.plan, point, state
         self._end = ledger.plan.end_of(point)
         self._blocks = ledger.plan.blocks
-        self.num_calls = self._num_taps = 0
+        self.num_calls = self._num_taps = 0  # made so far
         self._head_loss: HeadLoss | None = None
         self._last_named: _Recorded | None = None
         self._placeholders: dict[Outline, torch.Tensor] = {}
@@ -69,6 +69,8 @@ class Replay:
         # By id of a tensor: its key, and its version when it got the key. A tensor changed since is another value.
         self._known: dict[int, tuple[Key, int]] = {}
         self._alive: list[Any] = []  # references to those tensors, so that ids are not reused
+        # Inputs keep no key: they are passed to the forward as arguments, and an input passed on to a block is stored
+        # under an "arg" key.
         for key, tensor in state.items():
             if key[0] != "in":
                 self._known.setdefault(id(tensor), (key, tensor._version))
@@ -76,6 +78,7 @@ class Replay:
     def run(self, tree: nn.Module) -> Any:
         """Run the forward of the tree; returns its result, or None if it was stopped at the next point."""
         args, kwargs = filled_in(self._ledger.inputs, self._state)
+        # Code that changes its inputs in place must not change the state: a recomputation starts from it.
         if self._copies:
             args, kwargs = map_leaves(
                 lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
@@ -114,6 +117,7 @@ class Replay:
     # Taps.
 
     def _tap(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the recorded output of an earlier tap, or run the tap."""
         t, self._num_taps = self._num_taps, self._num_taps + 1
         expected = self._plan.taps[t].path if t < len(self._plan.taps) else "no further module"
         if path != expected:
@@ -152,6 +156,7 @@ class Replay:
             return real(*args, **kwargs)
 
     def _drops_logits(self, hidden: torch.Tensor, head: nn.Module) -> bool:
+        """Whether this call computes the loss without logits."""
         match self._ledger.keeps_logits:
             case KeepLogits.ALWAYS:
                 return False
@@ -170,6 +175,7 @@ class Replay:
     # Blocks.
 
     def _block(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the outputs of an earlier call, or record the arguments of a later one and return markers."""
         k, self.num_calls = self.num_calls, self.num_calls + 1
         expected = self._plan.calls[k] if k < len(self._plan.calls) else "no further block"
         if path != expected:
@@ -182,7 +188,7 @@ class Replay:
                 self._hand_on(collector, k, captured, lambda leaf, key: self._recall(key, leaf))
         else:
             arguments = self._record(k, args, kwargs, collector)
-            if k == self._end - 1:
+            if k == self._end - 1:  # the code after this call belongs to the next point
                 raise _Reached
             outline = self._plan.outlines[k]
             made = self._markers(k, outline, arguments)
@@ -250,7 +256,7 @@ class Replay:
         return self._placeholder(outline).detach()
 
     def _placeholder(self, outline: Outline) -> torch.Tensor:
-        """Return the placeholder for this outline. One serves all, because expanded tensors cannot be written to."""
+        """Return the placeholder for this outline; all uses in this replay share one tensor."""
         found = self._placeholders.get(outline)
         if found is None:
             found = self._placeholders[outline] = placeholder(outline, self.device)
@@ -259,7 +265,7 @@ class Replay:
     # Tensors and their keys.
 
     def _key_of(self, tensor: torch.Tensor) -> Key:
-        """Return the key of an argument; a tensor that has none yet gets one."""
+        """Return the key of an argument; hands the tensor on under a new key if it has none."""
         known = self._known.get(id(tensor))
         if known is not None and known[1] == tensor._version:
             return known[0]
@@ -278,7 +284,7 @@ class Replay:
         return key
 
     def _recalled(self, value: Any, key_of: Callable[[int], Key]) -> Any:
-        """Return an earlier output from its outlines. key_of: returns the key of the leaf at a position."""
+        """Return the output of an earlier call or tap, given its outlines and a function from leaf position to key."""
         if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:  # the common case
             return {"ret": self._recall(key_of(0), value["ret"]), "side": {}}
         position = -1

@@ -21,7 +21,7 @@ from torch import nn
 
 from roundpipe.errors import ModelSplitError
 from roundpipe.split.calibrate import ChangesItself, calibrate, let_change_itself
-from roundpipe.split.determinism import refusing, succeeds
+from roundpipe.split.determinism import OUT_OF_MEMORY, refusing, succeeds
 from roundpipe.split.discovery import block_paths
 from roundpipe.split.layers import GlueLayer, LayerArrangement, PlacedPlan
 from roundpipe.split.plan import Detail, SplitPlan, signature
@@ -50,7 +50,7 @@ class ModelSplitter:
         self._model = model
         self._kernels = kernels
         self._arrangement = LayerArrangement(model, self)
-        self._arrangement.build()
+        self._arrangement.build()  # the model has layers, and so parameters, before its first plan
         self._places: dict[Hashable, int] = {}  # by signature: the position of its plan in the arrangement
         # By signature of Detail.FORMS: the detail needed where calls with this signature follow different plans.
         self._details: dict[Hashable, Detail] = {}
@@ -80,11 +80,10 @@ class ModelSplitter:
         with self.on_the_host():
             plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
         changed = self._arrangement.add(plan)
-        self.refresh()
+        self.refresh()  # new layers have to follow the model's mode
         self._places[key] = len(self._arrangement.placed) - 1
         logger.info(
-            "%s: made a split plan for calls with %s in %.1f s: %d calls of blocks; its own code is replayed before "
-            "calls %s",
+            "%s: made a split plan for calls with %s in %.1f s: %d calls of blocks; its code is replayed at points %s",
             type(self._model).__name__,
             ", ".join(kwargs) or "these arguments",
             time.perf_counter() - start,
@@ -92,7 +91,7 @@ class ModelSplitter:
             plan.points,
         )
         for point, reason in plan.reasons.items():
-            logger.debug("%s: its code before call %d is replayed: %s", type(self._model).__name__, point, reason)
+            logger.debug("%s: segment %d is a point: %s", type(self._model).__name__, point, reason)
         return changed
 
     def learn_by_guess(self) -> bool:
@@ -112,6 +111,7 @@ class ModelSplitter:
         try:
             return succeeds("made-up inputs fit", learns_any, passing=(ModelSplitError,))
         except ChangesItself as error:
+            # Made-up inputs must not change the model: the user's first call may not cause it.
             logger.debug("no plan from made-up inputs: %s", error)
             return False
 
@@ -124,6 +124,7 @@ class ModelSplitter:
         detail = self._details.get(key, Detail.FORMS)
         if detail is Detail.VALUES:
             return False
+        # The next call of this form gets another key, for which there is no plan yet.
         self._places.pop(self._key(args, kwargs), None)
         self._details[key] = Detail(detail + 1)
         return True
@@ -156,7 +157,7 @@ class ModelSplitter:
         if small is not None:
             try:
                 return self._best_plan((), small, with_grad)
-            except (MemoryError, torch.OutOfMemoryError):
+            except OUT_OF_MEMORY:
                 raise
             except Exception as error:  # some models need more than a few tokens
                 logger.debug("no plan from inputs cut down: %r", error)
@@ -173,10 +174,11 @@ class ModelSplitter:
             return self._verified_plan(args, kwargs, with_grad)
         except ChangesItself:
             raise
+        # The refusal of separate blocks is the one the user can act on, so it is raised if both ways fail.
         except ModelSplitError as refusal:
             try:
                 plan = self._verified_plan(args, kwargs, with_grad, in_one=True)
-            except (MemoryError, torch.OutOfMemoryError):
+            except OUT_OF_MEMORY:
                 raise
             except Exception as error:
                 logger.debug("no plan with all blocks in one layer: %r", error)
@@ -214,6 +216,7 @@ def cut_down(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.dim()}
     rows = {tensor.shape[0] for tensor in tensors.values()}
+    # An input of unknown layout cannot be cut to fit the others.
     if not tensors or not tensors.keys() <= _BY_TOKEN or len(rows) > 1:
         return None
     if all(tensor.shape[0] <= _ROWS and tensor[0].numel() <= _TOKENS for tensor in tensors.values()):

@@ -84,7 +84,7 @@ def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     half = given.shape[1] // 2
     with torch.no_grad(), ChoicesSeen() as top_k:
         parts = [module(part.contiguous()) for part in (given[:, :half], given[:, half:])]
-    # A top-k over tokens, for example, may give equal halves by chance.
+    # A module that calls top-k must run whole: KeptRoutes saves its choices for the recomputation of the whole block.
     if top_k.seen or not all(isinstance(part, torch.Tensor) and part.dim() == output.dim() for part in parts):
         return False
     if sum(part.shape[1] for part in parts) != output.shape[1] or parts[0].shape[2:] != output.shape[2:]:

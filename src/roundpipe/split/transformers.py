@@ -103,7 +103,7 @@ def copied_cache(value: Any) -> Any:
         return value
     try:
         own = copy.deepcopy(value)
-    except RuntimeError as error:
+    except RuntimeError as error:  # deepcopy refuses tensors that are not leaves of a graph
         raise ModelSplitError("a cache that gradients flow through is handed to its blocks") from error
     move_cache(own, torch.device("cpu"))
     return own
@@ -124,7 +124,7 @@ def move_cache(cache: Any, device: torch.device) -> None:
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.device != device:
                 holder[name] = value.to(device)
-            elif isinstance(value, torch.device):
+            elif isinstance(value, torch.device):  # where the cache will allocate
                 holder[name] = device
             elif is_cache(value):
                 move_cache(value, device)
@@ -153,7 +153,7 @@ def with_torch_alone(model: nn.Module) -> Iterator[None]:
     Changes configs, so the model must not run elsewhere meanwhile. A plan made so holds for GPU kernels, too: outside
     of blocks the implementation of attention only affects masks, which depend on the inputs alone.
     """
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    before: list[tuple[dict[str, Any], str, Any]] = []  # config attributes, name and value to restore
     for module in model.modules():
         own = vars(module.config) if is_pretrained(module) else {}
         if own.get(_ATTENTION) == "flex_attention":
@@ -226,6 +226,7 @@ class FusedKernels:
         before = [dict(holder) for holder in holders]
         inner = next((module for module in model.modules() if is_pretrained(module)), model)
         apply(model=inner, fused_linear_cross_entropy=False, cross_entropy=False)
+        # (dict, name, value before, value after)
         self._patches = [
             (holder, name, old.get(name, _MISSING), value)
             for holder, old in zip(holders, before, strict=True)

@@ -64,7 +64,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
         return [map_leaves(change, item) for item in value]
     if kind is dict:
         return {name: map_leaves(change, item) for name, item in value.items()}
-    if isinstance(value, UserDict):
+    if isinstance(value, UserDict):  # pytree takes it for a leaf
         changed = copy.copy(value)
         changed.data = map_leaves(change, value.data)
         return changed
@@ -134,6 +134,7 @@ def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
         return True
     if not (left.is_floating_point() or left.is_complex()):
         return False
+    # torch.equal is False for NaN.
     same = (left == right) | (left.isnan() & right.isnan())
     return bool(same.all())
 
@@ -147,7 +148,7 @@ def is_plain(leaf: Any) -> bool:
 
 
 def may_hold_containers(value: Any) -> bool:
-    """Whether a value may contain a dict or list. Fast; True for every type that is not known to contain none."""
+    """Whether a value may contain a dict or list. A fast test that returns True for types it does not know."""
     kind = type(value)
     return kind not in _ATOMS and (kind is not tuple or any(map(may_hold_containers, value)))
 

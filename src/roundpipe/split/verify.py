@@ -51,6 +51,7 @@ def verify(
         layers, copy, placed = _layers(model, plan)
         _freeze_large_weights(copy, plan.blocks)
         gradients = _Gradients(copy)
+        # Without dropout the plain model and the layers compute the same: compare outputs and gradients.
         with WithoutDropout() as mode:
             with _drawing_as_layers_do(copy, placed):
                 expected = copy(*fresh(args), **fresh(kwargs))
@@ -63,6 +64,7 @@ def verify(
             )
             in_plain, in_chain = gradients.of(expected), gradients.of(got)
             _compare_gradients(in_plain, in_chain, gradients.dtypes, "split into layers")
+        # With dropout the model draws other numbers than the layers, so compare the layers with their recomputation.
         if with_grad:
             if mode.was_needed:
                 got, _ = _chained(layers, fresh(args), fresh(kwargs))
@@ -82,7 +84,7 @@ def _freeze_large_weights(copy: nn.Module, blocks: frozenset[str]) -> None:
     for path in sorted(blocks):
         params = copy.get_submodule(path).parameters()
         trained = [param for param in params if param.requires_grad and id(param) not in outside]
-        for param in sorted(trained, key=torch.Tensor.numel)[1:]:
+        for param in sorted(trained, key=torch.Tensor.numel)[1:]:  # all but the smallest
             param.requires_grad_(param.numel() <= _LARGE)
 
 
@@ -104,25 +106,25 @@ def _find_tokenwise(
     """
     by_path = dict(copy.named_modules())
     found: dict[str, tuple[str, ...]] = {}
-    by_class: dict[Any, tuple[str, ...]] = {}
+    by_structure: dict[Any, tuple[str, ...]] = {}
     searches: dict[str, TokenwiseSearch] = {}
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for path in {**dict.fromkeys(plan.calls), **{tap.path: None for tap in plan.taps}}:
             module = by_path[path]
-            if path not in plan.calls or _build_of(module) not in by_class:
-                by_class.setdefault(_build_of(module), ())
+            if path not in plan.calls or _structure_of(module) not in by_structure:
+                by_structure.setdefault(_structure_of(module), ())
                 searches[path] = TokenwiseSearch()
                 stack.enter_context(searches[path].watching(module))
         _chained(layers, fresh(args), fresh(kwargs))
     for path, search in searches.items():
         found[path] = search.found()
         if path in plan.calls:
-            by_class[_build_of(by_path[path])] = found[path]
-    found |= {path: by_class[_build_of(by_path[path])] for path in plan.calls if path not in found}
+            by_structure[_structure_of(by_path[path])] = found[path]
+    found |= {path: by_structure[_structure_of(by_path[path])] for path in plan.calls if path not in found}
     return {path: parts for path, parts in found.items() if parts}
 
 
-def _build_of(module: nn.Module) -> tuple[Any, ...]:
+def _structure_of(module: nn.Module) -> tuple[Any, ...]:
     """Return paths and classes of all modules inside. Modules of one class may have different structures."""
     return tuple((path, type(inner)) for path, inner in module.named_modules())
 
@@ -149,7 +151,7 @@ def _drawing_as_layers_do(copy: nn.Module, placed: PlacedPlan) -> Iterator[None]
 
 @contextlib.contextmanager
 def _shared_buffers_stay(layers: Sequence[nn.Module], copy: nn.Module) -> Iterator[None]:
-    """Raise ModelSplitError if the block writes to a buffer of several layers: such writes would have no order."""
+    """Raise ModelSplitError if code inside writes to a buffer of several layers: such writes would have no order."""
     num_layers_of = Counter(id(buffer) for layer in layers for buffer in set(layer.buffers()))
     shared = [(name, buffer) for name, buffer in copy.named_buffers() if num_layers_of[id(buffer)] > 1]
     versions = [buffer._version for _, buffer in shared]
@@ -222,6 +224,7 @@ def _compare_recomputed(
 ) -> None:
     """Raise ModelSplitError if recomputing layer by layer changes the loss or the gradients `in_one` graph."""
     if loss.requires_grad:
+        # The hooks of `gradients` collect the gradients of its backward passes; `take` returns them.
         again = _recomputed(layers, fresh(args), fresh(kwargs))
         if not equal(loss, again) and not _is_near(loss, again):
             raise ModelSplitError(
@@ -238,6 +241,7 @@ def _compare_gradients(
     if expected.keys() != got.keys():
         name = min(expected.keys() ^ got.keys())
         raise ModelSplitError(f"{how}, {name} has {'no' if name in expected else 'a'} gradient")
+    # Gradients that are inf or NaN in the plain model are not compared.
     largest = max((float(found.norm()) for found in expected.values() if found.isfinite().all()), default=0.0)
     for name, found in expected.items():
         tolerance = _TOLERANCE.get(dtypes[name], 1e-1) * float(found.norm()) + _NOISE.get(dtypes[name], 1e-2) * largest
@@ -281,6 +285,7 @@ class _Gradients:
 
 def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Tensor:
     """Run forward keeping only each layer's input, then backward, running each layer again; returns the loss."""
+    # Each layer gets the same seed in both passes, as a layer's recomputation does.
     inputs: list[Any] = [(args, kwargs)]
     for i, layer in enumerate(layers[:-1]):
         _seed(i)
@@ -301,6 +306,7 @@ def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Te
         if roots:
             with FloatProducts():
                 torch.autograd.backward(roots, of_roots)
+        # The gradients of this layer's input are those of the output of the layer before it, by position.
         leaves = tensors_of(list(given[0].values())) if i else []
         first = {id(leaf): j for j, leaf in reversed(list(enumerate(leaves)))}  # a tensor may have several keys
         found_gradients = {j: leaves[j].grad for j in first.values()}

@@ -1,18 +1,13 @@
-"""The host memory that training a model will take, by what it is for, known before any of it is taken.
+"""Takes a model into the store when it is wrapped.
 
-Called by the store and by api when a model is wrapped. Looks at sizes only, so a model on the meta device will do.
+In this order: refuses tensors that could not be kept or trained, checks that training fits into host memory, moves the
+parameters into memory of the store, and records which store owns which parameter. A parameter keeps its identity: only
+its memory changes. Knows no device beyond the pinner of host memory.
 
-[Note: what is counted] The rows are what has yet to be taken: weights that lie in memory already are not among them.
-The optimizer is not known when a model is wrapped; the state counted is Adam's, two moments in the precision of the
-optimizer's copies. The optimizer checks its state again, exactly, before it makes any of it.
-
-Looks at a model before anything of it is taken, and refuses what could not be kept or trained.
-
-Called once by LayerStore, before adoption moves the first weight. Reads only.
-
-Takes a model's parameters into our keeping: finds them, lays them out, moves them, pins them.
-
-Called once by LayerStore. After it a parameter is a view of memory the store knows; its identity does not change.
+[Note: training memory] The table of training memory counts what is still to be allocated, not weights that are in
+memory already. It needs sizes only, so that a model on the meta device can be checked before it is loaded. The
+optimizer is not known yet: the table counts Adam's state, two moments in the dtype of the optimizer copies. The
+optimizer checks its own state again before it allocates any.
 """
 
 from __future__ import annotations
@@ -34,7 +29,18 @@ from roundpipe.store.host_memory import HostBuffer, require_host_memory
 from roundpipe.store.layout import lay_out
 from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord, joined, path_of
 
-# What a subclass of nn.Parameter may define and still be an ordinary parameter on a device.
+
+class PinMode(enum.Enum):
+    """What happens to the weights when a model is wrapped."""
+
+    ALLOC = "alloc"  # moved into pinned memory
+    REGISTER = "register"  # pinned where they are
+    OFF = "off"  # left as they are
+
+
+# Tensors that can be kept and trained.
+
+# Names that a subclass of nn.Parameter may define although its copy on a device is a plain parameter.
 _HARMLESS_NAMES = frozenset(
     {
         *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate_func__"),
@@ -46,14 +52,17 @@ _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
 def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> None:
-    """`names`: what the user calls each parameter and module, by id."""
+    """Raise ConfigError for a layer, parameter or buffer that the store cannot keep or a device cannot run.
+
+    `names`: the user's names of parameters and modules, by id.
+    """
     for layer_id, layer in enumerate(layers):
         for local_path, module in layer.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 where = f"submodule {path_of(module, names, local_path)!r} of layer" if local_path else "layer"
                 raise ConfigError(
-                    f"{where} {layer_id} is a {type(module).__name__}, whose code is tied to its own tensors; wrap the "
-                    "plain module it was made from."
+                    f"{where} {layer_id} is a {type(module).__name__}, whose code is tied to its own tensors and "
+                    "cannot run on copies of them; wrap the plain module it was made from."
                 )
         for local_name, param in layer.named_parameters():
             _check_tensor(f"parameter {names.get(id(param), local_name)!r} of layer {layer_id}", param)
@@ -61,11 +70,12 @@ def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> No
             for name, buffer in module.named_buffers(recurse=False):
                 full_name = joined(path_of(module, names, local_path), name)
                 _check_tensor(f"buffer {full_name!r} of layer {layer_id}", buffer)
+    # Each parameter once, however many layers use it.
     _refuse_shared_memory({id(p): p for layer in layers for p in layer.parameters()}.values(), names)
 
 
 def refuse_special_tensors(model: nn.Module) -> None:
-    """Refuse weights that lose their meaning when their bytes are copied: quantised ones, and tensor subclasses."""
+    """Raise ConfigError for quantised tensors and tensor subclasses: a copy of their bytes would lose information."""
     for name, param in model.named_parameters():
         _check_kind(f"parameter {name!r}", param)
     for name, buffer in model.named_buffers():
@@ -73,7 +83,7 @@ def refuse_special_tensors(model: nn.Module) -> None:
 
 
 def _check_kind(what: str, tensor: torch.Tensor) -> None:
-    """A device gets the bytes of a tensor in a plain tensor, so the tensor must be a plain one here, too."""
+    """Raise ConfigError unless a plain tensor with the same bytes has the same meaning, as on a device."""
     if is_lazy(tensor):
         return
     if tensor.is_quantized:
@@ -86,14 +96,14 @@ def _check_kind(what: str, tensor: torch.Tensor) -> None:
         kind = type(tensor)
         raise ConfigError(
             f"{what} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that adds {lost}; a plain copy on a "
-            "device does not have that, and layers would compute with the wrong numbers or fail. Load the model in "
+            "device does not have these, and layers would compute with the wrong numbers or fail. Load the model in "
             "a plain dtype such as torch.bfloat16 (without quantization_config), call model.dequantize() if it "
-            "has that, or convert the weight to an ordinary nn.Parameter, before wrapping it."
+            "has that method, or convert the weight to an ordinary nn.Parameter, before wrapping it."
         )
 
 
 def _lost_on_a_device(tensor: torch.Tensor) -> str:
-    """Attributes and methods that a tensor subclass has and a plain tensor lacks; empty if there are none."""
+    """The attributes and methods that a tensor subclass adds to a plain tensor, as text; empty if there are none."""
     kind = type(tensor)
     if kind in _PLAIN_TYPES:
         return ""
@@ -105,6 +115,7 @@ def _lost_on_a_device(tensor: torch.Tensor) -> str:
 
 
 def _check_tensor(what: str, tensor: torch.Tensor) -> None:
+    """Raise ConfigError unless a tensor is plain, dense, initialised and in host memory."""
     if is_lazy(tensor):
         raise ConfigError(f"{what} is not initialised; run the model once on a small batch before wrapping it.")
     _check_kind(what, tensor)
@@ -118,47 +129,170 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
             f"{what} is on {tensor.device}; RoundPipe keeps weights in host memory: build or load the model on the CPU."
         )
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{what} is {tensor.layout}; only dense tensors can travel: make it one with to_dense().")
+        raise ConfigError(
+            f"{what} is {tensor.layout}; only dense tensors can be copied to devices: convert it with to_dense()."
+        )
 
 
 def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, str]) -> None:
-    """Two parameters over one memory would be trained apart; one parameter in two places is trained once."""
+    """Raise ConfigError for two parameter objects over the same memory: they would be trained separately.
+
+    One parameter object in two places is fine and is trained once.
+    """
     by_address: dict[int, nn.Parameter] = {}
     for param in params:
         first = by_address.setdefault(param.data_ptr(), param) if param.numel() else param
         if first is not param and (first.requires_grad or param.requires_grad):
             raise ConfigError(
-                f"parameters {names.get(id(first))!r} and {names.get(id(param))!r} are two over the same memory; make "
-                "them one before wrapping: assign the same nn.Parameter in both places, or clone() the second."
+                f"parameters {names.get(id(first))!r} and {names.get(id(param))!r} are two objects over the same "
+                "memory and would be trained separately; before wrapping, assign the same nn.Parameter in both places, "
+                "or clone() the second."
             )
 
 
-# By id of a parameter. An owner keeps its parameters alive, so an id is valid for as long as its entry exists. The
-# parameters themselves carry no mark: they stay as easy to pickle and to copy as any other.
-_owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-_ADVICE = 'Free memory, use a lower precision, or pass pin_model="off" for memory-mapped weights.'
+# Memory for training, see [Note: training memory].
+
+SECOND_WEIGHTS = "second weights of asynchronous steps"
+_NUM_MOMENTS = 2
+_MEMORY_ADVICE = (
+    "Weights that are in memory already are not counted, and the optimizer's state is that of Adam. Free memory, train "
+    "fewer parameters (requires_grad_(False) before wrapping: a frozen parameter takes its weight only), use a lower "
+    'precision, pass pin_model="off" for memory-mapped weights, or wrap inside torch.no_grad() for inference alone.'
+)
+_ASYNC_ADVICE = "Step with is_async=False: exact steps fit."
 
 
-class PinMode(enum.Enum):
-    """alloc: move weights into pinned memory; register: pin them where they are; off: leave them."""
+def training_memory(
+    layers: Sequence[nn.Module], optim_dtype: torch.dtype | None, mode: PinMode, *, trains: bool = True
+) -> dict[str, int]:
+    """Bytes that training is still to allocate, by purpose. Only asynchronous steps need SECOND_WEIGHTS.
 
-    ALLOC = "alloc"
-    REGISTER = "register"
-    OFF = "off"
+    `trains`: False for inference, which needs weights and buffers only.
+    """
+    params = list({id(p): p for layer in layers for p in layer.parameters()}.values())
+    buffers = list({id(b): b for layer in layers for b in layer.buffers()}.values())
+    trainable = [p for p in params if p.requires_grad] if trains else []
+    sizes = [p.numel() * (optim_dtype or p.dtype).itemsize for p in trainable]
+    files = _MappedFiles()
+    # Weights in mapped files take memory when they are moved, pinned or written.
+    is_written = {id(p) for p in trainable}
+    new = [p for p in (*params, *buffers) if p.is_meta]
+    new += [p for p in params if files.hold(p) and (mode is not PinMode.OFF or id(p) in is_written)]
+    rows = {
+        "weights": sum(p.nbytes for p in new),
+        "buffers, as calls read them": sum(b.nbytes for b in buffers),
+        "gradients": sum(p.nbytes for p in trainable),
+        "optimizer copies": sum(_copy_bytes(p, optim_dtype or p.dtype) for p in trainable),
+        "optimizer state (Adam)": _NUM_MOMENTS * sum(sizes),
+    }
+    # Weights are moved before anything else is allocated, so moving needs more only where it exceeds all the rest.
+    later = sum(rows.values()) - rows["weights"]
+    rows["weights while they move"] = max(0, _moving_bytes(layers, files) - later) if mode is PinMode.ALLOC else 0
+    rows[SECOND_WEIGHTS] = sum(p.nbytes for p in trainable)
+    return rows
+
+
+def require_training_memory(
+    layers: Sequence[nn.Module],
+    optim_dtype: torch.dtype | None,
+    mode: PinMode,
+    *,
+    trains: bool = True,
+    warns_of_async: bool = True,
+) -> None:
+    """Raise HostMemoryError with a table if exact steps do not fit; warn if only asynchronous steps do not fit."""
+    needs = training_memory(layers, optim_dtype, mode, trains=trains)
+    second = needs.pop(SECOND_WEIGHTS)
+    require_host_memory(
+        needs,
+        "training this model" if trains else "this model",
+        _MEMORY_ADVICE,
+        async_needs={SECOND_WEIGHTS: second} if warns_of_async else {},
+        async_advice=_ASYNC_ADVICE,
+    )
+
+
+def _copy_bytes(param: nn.Parameter, dtype: torch.dtype) -> int:
+    """Bytes of a parameter's optimizer copy. In float32 it shares the high halves with a bfloat16 weight."""
+    shared = param.nbytes if param.dtype is torch.bfloat16 and dtype is torch.float32 else 0
+    return param.numel() * dtype.itemsize - shared
+
+
+def _moving_bytes(layers: Sequence[nn.Module], files: _MappedFiles) -> int:
+    """The peak of memory while weights are moved layer by layer, beyond what they take before and afterwards.
+
+    Memory that several layers share is freed when the last of them was moved. Mapped files take no memory.
+    """
+    last_use: dict[int, int] = {}
+    layer_params: list[list[nn.Parameter]] = []
+    seen: set[int] = set()
+    for layer_id, layer in enumerate(layers):
+        layer_params.append([p for p in layer.parameters() if id(p) not in seen and not files.hold(p)])
+        for param in layer_params[-1]:
+            seen.add(id(param))
+            last_use[_memory(param)] = layer_id
+    waiting: dict[int, int] = {}  # bytes that have moved, by the old memory they came from
+    extra = most = 0
+    for layer_id, params in enumerate(layer_params):
+        extra += sum(p.nbytes for p in params)
+        most = max(most, extra)
+        for param in params:
+            waiting[_memory(param)] = waiting.get(_memory(param), 0) + param.nbytes
+        extra -= sum(waiting.pop(memory) for memory in list(waiting) if last_use[memory] == layer_id)
+    return most
+
+
+def _memory(param: nn.Parameter) -> int:
+    """An identification of a tensor's memory. A tensor on the meta device will get separate memory."""
+    return id(param) if param.is_meta else param.untyped_storage().data_ptr()
+
+
+class _MappedFiles:
+    """The addresses at which files are mapped. Tensors there take no memory until they are copied or written."""
+
+    def __init__(self) -> None:
+        ranges = sorted(_mapped_files())
+        self._starts, self._ends = [start for start, _ in ranges], [end for _, end in ranges]
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a mapped file."""
+        if tensor.is_meta or tensor.device.type != "cpu" or not tensor.nbytes:
+            return False
+        place = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
+        return place >= 0 and tensor.data_ptr() < self._ends[place]
+
+
+def _mapped_files() -> Iterator[tuple[int, int]]:
+    """The first address and the end of every mapped file of this process; none if the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        addresses, _, _, _, inode, *path = line.split(maxsplit=5)
+        if inode != "0" and path and not path[0].startswith(("/dev/", "/memfd:")):
+            start, end = addresses.split("-")
+            yield int(start, 16), int(end, 16)
+
+
+# Adoption.
+
+_MOVE_ADVICE = 'Free memory, use a lower precision, or pass pin_model="off" for memory-mapped weights.'
 
 
 def adopt(
     layers: Sequence[nn.Module], names: Mapping[int, str], mode: PinMode, pinner: HostPinner
 ) -> list[LayerRecord]:
-    """Records of all layers; with `PinMode.ALLOC` each layer's weights now lie in one flat buffer.
+    """The records of all layers. With PinMode.ALLOC each layer's weights are moved into one flat buffer.
 
-    `names`: what the user calls each parameter and module, by id.
+    `names`: the user's names of parameters and modules, by id.
     """
     seen: dict[int, ParameterRecord] = {}
     shared_buffers = _buffers_in_several_layers(layers)
     records: list[LayerRecord] = []
     try:
         for layer_id, layer in enumerate(layers):
+            # Layer by layer, so that at most one layer's weights exist twice while they are moved.
             own, foreign = _home_and_foreign(layer, layer_id, names, seen)
             flat = _move_into_flat(own, pinner) if mode is PinMode.ALLOC else None
             parameters = own + foreign
@@ -172,7 +306,7 @@ def adopt(
             )
             records.append(record)
     except BaseException:
-        # Weights that have moved stay, as ordinary memory: moving them back would take memory that is not there.
+        # Weights that were moved stay there, unpinned: moving them back could fail for lack of memory, too.
         for record in records:
             if record.flat is not None:
                 record.flat.close()
@@ -186,9 +320,10 @@ def rearrange(
     known: Sequence[ParameterRecord],
     before: Sequence[LayerRecord],
 ) -> list[LayerRecord]:
-    """Records of other layers over the same parameters, which stay where they are in memory.
+    """Records of other layers over the same parameters, whose memory stays where it is.
 
-    A layer that has just the parameters a former one had keeps its flat buffers; others are uploaded piece by piece.
+    A layer with exactly the parameters of a former layer keeps the flat buffers of that one. Other layers are uploaded
+    parameter by parameter.
     """
     by_param = {id(record.param): record for record in known}
     former = {tuple(map(id, layer.at_home)): layer for layer in before}
@@ -216,35 +351,10 @@ def rearrange(
     return records
 
 
-def claim(records: Sequence[ParameterRecord], owner: object) -> None:
-    for record in records:
-        _owners[id(record.param)] = owner
-
-
-def release(records: Sequence[ParameterRecord], owner: object) -> None:
-    for record in records:
-        if _owners.get(id(record.param)) is owner:
-            del _owners[id(record.param)]
-
-
-def refuse_owned(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if owner_of(param) is not None:
-            raise OwnershipError(
-                f"parameter {name!r} (shape {tuple(param.shape)}) already belongs to another RoundPipe; close that one "
-                "first, or wrap the models that share it as one model."
-            )
-
-
-def owner_of(param: torch.Tensor) -> object | None:
-    """The LayerStore that a parameter belongs to, if any; one that a forked child has inherited does not count."""
-    owner = _owners.get(id(param))
-    return owner if getattr(owner, "pid", None) == os.getpid() else None
-
-
 def _home_and_foreign(
     layer: nn.Module, layer_id: int, names: Mapping[int, str], seen: dict[int, ParameterRecord]
 ) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
+    """The records of a layer's parameters: new ones, and those of parameters that an earlier layer uses too."""
     own, foreign = [], []
     for local_name, param in layer.named_parameters():
         if id(param) in seen:
@@ -258,18 +368,20 @@ def _home_and_foreign(
 
 
 def _move_into_flat(records: Sequence[ParameterRecord], pinner: HostPinner) -> HostBuffer:
+    """Move the weights of a layer into one new buffer."""
     layout = lay_out([record.param for record in records])
-    require_host_memory({"this layer's weights": layout.total_bytes}, "a layer's weights", _ADVICE)
+    require_host_memory({"this layer's weights": layout.total_bytes}, "a layer's weights", _MOVE_ADVICE)
     flat = HostBuffer(layout.total_bytes, pinner)
     for record, view in zip(records, flat.views(layout), strict=True):
         with torch.no_grad():
             view.copy_(record.param)
         record.param.data = view
-        record.weights = record.param.data
+        record.weights = record.param.data  # a second tensor: writes to it do not change the version of `param`
     return flat
 
 
 def _buffers_in_several_layers(layers: Sequence[nn.Module]) -> set[int]:
+    """The ids of buffers that more than one layer uses."""
     first_layer: dict[int, int] = {}
     shared = set()
     for layer_id, layer in enumerate(layers):
@@ -289,121 +401,37 @@ def _buffer_records(layer: nn.Module, shared: set[int], names: Mapping[int, str]
     return records
 
 
-SECOND_WEIGHTS = "second weights of asynchronous steps"
-_NUM_MOMENTS = 2
-_MEMORY_ADVICE = (
-    "Weights that are in memory already are not counted, and the optimizer's state is that of Adam. Free memory, train "
-    "fewer parameters (requires_grad_(False) before wrapping: a frozen parameter takes its weight only), use a lower "
-    'precision, pass pin_model="off" for memory-mapped weights, or wrap inside torch.no_grad() for inference alone.'
-)
-_ASYNC_ADVICE = "Step with is_async=False: exact steps fit."
+# Which store owns which parameter.
+
+# By id of the parameter. A store keeps its parameters alive, so an id is valid as long as its entry exists. Parameters
+# get no attribute instead, because the attribute would be pickled and copied with them.
+_owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 
-def training_memory(
-    layers: Sequence[nn.Module], optim_dtype: torch.dtype | None, mode: PinMode, *, trains: bool = True
-) -> dict[str, int]:
-    """Bytes that have yet to be taken, by name; only SECOND_WEIGHTS is not needed by exact steps.
-
-    trains: False for inference, which takes weights and buffers only.
-    """
-    params = list({id(p): p for layer in layers for p in layer.parameters()}.values())
-    buffers = list({id(b): b for layer in layers for b in layer.buffers()}.values())
-    trainable = [p for p in params if p.requires_grad] if trains else []
-    sizes = [p.numel() * (optim_dtype or p.dtype).itemsize for p in trainable]
-    files = _MappedFiles()
-    is_written = {id(p) for p in trainable}
-    new = [p for p in (*params, *buffers) if p.is_meta]
-    new += [p for p in params if files.hold(p) and (mode is not PinMode.OFF or id(p) in is_written)]
-    rows = {
-        "weights": sum(p.nbytes for p in new),
-        "buffers, as calls read them": sum(b.nbytes for b in buffers),
-        "gradients": sum(p.nbytes for p in trainable),
-        "optimizer copies": sum(_copy_bytes(p, optim_dtype or p.dtype) for p in trainable),
-        "optimizer state (Adam)": _NUM_MOMENTS * sum(sizes),
-    }
-    # Weights are moved before anything else is taken: only what exceeds all that comes later is a need of its own.
-    later = sum(rows.values()) - rows["weights"]
-    rows["weights while they move"] = max(0, _moving_bytes(layers, files) - later) if mode is PinMode.ALLOC else 0
-    rows[SECOND_WEIGHTS] = sum(p.nbytes for p in trainable)
-    return rows
+def claim(records: Sequence[ParameterRecord], owner: object) -> None:
+    """Make `owner`, a LayerStore, the owner of parameters."""
+    for record in records:
+        _owners[id(record.param)] = owner
 
 
-def require_training_memory(
-    layers: Sequence[nn.Module],
-    optim_dtype: torch.dtype | None,
-    mode: PinMode,
-    *,
-    trains: bool = True,
-    warns_of_async: bool = True,
-) -> None:
-    """Raise HostMemoryError with a table if exact steps cannot fit; warn with it if only asynchronous ones cannot."""
-    needs = training_memory(layers, optim_dtype, mode, trains=trains)
-    second = needs.pop(SECOND_WEIGHTS)
-    require_host_memory(
-        needs,
-        "training this model" if trains else "this model",
-        _MEMORY_ADVICE,
-        async_needs={SECOND_WEIGHTS: second} if warns_of_async else {},
-        async_advice=_ASYNC_ADVICE,
-    )
+def release(records: Sequence[ParameterRecord], owner: object) -> None:
+    """Undo `claim`."""
+    for record in records:
+        if _owners.get(id(record.param)) is owner:
+            del _owners[id(record.param)]
 
 
-def _copy_bytes(param: nn.Parameter, dtype: torch.dtype) -> int:
-    """A float32 copy of a bfloat16 weight shares the upper half of each number with it: see SplitValue."""
-    shared = param.nbytes if param.dtype is torch.bfloat16 and dtype is torch.float32 else 0
-    return param.numel() * dtype.itemsize - shared
+def refuse_owned(model: nn.Module) -> None:
+    """Raise OwnershipError if a parameter of the model belongs to a store."""
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            raise OwnershipError(
+                f"parameter {name!r} (shape {tuple(param.shape)}) already belongs to another RoundPipe; close that one "
+                "first, or wrap the models that share it as one model."
+            )
 
 
-def _moving_bytes(layers: Sequence[nn.Module], files: _MappedFiles) -> int:
-    """The most memory that weights take on their way, layer by layer, beyond what they take before or after it.
-
-    Memory that several layers share is free only when the last of them has moved. Mapped files take no memory.
-    """
-    last_use: dict[int, int] = {}
-    layer_params: list[list[nn.Parameter]] = []
-    seen: set[int] = set()
-    for layer_id, layer in enumerate(layers):
-        layer_params.append([p for p in layer.parameters() if id(p) not in seen and not files.hold(p)])
-        for param in layer_params[-1]:
-            seen.add(id(param))
-            last_use[_memory(param)] = layer_id
-    waiting: dict[int, int] = {}  # bytes that have moved, by the old memory they came from
-    extra = most = 0
-    for layer_id, params in enumerate(layer_params):
-        extra += sum(p.nbytes for p in params)
-        most = max(most, extra)
-        for param in params:
-            waiting[_memory(param)] = waiting.get(_memory(param), 0) + param.nbytes
-        extra -= sum(waiting.pop(memory) for memory in list(waiting) if last_use[memory] == layer_id)
-    return most
-
-
-def _memory(param: nn.Parameter) -> int:
-    """What identifies the memory of a tensor; one on the meta device will get memory of its own."""
-    return id(param) if param.is_meta else param.untyped_storage().data_ptr()
-
-
-class _MappedFiles:
-    """Addresses at which files are mapped: tensors there take no memory until they are copied or written."""
-
-    def __init__(self) -> None:
-        ranges = sorted(_mapped_files())
-        self._starts, self._ends = [start for start, _ in ranges], [end for _, end in ranges]
-
-    def hold(self, tensor: torch.Tensor) -> bool:
-        if tensor.is_meta or tensor.device.type != "cpu" or not tensor.nbytes:
-            return False
-        place = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
-        return place >= 0 and tensor.data_ptr() < self._ends[place]
-
-
-def _mapped_files() -> Iterator[tuple[int, int]]:
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        addresses, _, _, _, inode, *path = line.split(maxsplit=5)
-        if inode != "0" and path and not path[0].startswith(("/dev/", "/memfd:")):
-            start, end = addresses.split("-")
-            yield int(start, 16), int(end, 16)
+def owner_of(param: torch.Tensor) -> object | None:
+    """The LayerStore that owns a parameter, or None. A forked child does not own what it has inherited."""
+    owner = _owners.get(id(param))
+    return owner if getattr(owner, "pid", None) == os.getpid() else None

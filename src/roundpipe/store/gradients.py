@@ -32,11 +32,11 @@ class HostGradients:
         becomes the sum without a copy, as in autograd.
         """
         with self._lock, torch.no_grad():
-            if cancelled():
+            if cancelled():  # asked under the lock: after a failure `drop` must not miss a late addition
                 return
             self.num_additions += len(gradients)
             while gradients:
-                gradient = gradients[-1]
+                gradient = gradients[-1]  # leaves the list once it was added, so that an error cannot lose it
                 total = gradient.record.gathered
                 if total is None:
                     gradient.record.gathered = gradients.pop()
@@ -45,6 +45,7 @@ class HostGradients:
                     gradients.pop().release()
 
     def has_any(self) -> bool:
+        """Whether any gradient has landed since the last step."""
         return any(record.gathered is not None for record in self._parameters)
 
     def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, HostGradient]:
@@ -110,9 +111,11 @@ class HostGradients:
     # Shown as `.grad` of optimizer copies outside steps; see GradientSource.
 
     def is_usable(self) -> bool:
+        """Any thread may read a sum outside steps."""
         return True
 
     def gradient_of(self, record: ParameterRecord) -> torch.Tensor | None:
+        """The sum of one parameter. Does not wait: a view begins when all gradients have landed."""
         return None if record.gathered is None else record.gathered.tensor
 
     def release(self, record: ParameterRecord) -> None:

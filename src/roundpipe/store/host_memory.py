@@ -56,7 +56,7 @@ def require_host_memory(
     `async_needs` is what asynchronous steps need in addition. If only these do not fit, the table is logged as a
     warning. ROUNDPIPE_HOST_MEMORY_CHECK turns the error into a warning or the check off.
     """
-    policy = _policy()
+    policy = _policy()  # first, so that a wrong value is reported even if everything fits
     available = None if policy == _OFF else available_host_bytes()
     total = sum(needs.values())
     total_async = total + sum(async_needs.values())
@@ -93,6 +93,7 @@ def _policy() -> str:
 
 
 def _meminfo_available() -> int | None:
+    """Bytes available on the machine."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -106,6 +107,7 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_available() -> int | None:
+    """Bytes available in the control group, version 2 or 1; None without a limit."""
     for limit_name, usage_name in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -162,6 +164,7 @@ class HostBuffer:
         return torch.frombuffer(self._pages, dtype=torch.uint8, count=num_bytes, offset=offset_bytes)
 
     def close(self) -> None:
+        """Unpin the memory. A second call does nothing."""
         if self._pinned and self._pinner is not None:
             self._pinner.unpin(self.tensor.data_ptr())
         self._pinned = False
@@ -188,6 +191,7 @@ def make_pages_ready(tensor: torch.Tensor) -> None:
 
 
 def _map_pages(num_bytes: int) -> Any:
+    """Anonymous memory of whole pages; huge pages if it is large enough and the system has any."""
     if sys.platform == "win32":
         return mmap.mmap(-1, num_bytes)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -240,10 +244,11 @@ class LandingBuffers:
             buffer = LandingBuffer(self, HostBuffer(num_bytes, self._pinner))
             with self.lock:
                 self._all.append(buffer)
-        buffer.holders = num_gradients
+        buffer.holders = num_gradients  # without the lock: no other thread knows a buffer that is not free
         return buffer
 
     def close(self) -> None:
+        """Unpin all buffers. Gradients may still use them."""
         for buffer in self._all:
             buffer.close()
 
@@ -257,6 +262,7 @@ class RegisteredPages:
     def __init__(self, tensors: Sequence[torch.Tensor], pinner: HostPinner) -> None:
         self._pinner = pinner
         self._pinned: list[range] = []  # addresses, ascending and disjoint
+        # Ascending, so that only the last range can overlap with the next one.
         for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
             pages = _pages_inside(tensor)
             overlaps = self._pinned and pages.start < self._pinned[-1].stop
@@ -273,6 +279,7 @@ class RegisteredPages:
         return tuple(edge - start for edge in inside)
 
     def close(self) -> None:
+        """Unpin all pages."""
         for pages in self._pinned:
             self._pinner.unpin(pages.start)
         self._pinned = []

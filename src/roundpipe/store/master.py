@@ -48,32 +48,33 @@ class HalvedMaster:
     """
 
     def __init__(self, weight: torch.Tensor, low: torch.Tensor | None = None, ties: torch.Tensor | None = None) -> None:
-        """Without `low` the values are exactly those of `weight`, until memory for the low halves is first needed."""
+        """Without `low` the values are exactly those of `weight`."""
         self.weight = weight
-        self._low, self._ties = low, ties
+        if low is not None:
+            self.low = low
+        if ties is not None:
+            self.ties = ties
 
-    @property
+    @functools.cached_property
     def low(self) -> torch.Tensor:
-        """The low 16 bits of each value, flat, in the order of the weight's memory."""
-        if self._low is None:
-            self._low = HostBuffer(2 * self.weight.numel(), None).tensor.view(torch.int16)
-        return self._low
+        """The low 16 bits of each value, flat, in the order of the weight's memory. Allocated when first used."""
+        return HostBuffer(2 * self.weight.numel(), None).tensor.view(torch.int16)
 
-    @property
+    @functools.cached_property
     def ties(self) -> torch.Tensor:
         """One bit for each value; it tells whether a value half way between two bfloat16 numbers was rounded up."""
-        if self._ties is None:
-            self._ties = HostBuffer(-(-self.weight.numel() // 8), None).tensor
-        return self._ties
+        return HostBuffer(-(-self.weight.numel() // 8), None).tensor
 
     @property
     def low_bytes_to_come(self) -> int:
-        """Bytes that `low` will allocate when it is first needed."""
-        return 2 * self.weight.numel() if self._low is None else 0
+        """Bytes that `low` will allocate when it is first used."""
+        return 0 if "low" in vars(self) else 2 * self.weight.numel()
 
     def become(self, weight: torch.Tensor) -> None:
         """Set the values to those of `weight`."""
-        self.weight, self._low, self._ties = weight, None, None
+        self.weight = weight
+        vars(self).pop("low", None)
+        vars(self).pop("ties", None)
 
     def joined(self) -> torch.Tensor:
         """The values as a new float32 tensor with the strides of the weight."""
@@ -83,13 +84,13 @@ class HalvedMaster:
 
     def join_into(self, to: torch.Tensor) -> None:
         """Write the values into a float32 tensor of the weight's shape and strides."""
-        if self._low is None:
+        if "low" not in vars(self):
             to.copy_(self.weight)
             return
         weight, bits = _flat(self.weight).view(torch.int16), _flat(to).view(torch.int32)
         for start in range(0, self.weight.numel(), _CHUNK):
             piece = slice(start, start + _CHUNK)
-            lower = self._low[piece].to(torch.int32) & 0xFFFF
+            lower = self.low[piece].to(torch.int32) & 0xFFFF
             went_up, is_tie = lower > _HALF, lower == _HALF
             if is_tie.any():
                 went_up |= is_tie & _unpacked(self.ties[start // 8 : (start + _CHUNK) // 8])[: len(lower)]
@@ -113,7 +114,8 @@ class HalvedMaster:
                 return False
             if (is_tie & went_up).any():
                 other.ties[start // 8 : (start + _CHUNK) // 8] = _packed(is_tie & went_up)
-        self._low, self._ties = other._low, other._ties
+        self.become(self.weight)
+        vars(self).update(vars(other))
         return True
 
 
@@ -134,7 +136,7 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
-_HABIT = 8  # intervals in a row with reads of values after which a copy keeps its memory
+_HABIT = 8  # after so many consecutive intervals with reads of values a copy keeps its memory
 # The attributes of torch.Tensor themselves, below the properties that OptimizerCopy defines over them.
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
@@ -147,6 +149,7 @@ _METHODS = (
     *("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__"),
 )
 _FUNCTIONS = ("zeros_like", "empty_like", "ones_like", "full_like", "numel", "is_floating_point", "is_complex")
+# What asks for shape, dtype or gradient only, and so runs on a copy without memory.
 _NEED_NO_VALUES = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in (*_ATTRIBUTES, "grad")),
@@ -228,6 +231,7 @@ class OptimizerCopy(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every operation on a copy: gives copies memory if the operation needs their values."""
         if func in _NEED_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -258,7 +262,7 @@ class OptimizerCopy(nn.Parameter):
     def take_memory(self) -> None:
         """Give the copy memory for its values, so that it is a tensor like any other."""
         with self.lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if self.halves is not None:
+            if self.halves is not None:  # checked under the lock: another thread may have joined them meanwhile
                 value = host_zeros_like(self)
                 self.halves.join_into(value)
                 _DATA.__set__(self, value)
@@ -292,6 +296,7 @@ class OptimizerCopy(nn.Parameter):
             self._uses.pop()
 
     def _give_memory_back(self) -> None:
+        # Without waiting for the lock: a thread that holds it uses the values, so the memory is needed.
         if self._weight is None or self.halves is not None or not self.lock.acquire(blocking=False):
             return
         try:
@@ -364,14 +369,15 @@ class OptimizerCopy(nn.Parameter):
             source.release(record)  # `.grad` is already a tensor with the same sum
         elif self.is_pending and not self._is_viewed:
             self._materialise()
+        # Factors noted while the sum was viewed count in this step; those of an earlier step were applied to `.grad`.
         is_pending, factors = not self._is_shown, self.factors if self._is_viewed else ()
         self._is_viewed = self._is_shown = False
         self.source, self.record, self.is_pending, self.factors = source, record, is_pending, factors
 
     def end_step(self, *, keeps_source: bool = False) -> None:
-        """Make a gradient that was not cleared a tensor in `.grad`, as torch has it: the next one is added to it.
+        """Convert a gradient that was not cleared to a tensor in `.grad`: as in torch, the next step adds to it.
 
-        `keeps_source`: leave it with the source until `.grad` is read. A plain loop clears gradients after the step.
+        `keeps_source`: leave it in host memory until `.grad` is read. A plain loop clears gradients after the step.
         """
         if keeps_source:
             return
@@ -388,7 +394,7 @@ class OptimizerCopy(nn.Parameter):
         self.source, self.record, self.is_pending, self._is_viewed = sums, record, True, True
 
     def end_view(self) -> None:
-        """Leave the sum to the host if the user has not changed it; otherwise the gradient is now this copy's own."""
+        """End a view. A sum that the user has not changed stays on the host; a changed one stays in `.grad` instead."""
         if not self._is_viewed:
             return
         if self._is_shown and self._shows_sum():
@@ -409,7 +415,7 @@ class OptimizerCopy(nn.Parameter):
         return shown is not None and total is not None and torch.equal(shown, total.to(self.dtype))
 
     def drop_gradient(self) -> None:
-        """Set `.grad` to None without asking for gradients gathered outside steps; inside a step there are none."""
+        """Set `.grad` to None. Unlike the setter this does not call `see_gradients`; the caller does that if needed."""
         self.drop_pending()
         _GRAD.__set__(self, None)
 
@@ -449,7 +455,8 @@ class OptimizerCopy(nn.Parameter):
     def values(self) -> torch.Tensor:
         """The values as a plain tensor over the copy's memory. Writes leave no trace; does not count as a read."""
         with self.lock, torch._C.DisableTorchFunctionSubclass():
-            self.take_memory()
+            if self.halves is not None:
+                self.take_memory()
             plain: torch.Tensor = _DATA.__get__(self)
             return plain
 
@@ -463,15 +470,18 @@ class OptimizerCopy(nn.Parameter):
             return self._version != self._seen_version
 
     def forget_touches(self) -> None:
+        """Consider the current values as known."""
         self._data_was_handed_out, self._seen_version = False, self._version
 
     def mark_touched(self) -> None:
+        """Consider the values as written by code that we do not see."""
         self._data_was_handed_out = True
 
     # The attributes of a parameter.
 
     @property
     def data(self) -> torch.Tensor:
+        """As in torch. The returned tensor shares the copy's memory, which therefore stays while the tensor lives."""
         self._data_was_handed_out = True  # writes through it do not change the version counter
         self._begin_use()
         try:
@@ -491,6 +501,7 @@ class OptimizerCopy(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
+        """As in torch. Converts a pending gradient, and waits until it has landed, on threads that may use it."""
         self.see_gradients()
         if self.is_pending and self.source is not None and self.source.is_usable():
             self._materialise()

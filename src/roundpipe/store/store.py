@@ -179,6 +179,7 @@ class LayerStore:
         monitor: Monitor,
     ) -> None:
         self.pid = os.getpid()
+        # Everything that can be refused is refused before the first weight moves.
         refuse_unusable(layers, names)
         self._training_fits = torch.is_grad_enabled()  # without grad: for inference, until a call trains
         require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits)
@@ -191,6 +192,7 @@ class LayerStore:
         adoption.claim(self.parameters, self)
         self._registered = None
         if pin_mode is PinMode.REGISTER:
+            # A copy must not cross the edge of registered memory, so records note where copies are divided.
             self._registered = RegisteredPages([record.weights for record in self.parameters], pinner)
             for record in self.parameters:
                 record.cuts = self._registered.cuts(record.weights)
@@ -230,6 +232,7 @@ class LayerStore:
 
     @staticmethod
     def _slot_of(layer: LayerRecord, visible: int, newest: int) -> LayerSlot:
+        # After an asynchronous step calls read `visible` from the front while the back holds `newest`.
         if any(record.back is not None for record in layer.at_home) and visible != newest:
             return LayerSlot(range(visible, visible + 1), range(newest, newest + 1), generation=newest)
         return LayerSlot(range(visible, newest + 1), generation=newest)
@@ -239,6 +242,7 @@ class LayerStore:
         return self._by_param[id(param)]
 
     def owns(self, param: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter of this model."""
         return id(param) in self._by_param
 
     def check_training_memory(self) -> None:
@@ -304,6 +308,7 @@ class LayerStore:
             self._let_take(layer_id)
 
     def _let_take(self, layer_id: int) -> None:
+        """Let steps take generations of a layer that are complete. The caller holds the monitor."""
         slot = self.slots[layer_id]
         while slot.can_consume(slot.open_generation) and (layer_id, slot.open_generation) in self._takers:
             generation = slot.open_generation

@@ -79,6 +79,7 @@ class LayerUpdate:
 
     def prepare(self) -> None:
         """Make this the gradient source of the layer's copies, and allocate second weights if the step needs them."""
+        # First of all: whatever fails later, the layer's gradients are taken and the next generation may land.
         self._store.when_landed(self._layer_id, self._generation, self._take)
         for record in self._records:
             master = self._store.masters.of(record)
@@ -96,6 +97,7 @@ class LayerUpdate:
 
     @property
     def has_landed(self) -> bool:
+        """Whether the layer's gradients are in host memory; does not wait."""
         return self._gradients is not None
 
     def wait_for_gradients(self) -> None:
@@ -181,7 +183,7 @@ class LayerUpdate:
         """
         if self._settled:
             return
-        with self._store.monitor:
+        with self._store.monitor:  # from here on `_take` drops what lands
             self._settled = True
         for record in self._records:
             if record.master is not None:

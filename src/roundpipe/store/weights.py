@@ -1,7 +1,7 @@
-"""The weights of all layers in host memory: which buffer holds which version, who may read it, who may write.
+"""The weights of all layers in host memory: which buffer holds which version, and when it may be read or written.
 
-Part of LayerStore. Workers read (uploads), the optimizer thread writes, callers look. All waiting goes through the
-monitor; the rules themselves are LayerSlot's.
+Device threads read for uploads, the optimizer thread writes, callers show versions to the user. All waiting goes
+through the monitor; the rules themselves are LayerSlot's.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _ADVICE = (
 
 
 class LayerWeights:
+    """The weights of one model, in one or two buffers per layer."""
+
     def __init__(
         self, layers: Sequence[LayerRecord], slots: Sequence[LayerSlot], monitor: Monitor, pinner: HostPinner | None
     ) -> None:
@@ -33,35 +35,37 @@ class LayerWeights:
         self._slots = slots
         self._monitor = monitor
         self._pinner = pinner
-        self._backs: list[HostBuffer] = []
-        self._failed_uploads: dict[int, BaseException] = {}
+        self._failed_uploads: dict[int, BaseException] = {}  # by layer, between `begin` and `end`
         self._fronts = [layer.flat for layer in layers if layer.flat is not None]
+        self._backs: list[HostBuffer] = []
 
     def close(self) -> None:
+        """Unpin all buffers."""
         for flat in (*self._fronts, *self._backs):
             flat.close()
 
     def bring_to_back(self, newest: int) -> None:
-        """Let every second memory hold the newest version, also of layers that it did not change."""
+        """Copy the newest version into every second memory, also in layers that the version did not change."""
         for layer, slot in zip(self._layers, self._slots, strict=True):
             if slot.buffer_of(newest) is WeightBuffer.FRONT:
                 for record in layer.at_home:
                     if record.back is not None:
                         if record.master is not None and record.master.lies_in(record.back):
-                            record.master.take_memory()  # after a failed step: it is newer than the weights
+                            record.master.take_memory()  # after a failed step its high halves are there
                         record.back.copy_(record.weights)
 
     def rearrange(self, layers: Sequence[LayerRecord], slots: Sequence[LayerSlot]) -> None:
-        """The same weights, where they are, belong to other layers from now on. Only while nobody uses them."""
+        """Continue with other layers over the same weights in the same memory. Only while nothing runs."""
         self._layers, self._slots = layers, slots
 
-    # Readers.
+    # Reading.
 
     def can_upload(self, layer_id: int, version: int) -> bool:
+        """Whether all weights of a layer are there in `version`."""
         return all(self._slots[home].can_upload(version) for home in self._layers[layer_id].homes)
 
     def wait_for(self, layer_id: int, version: int, cancelled: Callable[[], bool]) -> bool:
-        """Returns whether the weights of `version` may be read now; False when `cancelled` first."""
+        """Block until the weights of `version` may be read. Returns False if `cancelled()` becomes true before."""
         with self._monitor:
             self._monitor.wait_until(
                 lambda: cancelled() or self.can_upload(layer_id, version),
@@ -75,30 +79,32 @@ class LayerWeights:
         """(part of the device image, host memory) for every copy that fills a layer's image."""
 
         def buffer_of_home(home: int) -> WeightBuffer:
-            # Of a cancelled call the version may be gone by now; what it reads is thrown away.
+            # The version of a cancelled call may be overwritten already. Its results are not used.
             return self._slots[home].buffer_of(version) or WeightBuffer.FRONT
 
         return self._layers[layer_id].upload_pieces(image, buffer_of_home)
 
     def upload_issued(self, call: Hashable, layer_id: int, version: int, event: Event) -> None:
+        """Note that an upload was queued; `event` passes when it has read the weights."""
         with self._monitor:
             for home in self._layers[layer_id].homes:
                 self._slots[home].upload_issued(call, version, event)
             self._monitor.changed()
 
-    # The writer.
+    # Writing.
 
     def keep_two(self, layer_id: int) -> None:
-        """From now on a version of this layer is written beside the one before, not over it."""
+        """Allocate second weights for the layer: from now on a version is written beside the one before."""
         missing = [r for r in self._layers[layer_id].at_home if r.master is not None and r.back is None]
         if missing:
             self._give_second_memory(self._layers[layer_id], missing)
 
     def begin(self, layer_id: int, version: int) -> WeightBuffer:
-        """The buffer that `version` is to be written into, once nobody reads what it held."""
+        """Return the buffer that `version` is written into; waits until all uploads have read what it holds."""
         slot = self._slots[layer_id]
         has_two = any(record.back is not None for record in self._layers[layer_id].at_home)
         with self._monitor:
+            # The other buffer than the newest version's, so that calls can go on reading that version.
             newest = slot.buffer_of(version - 1)
             assert newest is not None
             target = newest.other if has_two else WeightBuffer.FRONT
@@ -107,13 +113,13 @@ class LayerWeights:
             )
             slot.write_begun(version, target)
             events = slot.take_upload_events(target)
-        failure = _wait_for_all(events)
+        failure = _wait_for_all(events)  # outside the monitor: copies take long, and other threads must go on
         if failure is not None:
             self._failed_uploads[layer_id] = failure
         return target
 
     def end(self, layer_id: int, version: int, target: WeightBuffer) -> None:
-        """Raises what went wrong with an upload that `begin` waited for; the weights are written all the same."""
+        """Let calls read `version`. Then raise the error of an upload that `begin` waited for, if one failed."""
         with self._monitor:
             self._slots[layer_id].written(version, target)
             self._monitor.changed()
@@ -122,18 +128,22 @@ class LayerWeights:
             raise failure
 
     def revoke(self, layer_id: int, version: int, target: WeightBuffer) -> None:
-        """What was written into a buffer of its own does not count: `version` is what the one before was."""
+        """Discard what was written into the second buffer: `version` gets the weights of the version before."""
         with self._monitor:
             self._slots[layer_id].write_revoked(version, target)
             self._monitor.changed()
 
     def unchanged(self, layer_id: int, version: int) -> None:
+        """`version` did not change the layer."""
         with self._monitor:
             self._slots[layer_id].unchanged(version)
             self._monitor.changed()
 
     def publish(self, layer_id: int, version: int, *, copy: bool) -> None:
-        """Make all masters of a layer its weights of `version`, unless that was done before."""
+        """Write the values of all masters as weights of `version`, unless that was done before.
+
+        `copy`: False for a void version, which gets the weights of the version before.
+        """
         if self._slots[layer_id].newest_version >= version:
             return
         if not copy:
@@ -147,12 +157,12 @@ class LayerWeights:
         finally:
             self.end(layer_id, version, target)
 
-    # What the user sees.
+    # Showing versions to the user.
 
     def show(self, version: int) -> None:
-        """Let the user's parameters be those of `version`.
+        """Bring `version` into the front buffers, which are the user's parameters.
 
-        Only while the optimizer is idle and no call can be announced. Waits for the uploads of calls that still run.
+        Only while the optimizer is idle and no call can be announced. Waits for the uploads of running calls.
         """
         for layer, slot in zip(self._layers, self._slots, strict=True):
             with self._monitor:
@@ -163,6 +173,7 @@ class LayerWeights:
                 if slot.buffer_of(version) is WeightBuffer.FRONT:
                     continue
                 self._monitor.wait_until(slot.can_move, f"uploads of layer {layer.layer_id} to be issued")
+            # Shielded: a Ctrl-C between copying and noting it would leave the slot wrong about its buffers.
             shielded(functools.partial(self._bring_to_front, layer, slot, keep_old=version != slot.newest_version))
 
     def _bring_to_front(self, layer: LayerRecord, slot: LayerSlot, *, keep_old: bool) -> None:
@@ -181,19 +192,26 @@ class LayerWeights:
             raise failure
 
     def _give_second_memory(self, layer: LayerRecord, missing: Sequence[ParameterRecord]) -> None:
-        """The first of a layer is empty until a version is written into it; a later one joins what the others hold."""
+        """Allocate second memory for `missing`.
+
+        Second memory that other parameters of the layer have already holds a version; the new one must hold it too.
+        """
         others_have = any(record.back is not None for record in layer.at_home)
         layout = lay_out([record.weights for record in missing])
         self._require_second_memory()
         flat = HostBuffer(layout.total_bytes, self._pinner)
         self._backs.append(flat)
+        # One storage for all: the user never gets these tensors.
         for record, view in zip(missing, layout.views(flat.tensor), strict=True):
             record.back = view.copy_(record.weights) if others_have else view
         if len(missing) == len(layer.at_home):
             layer.back = flat
 
     def _require_second_memory(self) -> None:
-        """For all layers before the first one takes any: memory that is taken and not yet written still looks free."""
+        """Raise HostMemoryError if second memory for all layers does not fit.
+
+        Counted before the first allocation, because memory that is allocated but not yet written still counts as free.
+        """
         missing = [
             record
             for layer in self._layers
@@ -205,9 +223,9 @@ class LayerWeights:
 
 
 def _exchange(record: ParameterRecord, *, keep_old: bool) -> None:
-    """Copy a parameter's second memory to the first, and the first to the second where it is still needed.
+    """Copy a parameter's second memory to the first, and the first to the second if it is still needed.
 
-    After a step that failed the optimizer's copy may lie in the first, without a version to tell.
+    After a failed step the master's high halves may be in the first memory although no version is there.
     """
     assert record.back is not None
     master = record.master
@@ -222,7 +240,7 @@ def _exchange(record: ParameterRecord, *, keep_old: bool) -> None:
 
 
 def _wait_for_all(events: Sequence[Event]) -> BaseException | None:
-    """A copy that failed does not read any more either; returns the first failure."""
+    """Wait for all events and return the first failure. A copy that failed does not read any more either."""
     failure: BaseException | None = None
     for event in events:
         try:

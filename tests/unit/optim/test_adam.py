@@ -1,4 +1,4 @@
-"""roundpipe.optim.Adam and AdamW behave as torch's, with the fused kernel exactly where that is right."""
+"""roundpipe.optim.Adam and AdamW behave like torch's, and use torch's fused kernel exactly where it is correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""roundpipe.optim.Adam and AdamW on ordinary tensors: the arithmetic of optimizer copies, under torch's rules."""
+"""roundpipe.optim.Adam and AdamW on ordinary tensors: the arithmetic of optimizer copies, the behaviour of torch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_without_a_kernel_tensors_and_optimizer_copies_are_updated_alike(
 
 
 def check_tensors_against_copies(ours: Any, dtype: torch.dtype) -> None:
-    """The gradients are chosen, so that nothing but the optimizer computes anything."""
+    """The gradients are given, so that only the optimizer computes anything."""
     weights = [randn(rows, 1, seed=rows).to(dtype) for rows in (1, 7, 13, 33, 1029)]
     layers = nn.Sequential(*(_TimesWeight(weight) for weight in weights))
     with RoundPipe(layers, optim_dtype=torch.float32) as model:
@@ -160,7 +160,7 @@ def test_parameters_of_other_kinds_in_one_group_are_torchs(
 def test_a_layout_of_one_step_does_not_change_the_arithmetic_of_the_others(
     ours: Any, exact: Any, torchs: Any, updates: list[Segment]
 ) -> None:
-    """A gradient that lies otherwise than its parameter is torch's default implementation's, in that step alone."""
+    """torch's default implementation handles a gradient with other strides than its parameter, in that step only."""
     params = [nn.Parameter(randn(4, 6, seed=seed)) for seed in range(2)]
     beside = nn.Parameter(params[1].detach().clone())
     optimizer, reference = ours(params, lr=0.1), exact([beside], lr=0.1)
@@ -318,7 +318,7 @@ def test_a_state_of_another_model_raises_what_torchs_default_raises(
     assert updates == [], "the kernel saw nothing of a step that fails"
     for one, other in zip(params, plain_params, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert torch.equal(params[2], plain_params[2]), "neither has come to the last"
+    assert torch.equal(params[2], plain_params[2]), "neither has updated the last parameter"
 
 
 @both
@@ -355,7 +355,7 @@ def test_a_state_of_another_model_on_optimizer_copies(
 
 @both
 def test_a_weight_with_gaps_that_stays_where_it_lies_is_updated_right(ours: Any, exact: Any, torchs: Any) -> None:
-    """Its optimizer copy has no gaps. The memory between its elements belongs to somebody else."""
+    """Its optimizer copy has no gaps. The memory between the weight's elements belongs to other tensors."""
     around = randn(6, 12, seed=0).to(torch.bfloat16)
     before = around.clone()
     layer = nn.Linear(6, 6, bias=False, dtype=torch.bfloat16)

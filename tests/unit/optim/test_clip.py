@@ -26,7 +26,7 @@ def make_params(seed: int = 0) -> list[Tensor]:
 
 
 class ModelWithCopies:
-    """Stands for a RoundPipe model; iterating or asking it for parameters would give the wrong ones."""
+    """Has optim_parameters() like a RoundPipe model; its parameters() would be the wrong ones."""
 
     def __init__(self, copies: list[Tensor]) -> None:
         self.copies = copies

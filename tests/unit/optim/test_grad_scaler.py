@@ -78,7 +78,7 @@ def fill_grad(param: nn.Parameter, found_inf: bool) -> None:
 
 
 def stepper(scaler: GradScaler, found_inf: bool = False) -> Callable[[], Any]:
-    """A step_fn that steps a fresh optimizer whose gradients are, or are not, finite."""
+    """A step_fn that steps a new optimizer; `found_inf` decides whether its gradients are finite."""
     param, optimizer = make_sgd()
     fill_grad(param, found_inf)
     return lambda: scaler.step(optimizer)
@@ -747,7 +747,7 @@ def test_state_dicts_are_exchanged_with_torch() -> None:
     ours.update(7.0)
     ours.load_state_dict(torchs.state_dict())
     ours.update()
-    assert ours.get_scale() == 40.0  # the decision from before is gone
+    assert ours.get_scale() == 40.0  # the earlier decision was dropped
     assert ours.state_dict()["growth_interval"] == 9
     back = torch.amp.GradScaler("cpu")
     back.load_state_dict(ours.state_dict())

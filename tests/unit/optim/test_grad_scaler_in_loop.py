@@ -38,12 +38,12 @@ class Case:
 FINITE = Case(torch.float32, 64.0)
 ONE_INF = Case(torch.float32, 64.0, overflowing=(2,))
 TWO_INFS = Case(torch.float32, 64.0, overflowing=(0, 3))
-HALF = Case(torch.float16, 2.0**19)  # too large for float16 gradients: overflows by itself until it has shrunk
+HALF = Case(torch.float16, 2.0**19)  # too large for float16 gradients: overflows until it has shrunk
 
 
 @dataclass
 class History:
-    """What a run of the loop left behind, by iteration."""
+    """Everything that the loop computed, by iteration."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     loss_scales: list[set[float]] = field(default_factory=list)  # seen in loss_fn
@@ -179,7 +179,7 @@ class Reference:
                 param.copy_(master)
 
     def _compute_gradients(self, iteration: int, scale: float) -> None:
-        """Each call's microbatches are summed by autograd, then the call's sum goes onto the sum so far."""
+        """autograd sums the microbatches of each call, and the sum of the call is added to the sum so far."""
         totals: list[torch.Tensor] = []
         for call in range(NUM_CALLS):
             self.model.zero_grad()
@@ -197,7 +197,7 @@ class Reference:
             master.grad = total.float()
 
     def _step(self, scale: float) -> bool:
-        """Unscale, and step unless a gradient is not finite; returns whether one was not."""
+        """Unscale the gradients, and step if all are finite; returns whether one was not finite."""
         for master in self.masters:
             assert master.grad is not None
             master.grad.mul_(torch.tensor(1.0 / scale))
@@ -251,7 +251,7 @@ def test_the_usual_loop_on_two_devices(case: Case) -> None:
 
 
 def test_the_reference_shows_what_is_claimed() -> None:
-    """The cases do what they are for: a step is skipped, and an async scale follows one update later."""
+    """The cases test something: a step is skipped, and an async scale changes one update later."""
     sync = Reference(ONE_INF, False, False, clip=False).run()
     late = Reference(ONE_INF, True, True, clip=False).run()
     assert torch.equal(sync.masters[2], sync.masters[1])

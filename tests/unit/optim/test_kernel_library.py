@@ -14,7 +14,7 @@ import pytest
 
 from roundpipe.optim.native import library
 
-NOBODY = 54321  # a user that no system knows
+UNKNOWN_USER = 54321  # a user that no system knows
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can hand files to another user")
 
 # Loads the kernel without the one that was built with the package, and steps with it.
@@ -196,7 +196,7 @@ def test_a_file_that_others_can_write_to_is_compiled_again(cache: Path, made: Pa
 
 @as_root
 def test_the_folder_of_another_user_is_not_used(cache: Path, made: Path, loaded_from: list[Path]) -> None:
-    os.chown(cache, NOBODY, NOBODY)
+    os.chown(cache, UNKNOWN_USER, UNKNOWN_USER)
     loaded_from.clear()
     assert fresh_load() is not None
     assert loaded_from
@@ -205,7 +205,7 @@ def test_the_folder_of_another_user_is_not_used(cache: Path, made: Path, loaded_
 
 @as_root
 def test_the_file_of_another_user_is_compiled_again(cache: Path, made: Path) -> None:
-    os.chown(made, NOBODY, NOBODY)
+    os.chown(made, UNKNOWN_USER, UNKNOWN_USER)
     assert fresh_load() is not None
     assert made.stat().st_uid == os.geteuid()
 
@@ -214,7 +214,7 @@ def test_the_file_of_another_user_is_compiled_again(cache: Path, made: Path) -> 
 def test_a_link_to_the_folder_of_another_user_is_not_followed(cache: Path, made: Path, loaded_from: list[Path]) -> None:
     elsewhere = cache.rename(cache.with_name("elsewhere"))
     cache.symlink_to(elsewhere)
-    os.chown(elsewhere, NOBODY, NOBODY)
+    os.chown(elsewhere, UNKNOWN_USER, UNKNOWN_USER)
     loaded_from.clear()
     assert fresh_load() is not None
     assert elsewhere / made.name not in loaded_from
@@ -243,7 +243,7 @@ def test_a_relative_cache_is_not_used(
 @as_root
 def test_a_user_without_a_home_directory_has_the_kernel() -> None:
     """As in containers: HOME is not set, and the user is not in the password file."""
-    drop = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
+    drop = f"import os; os.setgroups([]); os.setgid({UNKNOWN_USER}); os.setuid({UNKNOWN_USER})"
     done = step_in_a_process({}, before=drop)
     assert done.stdout.split() == ["kernel"], done.stderr
 

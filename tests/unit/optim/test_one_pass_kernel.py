@@ -1,4 +1,4 @@
-"""The C kernel: one arithmetic bit for bit, for every size, precision, instruction set and number of threads."""
+"""The C kernel gives the same bits for every size, dtype, instruction set and number of threads."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_every_size_and_processor_rounds_weights_and_gradients_alike(
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_denormal_numbers_are_flushed_by_all_threads_or_by_none(num_threads: int) -> None:
-    """Threads that were started before the setting changed must follow the thread that brings the job."""
+    """Threads that were started before the setting changed must use the setting of the calling thread."""
     loaded = library.load()
     assert loaded is not None
     team = OnePassKernel(loaded, num_threads)
@@ -154,7 +154,7 @@ def test_factors_are_rounded_one_by_one(kernel: OnePassKernel) -> None:
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_every_low_precision_number_is_read_and_written_right(kernel: OnePassKernel, dtype: torch.dtype) -> None:
-    """With beta1 = 0 the first moment is the gradient; with lr = 0 the weight is the master, rounded."""
+    """With beta1 = 0 the first moment is the gradient. With lr = 0 the weight is the rounded master."""
     every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
     between = torch.cat([every.float(), torch.nextafter(every.float(), torch.tensor(float("inf")))])
     between = torch.cat([between, (between + between.roll(1)) / 2])

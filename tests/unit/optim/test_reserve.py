@@ -1,4 +1,4 @@
-"""Moments made ready when a model begins to train: the same numbers, and no memory for those who do not train."""
+"""Moments are allocated when a model begins to train: same numbers, and no memory for models that do not train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roundpipe.optim.state import Reserve
 from roundpipe.store import LayerUpdate, OptimizerCopy
 from roundpipe.store.host_memory import HUGE_PAGE_BYTES, make_pages_ready
 
-WIDTH = 1024  # a float32 copy of a square of it has two huge pages
+WIDTH = 1024  # a float32 copy of a WIDTH x WIDTH weight has two huge pages
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_the_first_step_uses_what_was_made_ready(model: RoundPipe, made_ready: l
     call(model)
     model.synchronize()
     addresses = {tensor.data_ptr() for tensor in made_ready}
-    assert all(tensor.nbytes >= HUGE_PAGE_BYTES for tensor in made_ready), "biases are not worth it"
+    assert all(tensor.nbytes >= HUGE_PAGE_BYTES for tensor in made_ready), "biases are too small for the reserve"
     model.step(lambda: optimizer.step(), is_async=False)
     moments = [
         value
@@ -64,7 +64,7 @@ def test_the_first_step_uses_what_was_made_ready(model: RoundPipe, made_ready: l
     assert len(moments) == 2 * (3 if amsgrad else 2)
     assert {moment.data_ptr() for moment in moments} <= addresses
     assert len({moment.data_ptr() for moment in moments}) == len(moments)
-    assert optimizer._reserve is None, "what was not needed is given back"
+    assert optimizer._reserve is None, "moments that were not needed are freed"
 
 
 def test_it_happens_once_and_changes_nothing(model: RoundPipe, made_ready: list[Tensor]) -> None:
@@ -91,7 +91,7 @@ def test_it_happens_once_and_changes_nothing(model: RoundPipe, made_ready: list[
 
 
 def test_states_are_in_the_order_of_parameters(model: RoundPipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although layers are updated as their gradients come, the last one first."""
+    """Although layers are updated as their gradients land, the last one first."""
     monkeypatch.setattr(LayerUpdate, "has_landed", False)
     optimizer = optim.Adam(list(model.optim_parameters()), lr=1e-3)
     step(model, optimizer)

@@ -1,4 +1,4 @@
-"""An optimizer's state is checked against the memory there is before the first of it is made."""
+"""An optimizer checks that its state fits into the available memory before it allocates any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roundpipe.store import host_memory
 
 WIDTH = 64
 NUM_PARAMETERS = 3 * WIDTH * WIDTH
-COPIES, MOMENTS = 2, 8  # bytes per parameter: the lower half of a float32 copy, and two float32 moments
+COPIES, MOMENTS = 2, 8  # bytes per parameter: the low half of a float32 copy, and two float32 moments
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_parameters_that_are_added_are_counted_when_they_come(
 
 
 def test_what_was_made_ready_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages are taken already, so that less is available."""
+    """Its pages are in use already, so that less memory is available."""
     width = 1024
     net = nn.Sequential(nn.Linear(width, width, bias=False)).to(torch.bfloat16)
     monkeypatch.setattr(reserve, "usable_cores", lambda: 16)

@@ -1,4 +1,4 @@
-"""Half-precision products on the host are those of float32, rounded once, however the matrix is cut."""
+"""FloatProducts gives half-precision products on the host computed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_products_are_rounded_once(
     assert torch.equal(found, (left.float() @ right.float()).to(dtype))
 
 
-def test_other_products_are_left_alone() -> None:
+def test_products_of_other_dtypes_are_unchanged() -> None:
     left, right = torch.randn(3, 4), torch.randn(4, 5)
     with FloatProducts():
         assert torch.equal(left @ right, torch.mm(left, right))
         assert (left.double() @ right.double()).dtype == torch.float64
 
 
-def test_a_backward_pass_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_pass_uses_float_products(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
     product = float_products._product
 

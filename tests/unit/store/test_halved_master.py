@@ -1,4 +1,4 @@
-"""A float32 number kept as a bfloat16 weight and 16 bits comes back with every bit, from the kernel and from Python."""
+"""Halved masters: joining the halves restores every bit of a float32 value, in the kernel and in Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roundpipe.optim.native.kernel import OnePassKernel, one_pass_kernel
 from roundpipe.store import master
 from roundpipe.store.master import HalvedMaster
 
-UPPERS = torch.arange(0, 0x10000, dtype=torch.int64)  # every sign, exponent and leading bits there are
+UPPERS = torch.arange(0, 0x10000, dtype=torch.int64)  # all high halves: every sign, exponent and leading bits
 LOWERS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
 
@@ -23,7 +23,7 @@ def kernel() -> OnePassKernel:
 
 
 def from_bits(bits: Tensor) -> Tensor:
-    """Of 64-bit numbers: those above 2**31 have the sign bit set."""
+    """float32 values from 64-bit integers in the range of 32 unsigned bits."""
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
@@ -32,7 +32,7 @@ def bits_of(values: Tensor) -> Tensor:
 
 
 def halved(values: Tensor, ties: int = 0) -> HalvedMaster:
-    """`ties`: what was in the bits before, which must not matter."""
+    """`values` as a halved master. `ties` fills the tie bits beforehand, which must not matter."""
     made = HalvedMaster(torch.empty_like(values, dtype=torch.bfloat16))
     made.ties.fill_(ties)
     kernel().halve(values, made)
@@ -57,13 +57,13 @@ def assert_comes_back(values: Tensor, ties: int = 0) -> None:
 @pytest.mark.parametrize("ties", [0x00, 0xFF, 0x5A])
 @pytest.mark.parametrize("lower", LOWERS, ids=hex)
 def test_every_upper_half_comes_back(lower: int, ties: int) -> None:
-    """Normal and subnormal numbers, zeros and infinities of both signs, NaNs; below, on and above the half way."""
+    """Normal and subnormal numbers, zeros and infinities of both signs, NaNs; rounded down, ties, rounded up."""
     assert_comes_back(from_bits((UPPERS << 16) | lower), ties)
 
 
 @pytest.mark.parametrize("upper", [0x0000, 0x8000, 0x3F80, 0x3F81, 0xBF80, 0x7F7F, 0xFF7F, 0x0001, 0x007F, 0x0080])
 def test_every_lower_half_comes_back(upper: int) -> None:
-    """Of zero and minus zero, one, the largest numbers, which round to infinity, and the smallest."""
+    """For zero and minus zero, one, the smallest numbers, and the largest ones, which round to infinity."""
     assert_comes_back(from_bits((upper << 16) | UPPERS))
 
 
@@ -73,7 +73,7 @@ def test_numbers_by_name() -> None:
 
 
 def assert_taken(values: Tensor) -> None:
-    """A value that was joined is split again without the kernel, from a weight that holds it rounded."""
+    """Values are halved again without the kernel, with a weight that holds them rounded."""
     made = HalvedMaster(halved(values).weight)
     weight = made.weight.clone()
     assert made.take(values)
@@ -103,13 +103,14 @@ def test_another_weight_than_the_rounded_value_is_noticed() -> None:
     for change in (-1, 1):
         made = HalvedMaster(values.to(torch.bfloat16))
         made.weight.view(torch.int16)[99] += change
-        low = made._low
+        before = dict(vars(made))
         assert not made.take(values)
-        assert made._low is low
+        assert vars(made).keys() == before.keys()
+        assert all(vars(made)[name] is before[name] for name in before), "nothing has changed"
 
 
-def test_a_nan_is_not_split_again() -> None:
-    """It would come back as another one."""
+def test_a_nan_is_not_halved_again() -> None:
+    """It would come back as a NaN with other bits."""
     values = torch.tensor([1.0, float("nan")])
     assert not HalvedMaster(values.to(torch.bfloat16)).take(from_bits(torch.tensor([0x3F800000, 0x7F800001])))
 
@@ -124,7 +125,7 @@ def test_a_nan_stays_one() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=70), st.integers(0, 255))
 def test_any_numbers_come_back(patterns: list[int], ties: int) -> None:
-    """Also where their number is no multiple of 8, or of a vector."""
+    """Also if their count is not a multiple of 8 or of a vector's length."""
     assert_comes_back(from_bits(torch.tensor(patterns)), ties)
 
 
@@ -136,7 +137,7 @@ def test_ties_at_the_ends_of_bytes_and_blocks(count: int) -> None:
 
 
 def test_the_two_ways_to_join_agree_on_anything() -> None:
-    """Also on bits that no split has made."""
+    """Also on bits that halving never produces."""
     made = HalvedMaster(torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16))
     generator = torch.Generator().manual_seed(1)
     made.low.copy_(torch.randint(-32768, 32768, (65536,), generator=generator))
@@ -150,10 +151,10 @@ def test_before_the_lower_bits_are_needed_the_value_is_the_weight() -> None:
     weight = torch.randn(3, 5).to(torch.bfloat16)
     made = HalvedMaster(weight)
     assert torch.equal(made.joined(), weight.float())
-    assert made._low is None
-    assert made._ties is None, "nobody has taken memory"
+    assert "low" not in vars(made)
+    assert "ties" not in vars(made), "no memory was allocated"
     assert int(made.low.count_nonzero()) == int(made.ties.count_nonzero()) == 0
-    assert torch.equal(made.joined(), weight.float()), "fresh bits say the same"
+    assert torch.equal(made.joined(), weight.float()), "new low halves give the same values"
 
 
 def test_what_it_becomes_has_nothing_of_what_it_was() -> None:

@@ -67,7 +67,7 @@ def test_a_host_buffer_is_exactly_as_large_as_asked(num_bytes: int) -> None:
     buffer.tensor.fill_(7)
     buffer.close()
     assert not pinner.pinned
-    assert int(buffer.tensor.min()) == 7  # closing unpins, it does not take the memory away
+    assert int(buffer.tensor.min()) == 7  # closing unpins the memory but does not free it
     buffer.close()
 
 
@@ -78,7 +78,7 @@ def test_an_empty_host_buffer_pins_nothing() -> None:
 
 
 def test_host_memory_of_a_buffer_is_what_was_asked_for() -> None:
-    """A power of two would be 128 MiB for these 65."""
+    """Not rounded up to a power of two, which would be 128 MiB for these 65."""
 
     def resident_bytes() -> int:
         with open("/proc/self/statm") as file:
@@ -103,7 +103,10 @@ def aligned_bytes(num_pages: int) -> torch.Tensor:
     ("bounds", "expected"),
     [
         ((0, 4 * PAGE), [(0, 4 * PAGE)]),  # whole pages
-        ((0, 3 * PAGE + 8), [(PAGE, 3 * PAGE)]),  # its first byte stays out, or a copy of it would begin inside
+        (
+            (0, 3 * PAGE + 8),
+            [(PAGE, 3 * PAGE)],
+        ),  # not from its first byte, or a copy of the whole would begin in registered memory
         ((8, 4 * PAGE), [(PAGE, 4 * PAGE)]),
         ((8, 3 * PAGE + 8), [(PAGE, 3 * PAGE)]),
         ((8, PAGE + 8), []),
@@ -148,7 +151,7 @@ def test_a_tensor_with_gaps_in_registered_memory_is_not_cut() -> None:
     assert pages.cuts(base[::2]) == ()
 
 
-def test_what_is_cut_arrives_whole() -> None:
+def test_copies_in_pieces_are_complete() -> None:
     """Transposed, channels-last and offset weights, copied in pieces, are the weights."""
     model = nn.Sequential(nn.Linear(300, 70), nn.Conv2d(40, 40, 3).to(memory_format=torch.channels_last))
     model[0].weight.data = torch.randn(300, 70).t()
@@ -184,7 +187,7 @@ def test_a_model_that_cannot_fit_is_refused_with_a_table_and_left_alone(monkeypa
 
 def test_frozen_parameters_need_neither_gradient_nor_optimizer_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).requires_grad_(False)
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 45_000)  # one layer while it moves
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 45_000)  # enough for one layer while it is moved
     RoundPipe(model, devices=["cpu"]).close()
 
 

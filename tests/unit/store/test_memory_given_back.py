@@ -1,4 +1,4 @@
-"""An optimizer copy that was looked at gives its memory back, and never while anything could still use it."""
+"""An optimizer copy whose values were read gives its memory back, and never while anything could still use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = (5, 8)
 
 
 def make(seed: int = 1) -> tuple[OptimizerCopy, Tensor]:
-    """A copy in the state a step leaves it in, and its value, which has bits below those of the weight, and ties."""
+    """A copy as a step leaves it, and its values, which have non-zero low halves and ties."""
     value = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
     value.view(torch.int32)[1] &= ~0xFFFF
     value.view(torch.int32)[1] |= 0x8000
@@ -96,7 +96,7 @@ def test_memory_stays_while_anything_shares_it(kind: str) -> None:
         made.rest_after_step()
         assert memory_of(made) == value.nbytes
     assert made.detach().data_ptr() == address
-    made.rest_after_step()  # ends the interval of that look
+    made.rest_after_step()  # ends the interval in which values were read
     del kept
     made.rest_after_step()
     assert memory_of(made) == 0
@@ -124,7 +124,7 @@ def test_writes_through_a_view_that_is_kept_count() -> None:
 
 
 def test_a_view_sees_what_a_step_writes() -> None:
-    """As a hook does that averages weights: the kernel writes into the memory that the view shows."""
+    """As in a hook that averages weights: the kernel writes into the memory that the view shares."""
     made, value = make()
     view = made.detach()
     made.rest_between_steps()
@@ -236,13 +236,13 @@ def test_memory_stays_while_another_thread_uses_it() -> None:
 
     def use() -> None:
         with torch.no_grad():
-            made.apply_(wait)  # returns nothing that shares memory, and takes as long as we like
+            made.apply_(wait)  # returns nothing that shares memory, and takes as long as the test wants
 
     user = threading.Thread(target=use, daemon=True)
     user.start()
     assert started.wait(WAIT_S)
     made.rest_between_steps()
-    made._was_looked_at = False
+    made._was_read = False
     made.rest_after_step()
     assert memory_of(made) == value.nbytes
     go_on.set()

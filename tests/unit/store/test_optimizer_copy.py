@@ -1,4 +1,4 @@
-"""The optimizer's copy of a parameter: a parameter like any other that takes no memory until somebody wants values."""
+"""The optimizer's copy of a parameter is an nn.Parameter that takes no memory until its values are needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(seed: int = 1) -> OptimizerCopy:
 
 
 def with_lower_bits(seed: int = 1) -> tuple[OptimizerCopy, Tensor]:
-    """A copy in the state an optimizer leaves it in, and its value."""
+    """A copy as an optimizer leaves it, and its values."""
     made = make()
     value = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
     kernel = one_pass_kernel()
@@ -45,7 +45,7 @@ def memory_of(made: OptimizerCopy) -> int:
 
 
 class Source:
-    """A gradient that is there, for the thread that made it."""
+    """A gradient that has landed, for the thread that made this object or for `thread`."""
 
     def __init__(self, tensor: Tensor | None, thread: int | None = None) -> None:
         self.tensor, self.thread = tensor, thread or threading.get_ident()
@@ -66,7 +66,7 @@ def gradient(seed: int = 5) -> Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-# Looking like a parameter.
+# Behaving like a parameter.
 
 
 def test_it_is_a_parameter() -> None:
@@ -227,7 +227,7 @@ def test_a_pickle_names_nothing_of_ours() -> None:
     assert type(pickle.loads(pickle.dumps(make()))) is nn.Parameter
 
 
-# Which copies are split.
+# Which copies are halved.
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_only_float32_copies_of_bfloat16_weights_do_without_memory(
     assert torch.equal(made, source.to(to))
     if not is_halved:
         source.zero_()
-        assert made.any(), "it has memory of its own"
+        assert made.any(), "it has memory for values"
 
 
 def test_a_copy_of_a_weight_with_gaps_has_memory() -> None:
@@ -283,7 +283,7 @@ def test_the_weight_is_written_elsewhere_and_the_value_moves_with_it() -> None:
     made.write_weight(new)
     assert torch.equal(new, value.to(torch.bfloat16))
     assert made.halves.weight is new
-    old.fill_(float("nan"))  # may be used for another version now
+    old.fill_(float("nan"))  # the memory may hold another version now
     assert memory_of(made) == 0
     assert torch.equal(made, value)
 
@@ -314,7 +314,7 @@ def test_what_the_user_writes_into_the_weight_is_the_value(has_memory: bool) -> 
 # Gradients.
 
 
-def test_a_gradient_is_made_a_tensor_when_it_is_asked_for() -> None:
+def test_a_gradient_becomes_a_tensor_when_it_is_read() -> None:
     made, source = make(), Source(gradient())
     made.begin_step(source)
     assert made.is_pending
@@ -325,7 +325,7 @@ def test_a_gradient_is_made_a_tensor_when_it_is_asked_for() -> None:
     assert (made.is_pending, source.releases) == (False, 1)
     assert made.low_gradient() is None
     made.end_step()
-    assert torch.equal(made.grad, gradient().float()), "nobody has cleared it"
+    assert torch.equal(made.grad, gradient().float()), "it was not cleared"
     assert memory_of(made) == 0
 
 
@@ -338,7 +338,7 @@ def test_factors_are_applied_one_by_one() -> None:
     made.begin_step(Source(gradient()))
     made.grad = None
     made.begin_step(Source(gradient()))
-    assert torch.equal(made.grad, gradient().float()), "of that step only"
+    assert torch.equal(made.grad, gradient().float()), "factors count in one step only"
 
 
 def test_what_was_not_cleared_is_added_to() -> None:
@@ -349,7 +349,7 @@ def test_what_was_not_cleared_is_added_to() -> None:
     assert torch.equal(made.grad, gradient().float() + gradient().float())
 
 
-def test_a_gradient_that_is_cleared_unseen_is_let_go() -> None:
+def test_a_gradient_that_is_cleared_unread_is_released() -> None:
     made, source = make(), Source(gradient())
     made.begin_step(source)
     made.grad = None
@@ -366,7 +366,7 @@ def test_a_parameter_without_a_gradient_has_none() -> None:
     made.end_step()
 
 
-def test_other_threads_do_not_see_a_gradient_on_its_way() -> None:
+def test_other_threads_do_not_see_a_pending_gradient() -> None:
     made, source = make(), Source(gradient(), thread=-1)
     made.begin_step(source)
     assert made.grad is None
@@ -376,17 +376,17 @@ def test_other_threads_do_not_see_a_gradient_on_its_way() -> None:
 # Threads.
 
 
-def test_nobody_takes_the_value_away_while_the_lock_is_held() -> None:
+def test_no_thread_joins_the_halves_while_the_lock_is_held() -> None:
     made, value = with_lower_bits()
     seen: list[Tensor] = []
     reader = threading.Thread(target=lambda: seen.append(made.sum().detach()), daemon=True)
     with made.lock:
         reader.start()
         reader.join(0.05)
-        assert reader.is_alive(), "it waits"
+        assert reader.is_alive(), "the reader waits for the lock"
         assert made.halves is not None
         assert memory_of(made) == 0
-        made.take_memory()  # whoever has the lock need not wait
+        made.take_memory()  # a thread that holds the lock need not wait
     reader.join(WAIT_S)
     assert torch.equal(seen[0], value.sum())
 

@@ -130,7 +130,7 @@ def test_the_newest_version_moves_over_the_older_ones() -> None:
 
 
 def test_versions_stay_where_they_are_while_an_upload_is_due() -> None:
-    """An upload that is due may have chosen the buffer it reads."""
+    """An upload that is due may already have chosen the buffer it reads."""
     slot = LayerSlot()
     write(slot, 1, BACK)
     slot.expect_uploads("call", 0, 1)
@@ -174,7 +174,7 @@ def test_a_cancelled_call_holds_nothing_up_but_its_copies_are_still_waited_for()
     assert slot.is_idle()
     assert slot.can_write(1, FRONT)
     assert slot.can_consume(0)
-    slot.upload_issued("call", 0, EVENT)  # it was on its way when the call failed
+    slot.upload_issued("call", 0, EVENT)  # queued when the call failed
     slot.landed("call", 0)
     assert slot.take_upload_events(FRONT) == [EVENT, EVENT]
 
@@ -193,7 +193,7 @@ def test_events_that_do_not_fit_are_bugs() -> None:
 
 
 class SlotAgainstModel(RuleBasedStateMachine):
-    """Any legal sequence of events, against plain lists of what is due and of what the two memories hold."""
+    """Any legal sequence of events, compared with plain lists of what is due and of what the two buffers hold."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What LayerStore adds to the slots' rules: real memory is written only when nobody reads it, whatever fails."""
+"""LayerStore applies the slots' rules to memory: weights are written only when no upload reads them, despite errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_S = 30.0
 
 
 class Copy:
-    """An upload's event: passes, or fails, when told to."""
+    """The event of an upload, which passes or fails when the test sets `ran`."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.ran, self.waited = threading.Event(), threading.Event()
@@ -66,7 +66,7 @@ def test_weights_are_overwritten_only_after_uploads_have_run() -> None:
     publisher.join(WAIT_S)
     assert all((w == 7.0).all() for w in weights(store, 0))
     assert store.weights.can_upload(0, 1)
-    assert store.weights.can_upload(1, 0), "the other layer is on its own"
+    assert store.weights.can_upload(1, 0), "the other layer is not affected"
 
 
 def test_an_upload_that_failed_holds_nobody_up_and_is_told() -> None:

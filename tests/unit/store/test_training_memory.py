@@ -1,4 +1,4 @@
-"""What training takes in host memory is known, row by row, before a byte of it is taken."""
+"""The host memory that training needs is computed, row by row, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def let_be_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: num_bytes)
 
 
-# The rows. The numbers are the bytes per parameter in the README's table.
+# The rows. The numbers are the bytes per parameter of the table in the README.
 
 
 @pytest.mark.parametrize(
     ("dtype", "optim_dtype", "gradients", "copies", "state", "second"),
     [
-        (BF16, F32, 2, 2, 8, 2),  # a float32 copy has its upper half in common with the weight
+        (BF16, F32, 2, 2, 8, 2),  # a float32 copy shares its high halves with the weight
         (BF16, None, 2, 2, 4, 2),
         (F32, None, 4, 4, 8, 4),
         (F32, F32, 4, 4, 8, 4),
@@ -61,7 +61,7 @@ def test_bytes_per_parameter(
         "gradients": gradients,
         "optimizer copies": copies,
         "optimizer state (Adam)": state,
-        "weights while they move": 0,  # it is less than what training takes later
+        "weights while they move": 0,  # less than what training allocates later
         SECOND_WEIGHTS: second,
     }
 
@@ -105,7 +105,7 @@ def test_buffers_are_counted() -> None:
 
 @pytest.mark.parametrize(("mode", "trains", "factor"), [("alloc", False, 1), ("off", False, 0), ("off", True, 1)])
 def test_weights_mapped_from_a_file(tmp_path: Path, mode: str, trains: bool, factor: int) -> None:
-    """They take memory when they are copied or trained, and none when they are read where they are."""
+    """They need memory when they are copied or trained, and none when they are read in place."""
     torch.save(network().state_dict(), tmp_path / "weights.pt")
     model = network(device="meta")
     model.load_state_dict(torch.load(tmp_path / "weights.pt", mmap=True), assign=True)
@@ -117,7 +117,7 @@ def test_weights_mapped_from_a_file(tmp_path: Path, mode: str, trains: bool, fac
 
 # Wrapping.
 
-ALL_EXACT = 2 + 2 + 8  # bytes per parameter: gradients, optimizer copies, moments; the weights are there
+ALL_EXACT = 2 + 2 + 8  # bytes per parameter: gradients, optimizer copies, moments; weights are in memory already
 ALL_ASYNC = ALL_EXACT + 2
 
 
@@ -153,7 +153,7 @@ def test_async_steps_that_do_not_fit_are_warned_of(
 
 
 def test_second_weights_are_checked_for_all_layers_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer alone would fit, and what one takes is not missing yet when the next one looks."""
+    """Each layer alone would fit, and memory that one layer allocates still counts as available for the next."""
     with RoundPipe(network(F32), devices=DEVICES) as model:
         optimizer = optim.Adam(model.optim_parameters())
         train(model, F32)

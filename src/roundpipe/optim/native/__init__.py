@@ -1,1 +1,1 @@
-"""The one-pass optimizer kernel: C source, its library, and what calls it."""
+"""The one-pass optimizer kernel: its C source, the loader of the compiled library, and the Python interface."""

@@ -94,81 +94,90 @@ class AdamRule:
 
 
 _Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]  # dtype, shape, strides
+_Forms = tuple[_Form, _Form, _Form | None]  # of master, gradient and weight
 
 
 @dataclasses.dataclass
 class Segment:
     """The tensors of one parameter: dense, of one shape, with their elements in one order in memory.
 
-    A segment may serve several steps: `renew` gives it what differs in the next step, without another check.
+    A segment may serve several steps: between two steps `forget_memory` drops all tensors but the moments, and `renew`
+    brings those of the next step without another check.
     """
 
-    master: torch.Tensor | HalvedMaster
-    gradient: torch.Tensor | None  # None only between two steps
+    master: torch.Tensor | HalvedMaster | None
+    gradient: torch.Tensor | None
     first: torch.Tensor  # moments
     second: torch.Tensor
     largest: torch.Tensor | None  # of the second moment, for amsgrad
     weight: torch.Tensor | None  # where the rounded result is written, if anywhere
     rule: AdamRule
     _packed: _Segment | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
-    _forms: tuple[_Form, _Form | None] | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    _forms: _Forms | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def packed(self) -> _Segment:
         """The segment as the kernel reads it. The first call raises RuntimeError if the tensors do not match."""
         if self._packed is None:
             _check(self)
+            assert self.master is not None
             assert self.gradient is not None
-            whole = self.master if isinstance(self.master, torch.Tensor) else None
-            self._forms = _form(self.gradient), None if self.weight is None else _form(self.weight)
-            self._packed = _Segment(
-                master=_address(whole),
-                weight=_address(self.weight),
-                gradient=self.gradient.data_ptr(),
+            packed = _Segment(
                 first=self.first.data_ptr(),
                 second=self.second.data_ptr(),
-                largest=_address(self.largest),
+                largest=None if self.largest is None else self.largest.data_ptr(),
                 count=self.gradient.numel(),
                 weight_precision=0 if self.weight is None else _PRECISIONS[self.weight.dtype],
                 gradient_precision=_PRECISIONS[self.gradient.dtype],
-                rule=self.rule.packed,
             )
-            self._pack_halves(self._packed)
+            self._forms = _forms(self.master, self.gradient, self.weight)
+            self._pack(packed, self.master, self.gradient, self.weight, self.rule)
+        assert self._packed is not None
         return self._packed
 
     def renew(
         self, master: torch.Tensor | HalvedMaster, gradient: torch.Tensor, weight: torch.Tensor | None, rule: AdamRule
     ) -> bool:
-        """Prepare the segment for another step with the same moments. Returns False if it takes a new segment.
+        """Prepare the segment for another step with the same moments. Returns False if that takes a new segment.
 
-        Gradient and weight may lie in other memory than before, in the same form.
+        The tensors may lie in other memory than before, in the same form.
         """
-        packed, forms = self._packed, self._forms
-        if packed is None or master is not self.master:
+        if self._packed is None or self._forms != _forms(master, gradient, weight):
             return False
-        if forms != (_form(gradient), None if weight is None else _form(weight)):
-            return False
-        self.gradient, self.weight, self.rule = gradient, weight, rule
-        packed.gradient, packed.weight, packed.rule = gradient.data_ptr(), _address(weight), rule.packed
-        self._pack_halves(packed)
+        self.master, self.gradient, self.weight, self.rule = master, gradient, weight, rule
+        self._pack(self._packed, master, gradient, weight, rule)
         return True
 
     def forget_memory(self) -> None:
-        """Drop gradient and weight: a segment that is kept for the next step must not keep a model's memory alive."""
-        self.gradient = self.weight = None
+        """Drop references to the model's memory: a segment that is kept must not keep the memory alive."""
+        self.master = self.gradient = self.weight = None
 
-    def _pack_halves(self, packed: _Segment) -> None:
-        master = self.master
+    def _pack(
+        self,
+        packed: _Segment,
+        master: torch.Tensor | HalvedMaster,
+        gradient: torch.Tensor,
+        weight: torch.Tensor | None,
+        rule: AdamRule,
+    ) -> None:
+        """Write what differs between two steps."""
         if isinstance(master, HalvedMaster):
             packed.old_weight = master.weight.data_ptr()
             packed.low, packed.ties = master.low.data_ptr(), master.ties.data_ptr()
+        else:
+            packed.master = master.data_ptr()
+        packed.gradient, packed.rule = gradient.data_ptr(), rule.packed
+        packed.weight = None if weight is None else weight.data_ptr()
+        self._packed = packed
 
 
-def _form(tensor: torch.Tensor) -> _Form:
-    return tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _forms(master: torch.Tensor | HalvedMaster, gradient: torch.Tensor, weight: torch.Tensor | None) -> _Forms:
+    """Halved masters differ from others by their dtype."""
+    whole = master.weight if isinstance(master, HalvedMaster) else master
+    return (
+        (whole.dtype, whole.shape, whole.stride()),
+        (gradient.dtype, gradient.shape, gradient.stride()),
+        None if weight is None else (weight.dtype, weight.shape, weight.stride()),
+    )
 
 
 def can_read(tensor: torch.Tensor) -> bool:
@@ -193,6 +202,7 @@ class OnePassKernel:
     def adam(self, segments: Sequence[Segment]) -> None:
         """Update all segments in one call of the team. Raises RuntimeError, updating none, if tensors do not match."""
         packed = (_Segment * len(segments))(*[segment.packed() for segment in segments])
+        # ctypes releases the interpreter lock during the call; `packed` and the tensors stay alive until it returns.
         start_s = time.perf_counter()
         self._adam(self._team, packed, len(segments))
         _rate.note(sum(struct.count for struct in packed), time.perf_counter() - start_s)
@@ -235,17 +245,13 @@ def _check(segment: Segment) -> None:
         _check_halves(master, segment.gradient, tuple(_PRECISIONS))
         whole = master.weight
     else:
-        _require("master", master, torch.float32)
-        whole = master
-    _require("gradient", segment.gradient, *_PRECISIONS)
-    tensors = [whole, *([] if segment.gradient is None else [segment.gradient])]
-    for moment in (segment.first, segment.second, segment.largest):
-        if moment is not None:
-            _require("moment", moment, torch.float32)
-            tensors.append(moment)
+        whole = _require("master", master, torch.float32)
+    tensors = [whole, _require("gradient", segment.gradient, *_PRECISIONS)]
+    tensors += [_require("moment", moment, torch.float32) for moment in (segment.first, segment.second)]
+    if segment.largest is not None:
+        tensors.append(_require("moment", segment.largest, torch.float32))
     if segment.weight is not None:
-        _require("weight", segment.weight, *_PRECISIONS)
-        tensors.append(segment.weight)
+        tensors.append(_require("weight", segment.weight, *_PRECISIONS))
     _require_one_layout(tensors)
 
 
@@ -253,8 +259,7 @@ def _check_halves(
     halves: HalvedMaster, values: torch.Tensor | None, precisions: Sequence[torch.dtype] = (torch.float32,)
 ) -> None:
     """Raise RuntimeError unless `values` and the halves describe the same elements."""
-    _require("values", values, *precisions)
-    assert values is not None
+    values = _require("values", values, *precisions)
     _require("weight", halves.weight, torch.bfloat16)
     _require("low", halves.low, torch.int16, torch.uint16)
     _require("ties", halves.ties, torch.uint8)
@@ -265,12 +270,14 @@ def _check_halves(
             raise RuntimeError(f"{name} of a halved master needs {needed} elements, got {_described(flat)}.")
 
 
-def _require(name: str, tensor: torch.Tensor | None, *precisions: torch.dtype) -> None:
+def _require(name: str, tensor: torch.Tensor | None, *precisions: torch.dtype) -> torch.Tensor:
+    """The tensor; raises RuntimeError unless it is in host memory and has one of the dtypes."""
     if tensor is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise RuntimeError(f"the Adam kernel needs a strided CPU tensor as {name}, got {_described(tensor)}.")
     if tensor.dtype not in precisions:
         names = " or ".join(str(precision) for precision in precisions)
         raise RuntimeError(f"the Adam kernel needs {name} in {names}, got {_described(tensor)}.")
+    return tensor
 
 
 def _require_one_layout(tensors: Sequence[torch.Tensor]) -> None:
@@ -330,7 +337,7 @@ def _num_threads() -> int:
     asked = os.environ.get(_THREADS_VARIABLE)
     if asked:
         if not asked.isdigit() or int(asked) < 1:
-            raise ValueError(f"{_THREADS_VARIABLE}={asked!r} is no number of threads; give 1 or more, or unset it.")
+            raise ValueError(f"{_THREADS_VARIABLE}={asked!r} is not a number of threads; give 1 or more, or unset it.")
         return int(asked)
     cores = usable_cores()
     return cores - _CORES_FOR_LAUNCHES if cores > 2 * _CORES_FOR_LAUNCHES else cores

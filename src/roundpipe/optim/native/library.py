@@ -1,12 +1,12 @@
-"""Finds the compiled kernel, or compiles it.
+"""Loads the compiled kernel, or compiles it.
 
-Asked once per process, when an optimizer first steps. The library was built with the package, or is compiled into the
-user's cache, once for every version of the source. Where neither works the caller does without.
+The library was built with the package, or is compiled into the user's cache, once for every version of the source. If
+neither works there is no kernel and the optimizers use torch.
 
-[Note: what may be loaded] Loading a library runs its code. A library from the cache is loaded only if folder and file
-belong to this user, no other user can write to them, and the content has the checksum that the name tells. It is loaded
-through the folder's descriptor by which it was checked. Without such a folder the library is compiled into a temporary
-one, which is removed after loading.
+[Note: what may be loaded] Loading a library runs its code. A library in the cache is loaded only if folder and file
+belong to this user, no other user can write to them, and the content has the checksum that is part of the name. It is
+loaded through the descriptor of the folder in which it was checked. If there is no such folder, the library is compiled
+into a temporary folder, which is removed after loading.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("roundpipe")
 
 SOURCE = Path(__file__).with_name("one_pass_adam.c")
 _SOURCES = (SOURCE, SOURCE.with_name("adam_block.h"))
-# Optimized, but every operation rounded by itself: no flag may change what comes out.
+# Optimized, but every operation is rounded separately: flags must not change results.
 COMPILE_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S = 120.0
@@ -39,7 +39,7 @@ _COMPILE_S = 120.0
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library; None, and one line in the log, where there is none and none can be made."""
+    """The library; None, with a warning in the log, if there is none and it cannot be compiled."""
     try:
         for path in _built_with_the_package():
             try:
@@ -50,18 +50,19 @@ def load() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "Adam runs without its one-pass kernel, about half as fast and with more memory: %s. "
-            "A C compiler (cc) is all it needs.",
+            "It only needs a C compiler (cc).",
             _reason(error),
         )
         return None
 
 
 def built_name() -> str:
-    """Of the library that setup.py builds. It tells the source, so one of another source is never found."""
+    """The name of the library that setup.py builds. It contains a digest, so a library of other source is not found."""
     return f"_one_pass_adam_{_digest()}"
 
 
 def _built_with_the_package() -> Iterator[Path]:
+    """Libraries of the current source beside it; at most one in practice."""
     name = built_name()
     candidates = (SOURCE.with_name(name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return (path for path in candidates if path.exists())
@@ -72,6 +73,7 @@ class _UnsoundError(OSError):
 
 
 def _cached_or_compiled() -> ctypes.CDLL:
+    """Load the library from the cache; else compile it into the cache, or into a temporary folder."""
     if os.name != "posix":
         raise OSError("it needs POSIX threads")
     cache = _cache_folder()
@@ -89,7 +91,8 @@ def _name_without_checksum() -> str:
 
 
 def _cached(cache: Path) -> ctypes.CDLL | None:
-    """The first library in the cache that may be loaded and can be; those that may not be loaded are removed."""
+    """The first library in the cache that passes the checks and can be loaded. Removes those that fail the checks."""
+    # The name contains the digest of the source, so libraries of other versions are not considered.
     for path in sorted(cache.glob(f"{_name_without_checksum()}-*.so")):
         try:
             return _load_checked(path)
@@ -101,6 +104,7 @@ def _cached(cache: Path) -> ctypes.CDLL | None:
 
 
 def _load_checked(path: Path) -> ctypes.CDLL:
+    """Load a library after the checks of [Note: what may be loaded]; raises _UnsoundError if one fails."""
     with _opened(path.parent, os.O_DIRECTORY) as folder, _opened(path.name, os.O_NOFOLLOW, folder) as file:
         if not _is_private(os.fstat(folder)) or not _is_private(os.fstat(file)):
             raise _UnsoundError("it belongs to another user, or others can write to it")
@@ -110,12 +114,13 @@ def _load_checked(path: Path) -> ctypes.CDLL:
             checksum = hashlib.sha256(content.read()).hexdigest()
         if path.name != f"{_name_without_checksum()}-{checksum}.so":
             raise _UnsoundError("its content does not have the checksum in its name")
-        in_folder = f"/proc/self/fd/{folder}/{path.name}"  # also if the path leads to another folder by now
+        in_folder = f"/proc/self/fd/{folder}/{path.name}"  # the path may lead to another folder by now
         return ctypes.CDLL(in_folder if os.path.exists(in_folder) else str(path))
 
 
 @contextlib.contextmanager
 def _opened(path: str | Path, flag: int, folder: int | None = None) -> Iterator[int]:
+    """A descriptor for reading a file or folder; `folder` is the descriptor that a relative path starts from."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag, dir_fd=folder)
     try:
         yield descriptor
@@ -124,18 +129,18 @@ def _opened(path: str | Path, flag: int, folder: int | None = None) -> Iterator[
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """Whether this user owns it and is the only one who can write to it (root aside)."""
+    """Whether this user owns a file and no other user except root can write to it."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _digest() -> str:
-    """Of all that decides what the kernel does: its source and how it is compiled."""
+    """A digest of everything that determines what the kernel does: the source and the compiler flags."""
     text = b"".join(source.read_bytes() for source in _SOURCES)
     return hashlib.sha256(text + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
 
 
 def _compiled(folder: Path) -> ctypes.CDLL:
-    """Compile into `folder` and load. The file gets its name when it is complete: processes never see half of it."""
+    """Compile into `folder` and load. The file gets its final name when it is complete, so no process loads a part."""
     compiler = os.environ.get("CC") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise OSError("there is no C compiler")
@@ -143,13 +148,13 @@ def _compiled(folder: Path) -> ctypes.CDLL:
         made = Path(directory) / "made.so"
         command = [*compiler.split(), *COMPILE_FLAGS, "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
-        made.chmod(0o600)  # whatever the umask is
+        made.chmod(0o600)  # regardless of the umask
         checksum = hashlib.sha256(made.read_bytes()).hexdigest()
         return _load_checked(made.replace(folder / f"{_name_without_checksum()}-{checksum}.so"))
 
 
 def _cache_folder() -> Path | None:
-    """The user's cache, made if need be; None if there is none that only this user can write to."""
+    """The user's cache folder, created if it is missing; None if other users can write to it or it cannot be made."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -161,6 +166,7 @@ def _cache_folder() -> Path | None:
 
 
 def _reason(error: Exception) -> str:
+    """The error as text for the log; for a compiler the end of its output."""
     if isinstance(error, subprocess.CalledProcessError):
         return f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
     return str(error)
