@@ -68,8 +68,8 @@ STREAMS = [
     mutant(
         "a download of gradients does not wait for compute",
         "runtime/transfer.py",
-        "device.poison(host, stream)\n        device.stream_wait(stream, device.record(StreamKind.COMPUTE))",
-        "device.poison(host, stream)",
+        "device.stream_wait(stream, device.record(StreamKind.COMPUTE))\n        device.copy(host, gradients, stream)",
+        "device.copy(host, gradients, stream)",
         STAGE,
         GRADIENTS,
     ),
@@ -247,8 +247,8 @@ GRADIENT_SUMS = [
     mutant(
         "the gradients of one layer never land",
         "runtime/run.py",
-        "for i in task.layers if self.recall.settings[i].trains)",
-        "for i in task.layers if i and self.recall.settings[i].trains)",
+        "for i in task.layers if settings[i].trains)",
+        "for i in task.layers if i and settings[i].trains)",
         STAGE,
     ),
     mutant(
@@ -275,8 +275,8 @@ GRADIENT_SUMS = [
     mutant(
         "gradients of a cancelled run are added",
         "store/gradients.py",
-        "            if cancelled():\n                return\n",
-        "",
+        "if cancelled():",
+        "if False:",
         GRADIENTS,
     ),
     mutant(
@@ -371,15 +371,15 @@ RECOMPUTATION = [
     mutant(
         "recomputation draws other random numbers",
         "runtime/stage.py",
-        "is_new=is_recomputed and not recall.preserve_rng_state",
-        "is_new=is_recomputed",
+        "is_new = is_recomputed and not recall.preserve_rng_state",
+        "is_new = is_recomputed",
         f"{RANDOM}::test_recomputation_draws_what_forward_drew",
     ),
     mutant(
         "all microbatches draw the same random numbers",
         "runtime/rng.py",
-        "mixed(layer_state, microbatch, int(is_new))",
-        "mixed(layer_state, 0, int(is_new))",
+        "for part in (layer_id, microbatch, int(is_new)):",
+        "for part in (layer_id, 0, int(is_new)):",
         f"{RANDOM}::test_calls_layers_and_microbatches_draw_differently",
     ),
     mutant(
@@ -392,14 +392,14 @@ RECOMPUTATION = [
     ),
     mutant(
         "recomputation writes buffers again",
-        "runtime/buffers.py",
+        "runtime/mailbox.py",
         "if not replica.record.buffers or phase is LayerPhase.RECOMPUTE:",
         "if not replica.record.buffers:",
         BUFFERS,
     ),
     mutant(
         "recomputation sees buffers as later microbatches left them",
-        "runtime/buffers.py",
+        "runtime/mailbox.py",
         "replica.set_buffers(self._as_forward_saw_them(layer_id, microbatch))",
         "pass",
         BUFFERS,
@@ -454,8 +454,8 @@ FAILING = [
     mutant(
         "a task does not see that its run has failed",
         "runtime/run.py",
-        "        if self.failed:\n            raise RunCancelled",
-        "        pass",
+        "            raise RunCancelled\n",
+        "            pass\n",
         STAGE,
         WEIGHTS,
     ),
@@ -544,7 +544,7 @@ OPTIMIZER = [
     mutant(
         "Adam does not count its steps",
         "optim/adam.py",
-        'torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in copies], 1)',
+        'torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in ready], 1)',
         "pass",
         f"{ONE_PASS}::test_a_bfloat16_model_with_our_optimizer",
     ),

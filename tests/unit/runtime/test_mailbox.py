@@ -7,14 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from recorded_runs import NUM_MICROBATCH, Recorder, batch, held_call, train
-from roundpipe.runtime.values import Bundle
 from torch import Tensor
 
 from roundpipe import RoundPipe
 from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.runtime.mailbox import Losses, StageMail
 from roundpipe.runtime.run import Place, Run
-from roundpipe.runtime.transfer import Transfer
+from roundpipe.runtime.transfer import Bundle, Transfer
 
 MakeModel = Callable[..., RoundPipe]
 F0, FB1, B2 = 0, 1, 2
