@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from helpers_parity import add_grads, assert_same, take_grads
 from helpers_split import Block, SplitModels, Toy, assert_same_training, own_loss, recomputing, rows
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.devices.random import HostRandomStream
-from roundpipe.runtime.rng import draw_call_seed, stream_seed
+from roundpipe.runtime.rng import HostRandomStream, draw_call_seed, stream_seed
 
 NUM_MICROBATCH = 3
 SEED = 9

@@ -41,7 +41,7 @@ from roundpipe.api.calls import unwrapped
 from roundpipe.config import LossReduction, ResolvedRunConfig
 from roundpipe.errors import ConfigError, ModelSplitError
 from roundpipe.microbatch import MicrobatchInputs
-from roundpipe.microbatch.loss_shares import LossShares, Shares
+from roundpipe.microbatch.split import LossShares, Shares
 from roundpipe.split.calibrate import fresh, private_copy
 from roundpipe.split.determinism import OUT_OF_MEMORY, WithoutDropout
 from roundpipe.split.layers import KEEPS_LOGITS

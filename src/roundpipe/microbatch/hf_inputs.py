@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from roundpipe.errors import SplitError
+from roundpipe.microbatch.specs import leaves_with_path, shown
 from roundpipe.microbatch.split import CountedSplit, Rule, RuledTree, even_sizes
-from roundpipe.microbatch.tree import leaves_with_path, shown
 
 __all__ = ["ModelInputSplit", "split_model_inputs"]
 

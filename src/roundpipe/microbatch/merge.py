@@ -27,17 +27,22 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.errors import MergeError
-from roundpipe.microbatch.loss_shares import LossShares, weighted
 from roundpipe.microbatch.packed import ArrivalEvent, RoundPipePackedData
 from roundpipe.microbatch.specs import (
+    Node,
     check_merge_output,
+    children_as_spec,
+    children_if_alike,
     is_chunk,
     is_custom_function,
     is_reducer,
     is_replicate,
     noting_function,
+    open_node,
+    outline,
+    shown,
 )
-from roundpipe.microbatch.tree import Node, children_as_spec, children_if_alike, open_node, outline, shown
+from roundpipe.microbatch.split import LossShares, weighted
 
 if TYPE_CHECKING:
     from roundpipe.microbatch.specs import Reducer

@@ -5,10 +5,9 @@ memory, simulator, search.
 """
 
 from roundpipe.plan.cost import CostModel, LayerCost, ModelProfile, Phase
-from roundpipe.plan.execute_plan import ModelExecutePlan, RunType
-from roundpipe.plan.schedule import StageTask, TaskKind, build_schedule, deal
+from roundpipe.plan.execute_plan import ModelExecutePlan, RunType, StageTask, TaskKind, build_schedule, deal
+from roundpipe.plan.predict import simulate
 from roundpipe.plan.search import choose_exact_plan, choose_plan
-from roundpipe.plan.simulator import simulate
 
 __all__ = [
     "CostModel",

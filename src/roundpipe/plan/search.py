@@ -19,11 +19,9 @@ from functools import partial
 from typing import assert_never
 
 from roundpipe.plan.cost import LayerCost, ModelProfile
-from roundpipe.plan.execute_plan import ModelExecutePlan, RunType
-from roundpipe.plan.memory import Grain, StageMemory
+from roundpipe.plan.execute_plan import ModelExecutePlan, RunType, StageTask, TaskKind, number_tasks
 from roundpipe.plan.partition import KindPacker, Partition, PassPacker, single_layers, tightest
-from roundpipe.plan.schedule import StageTask, TaskKind, number_tasks
-from roundpipe.plan.simulator import steady_step_s
+from roundpipe.plan.predict import Grain, StageMemory, steady_step_s
 
 # Predictions within this relative distance count as equal. Fewer tasks then win, because each task has an overhead.
 TIE = 0.01

@@ -25,15 +25,14 @@ import torch
 from roundpipe.config import RecomputeGrain
 from roundpipe.context import LayerPhase, LayerRun, within_iteration
 from roundpipe.devices import Device, Mark, StreamKind
-from roundpipe.devices.random import HostRandomStream, ProcessRandomStream, route_shared_generators
 from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
-from roundpipe.microbatch.loss_shares import own_loss, weighted
+from roundpipe.microbatch.split import own_loss, weighted
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, StageGraph, stays_on_device, tensors_in
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
 from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
 from roundpipe.runtime.replica import Behaviour, Replica
-from roundpipe.runtime.rng import stream_seed
+from roundpipe.runtime.rng import HostRandomStream, ProcessRandomStream, route_shared_generators, stream_seed
 from roundpipe.runtime.run import Began, LayerProfiler, Place, Run, TaskSpan
 from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Transfer
 from roundpipe.runtime.weights import LayerImages

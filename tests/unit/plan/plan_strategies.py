@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe.plan import LayerCost, ModelProfile, RunType
-from roundpipe.plan.memory import StageMemory
+from roundpipe.plan.predict import StageMemory
 
 seconds = st.integers(1, 20).map(float)
 sizes = st.integers(0, 1000)

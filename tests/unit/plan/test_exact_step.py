@@ -8,8 +8,8 @@ from plan_strategies import for_all, grains, layer_costs, peak_bytes
 
 from helpers_plans import legal_plans
 from roundpipe.plan import LayerCost, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_exact_plan
-from roundpipe.plan.memory import StageMemory
 from roundpipe.plan.partition import single_layers
+from roundpipe.plan.predict import StageMemory
 from roundpipe.plan.search import best_tail, exact_step_s
 
 EQUAL = (LayerCost(1.0, 1.0, 2.0),) * 4

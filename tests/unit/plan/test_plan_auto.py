@@ -12,7 +12,7 @@ from plan_strategies import FakeModel, equal_layers, for_all, layer_costs, profi
 from helpers_plans import legal_plans
 from roundpipe.errors import ArgumentTypeError, ConfigError, PlanError
 from roundpipe.plan import LayerCost, ModelExecutePlan, ModelProfile, RunType, TaskKind, build_schedule
-from roundpipe.plan.simulator import task_seconds
+from roundpipe.plan.predict import task_seconds
 
 GB = 10**9
 

@@ -10,8 +10,8 @@ from plan_strategies import equal_layers, for_all, grains, layer_costs, peak_byt
 
 from helpers_plans import legal_plans
 from roundpipe.plan import LayerCost, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_plan
+from roundpipe.plan.predict import steady_step_s
 from roundpipe.plan.search import TIE
-from roundpipe.plan.simulator import steady_step_s
 
 
 def passes(plan, run_type):

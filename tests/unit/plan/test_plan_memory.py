@@ -8,7 +8,7 @@ from plan_strategies import for_all, grains, layer_costs, peak_bytes
 
 from helpers_plans import legal_plans
 from roundpipe.plan import LayerCost, ModelExecutePlan, RunType, TaskKind, build_schedule
-from roundpipe.plan.memory import StageMemory
+from roundpipe.plan.predict import StageMemory
 
 COSTS = [LayerCost(1, 1, 1, 10**layer, 2 * 10**layer, 3 * 10**layer, 4 * 10**layer) for layer in range(4)]
 

@@ -19,7 +19,7 @@ from roundpipe.plan import (
     simulate,
 )
 from roundpipe.plan.cost import ModelProfile
-from roundpipe.plan.simulator import steady_step_s, task_seconds
+from roundpipe.plan.predict import steady_step_s, task_seconds
 
 COSTS = [LayerCost(1.0, 10.0, 100.0), LayerCost(2.0, 20.0, 200.0)]
 

@@ -11,8 +11,8 @@ from random import random as imported_random
 import numpy as np
 import pytest
 
-from roundpipe.devices import random as process_random
-from roundpipe.devices.random import ProcessRandomStream, route_shared_generators
+from roundpipe.runtime import rng as process_random
+from roundpipe.runtime.rng import ProcessRandomStream, route_shared_generators
 
 
 @pytest.fixture(autouse=True)

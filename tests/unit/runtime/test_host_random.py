@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe.devices.random import HostRandomStream
 from roundpipe.errors import UsageError
+from roundpipe.runtime.rng import HostRandomStream
 
 X = torch.linspace(0.1, 0.9, 24).reshape(4, 6)
 DRAWS: dict[str, Callable[[], Any]] = {
