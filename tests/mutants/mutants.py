@@ -1,11 +1,12 @@
 """The deliberate faults: where each is put, and the tests that must fail with it.
 
-`old` must be in the file exactly once. Keep it short, so that it survives changes around it. Name the fastest tests
+`old` must be in the source exactly once. Keep it short, so that it survives changes around it. Name the fastest tests
 that notice the fault.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 RUNTIME = "tests/unit/runtime/"
@@ -25,10 +26,27 @@ OVERLAP, CALLS = "tests/faults/test_step_overlap.py", "tests/faults/test_overlap
 
 class Mutant(NamedTuple):
     name: str
-    file: str  # below src/roundpipe
+    file: str  # below src/roundpipe, as a hint: a text that has moved is found where it is now
     old: str
     new: str
     tests: tuple[str, ...]
+
+    def place(self, package: Path) -> Path:
+        """The file of the package that has the text, exactly once."""
+        hinted = package / self.file
+        counts = {path: path.read_text(encoding="utf-8").count(self.old) for path in sorted(package.rglob("*.py"))}
+        if counts.get(hinted) == 1:
+            return hinted
+        found = [path for path, count in counts.items() if count]
+        if len(found) != 1 or counts[found[0]] != 1:
+            raise LookupError(f"the text is {sum(counts.values())} times in the source; adapt `old` to {self.file}")
+        return found[0]
+
+    def applied(self, path: Path) -> str:
+        """The text of the file with the fault. A fault that is no Python would be noticed by any test."""
+        changed = path.read_text(encoding="utf-8").replace(self.old, self.new)
+        compile(changed, str(path), "exec")
+        return changed
 
 
 def mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
@@ -391,17 +409,24 @@ RECOMPUTATION = [
         f"{RANDOM}::test_recomputation_draws_what_forward_drew",
     ),
     mutant(
-        "recomputation writes buffers again",
+        "the host gets the buffers of the first microbatch",
         "runtime/mailbox.py",
-        "if not replica.record.buffers or phase is LayerPhase.RECOMPUTE:",
-        "if not replica.record.buffers:",
+        "self._recall.writes_buffers and microbatch == self._run.num_microbatch - 1:",
+        "self._recall.writes_buffers and microbatch == 0:",
         BUFFERS,
     ),
     mutant(
-        "recomputation sees buffers as later microbatches left them",
+        "buffers that layers write do not reach the host",
+        "api/failures.py",
+        "                undo.append((record, record.frozen()))\n                record.write(value)\n",
+        "                undo.append((record, record.frozen()))\n",
+        BUFFERS,
+    ),
+    mutant(
+        "microbatches do not see what earlier ones wrote into buffers",
         "runtime/mailbox.py",
-        "replica.set_buffers(self._as_forward_saw_them(layer_id, microbatch))",
-        "pass",
+        "            replica.set_buffers(after)\n",
+        "            replica.set_buffers(self._as_call_began[layer_id])\n",
         BUFFERS,
     ),
     mutant(
@@ -462,8 +487,8 @@ FAILING = [
     mutant(
         "a step runs although its gradients are lost",
         "optim/stepper.py",
-        "job.begun = not job.abandoned",
-        "job.begun = True",
+        "                    job.abandoned = True\n",
+        "                    pass\n",
         f"{CALLS}::test_a_step_whose_gradients_are_lost_does_nothing",
         f"{CALLS}::test_of_two_pending_steps_only_the_one_with_gradients_runs",
     ),

@@ -28,20 +28,6 @@ TEST_TIMEOUT_S = 40  # of one test: a fault may make it wait for ever
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that no test ran
 
 
-def apply(mutant: Mutant, source: Path) -> str | None:
-    """Write the mutant into `source`. Returns what is wrong if its text is not there exactly once."""
-    path = source / "roundpipe" / mutant.file
-    if not path.exists():
-        return f"{mutant.file} does not exist"
-    text = path.read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        return f"text occurs {text.count(mutant.old)} times in {mutant.file}"
-    changed = text.replace(mutant.old, mutant.new)
-    compile(changed, str(path), "exec")  # a mutant that is no Python would be caught by any test
-    path.write_text(changed, encoding="utf-8")
-    return None
-
-
 def run_tests(source: Path, tests: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
     """The exit status of pytest (None: it took longer than `timeout_s`) and the last lines of its output."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--timeout={TEST_TIMEOUT_S}"]
@@ -65,9 +51,12 @@ def check(mutant: Mutant | None, tests: Sequence[str]) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory(prefix="roundpipe-mutant-") as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        problem = None if mutant is None else apply(mutant, source)
-        if problem is not None:
-            return False, f"does not apply: {problem}"
+        if mutant is not None:
+            try:
+                path = mutant.place(source / "roundpipe")
+                path.write_text(mutant.applied(path), encoding="utf-8")
+            except (LookupError, SyntaxError) as error:
+                return False, f"does not apply: {error}"
         status, tail = run_tests(source, tests, ALL_TESTS_TIMEOUT_S if mutant is None else TIMEOUT_S)
     seconds = f"{time.monotonic() - began:.0f} s"
     if mutant is None:
@@ -109,11 +98,11 @@ def main() -> int:
 def report_texts(chosen: Sequence[Mutant]) -> int:
     failures = 0
     for mutant in chosen:
-        path = ROOT / "src" / "roundpipe" / mutant.file
-        count = path.read_text(encoding="utf-8").count(mutant.old) if path.exists() else 0
-        if count != 1:
+        try:
+            mutant.applied(mutant.place(ROOT / "src" / "roundpipe"))
+        except (LookupError, SyntaxError) as error:
             failures += 1
-            print(f"{mutant.name}: text occurs {count} times in {mutant.file}")  # noqa: T201
+            print(f"{mutant.name}: {error}")  # noqa: T201
     print(f"{len(chosen)} mutants, {failures} do not apply")  # noqa: T201
     return bool(failures)
 
