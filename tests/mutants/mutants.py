@@ -1,17 +1,18 @@
 """The deliberate faults: where each is put, and the tests that must fail with it.
 
-`old` must be in the file exactly once. Keep it short, so that it survives changes around it. Name the fastest tests
+`old` must be in the source exactly once. Keep it short, so that it survives changes around it. Name the fastest tests
 that notice the fault.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 RUNTIME = "tests/unit/runtime/"
 STAGE, WEIGHTS = f"{RUNTIME}test_stage.py", f"{RUNTIME}test_weights.py"
 GRADIENTS, MAILBOX = f"{RUNTIME}test_gradients.py", f"{RUNTIME}test_mailbox.py"
-SLOT = "tests/unit/store/test_slot_rules.py"
+SLOT, GATES = "tests/unit/store/test_slot_rules.py", "tests/unit/store/test_store_gates.py"
 FUSED, FORWARD = "tests/parity/test_fused_training.py", "tests/parity/test_forward.py"
 STALENESS = f"{FUSED}::test_weights_after_steps_equal_a_reference_of_exact_staleness"
 BUFFERS, RANDOM = "tests/parity/test_buffers.py", "tests/parity/test_random_numbers.py"
@@ -25,10 +26,27 @@ OVERLAP, CALLS = "tests/faults/test_step_overlap.py", "tests/faults/test_overlap
 
 class Mutant(NamedTuple):
     name: str
-    file: str  # below src/roundpipe
+    file: str  # below src/roundpipe, as a hint: a text that has moved is found where it is now
     old: str
     new: str
     tests: tuple[str, ...]
+
+    def place(self, package: Path) -> Path:
+        """The file of the package that has the text, exactly once."""
+        hinted = package / self.file
+        counts = {path: path.read_text(encoding="utf-8").count(self.old) for path in sorted(package.rglob("*.py"))}
+        if counts.get(hinted) == 1:
+            return hinted
+        found = [path for path, count in counts.items() if count]
+        if len(found) != 1 or counts[found[0]] != 1:
+            raise LookupError(f"the text is {sum(counts.values())} times in the source; adapt `old` to {self.file}")
+        return found[0]
+
+    def applied(self, path: Path) -> str:
+        """The text of the file with the fault. A fault that is no Python would be noticed by any test."""
+        changed = path.read_text(encoding="utf-8").replace(self.old, self.new)
+        compile(changed, str(path), "exec")
+        return changed
 
 
 def mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
@@ -68,8 +86,8 @@ STREAMS = [
     mutant(
         "a download of gradients does not wait for compute",
         "runtime/transfer.py",
-        "device.poison(host, stream)\n        device.stream_wait(stream, device.record(StreamKind.COMPUTE))",
-        "device.poison(host, stream)",
+        "device.stream_wait(stream, device.record(StreamKind.COMPUTE))\n        device.copy(host, gradients, stream)",
+        "device.copy(host, gradients, stream)",
         STAGE,
         GRADIENTS,
     ),
@@ -174,7 +192,7 @@ VERSIONS = [
         "store/weights.py",
         "events = slot.take_upload_events(target)\n        failure = _wait_for_all(events)",
         "slot.take_upload_events(target)\n        failure = None",
-        LATE_COPIES,
+        GATES,
     ),
     mutant(
         "an upload begins before the optimizer has written the version",
@@ -247,8 +265,8 @@ GRADIENT_SUMS = [
     mutant(
         "the gradients of one layer never land",
         "runtime/run.py",
-        "for i in task.layers if self.recall.settings[i].trains)",
-        "for i in task.layers if i and self.recall.settings[i].trains)",
+        "for i in task.layers if settings[i].trains)",
+        "for i in task.layers if i and settings[i].trains)",
         STAGE,
     ),
     mutant(
@@ -275,8 +293,8 @@ GRADIENT_SUMS = [
     mutant(
         "gradients of a cancelled run are added",
         "store/gradients.py",
-        "            if cancelled():\n                return\n",
-        "",
+        "if cancelled():",
+        "if False:",
         GRADIENTS,
     ),
     mutant(
@@ -371,15 +389,15 @@ RECOMPUTATION = [
     mutant(
         "recomputation draws other random numbers",
         "runtime/stage.py",
-        "is_new=is_recomputed and not recall.preserve_rng_state",
-        "is_new=is_recomputed",
+        "is_new = is_recomputed and not recall.preserve_rng_state",
+        "is_new = is_recomputed",
         f"{RANDOM}::test_recomputation_draws_what_forward_drew",
     ),
     mutant(
         "all microbatches draw the same random numbers",
         "runtime/rng.py",
-        "mixed(layer_state, microbatch, int(is_new))",
-        "mixed(layer_state, 0, int(is_new))",
+        "for part in (layer_id, microbatch, int(is_new)):",
+        "for part in (layer_id, 0, int(is_new)):",
         f"{RANDOM}::test_calls_layers_and_microbatches_draw_differently",
     ),
     mutant(
@@ -391,17 +409,24 @@ RECOMPUTATION = [
         f"{RANDOM}::test_recomputation_draws_what_forward_drew",
     ),
     mutant(
-        "recomputation writes buffers again",
-        "runtime/buffers.py",
-        "if not replica.record.buffers or phase is LayerPhase.RECOMPUTE:",
-        "if not replica.record.buffers:",
+        "the host gets the buffers of the first microbatch",
+        "runtime/mailbox.py",
+        "self._recall.writes_buffers and microbatch == self._run.num_microbatch - 1:",
+        "self._recall.writes_buffers and microbatch == 0:",
         BUFFERS,
     ),
     mutant(
-        "recomputation sees buffers as later microbatches left them",
-        "runtime/buffers.py",
-        "replica.set_buffers(self._as_forward_saw_them(layer_id, microbatch))",
-        "pass",
+        "buffers that layers write do not reach the host",
+        "api/failures.py",
+        "                undo.append((record, record.frozen()))\n                record.write(value)\n",
+        "                undo.append((record, record.frozen()))\n",
+        BUFFERS,
+    ),
+    mutant(
+        "microbatches do not see what earlier ones wrote into buffers",
+        "runtime/mailbox.py",
+        "            replica.set_buffers(after)\n",
+        "            replica.set_buffers(self._as_call_began[layer_id])\n",
         BUFFERS,
     ),
     mutant(
@@ -454,16 +479,16 @@ FAILING = [
     mutant(
         "a task does not see that its run has failed",
         "runtime/run.py",
-        "        if self.failed:\n            raise RunCancelled",
-        "        pass",
+        "            raise RunCancelled\n",
+        "            pass\n",
         STAGE,
         WEIGHTS,
     ),
     mutant(
         "a step runs although its gradients are lost",
         "optim/stepper.py",
-        "job.begun = not job.abandoned",
-        "job.begun = True",
+        "                    job.abandoned = True\n",
+        "                    pass\n",
         f"{CALLS}::test_a_step_whose_gradients_are_lost_does_nothing",
         f"{CALLS}::test_of_two_pending_steps_only_the_one_with_gradients_runs",
     ),
@@ -544,7 +569,7 @@ OPTIMIZER = [
     mutant(
         "Adam does not count its steps",
         "optim/adam.py",
-        'torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in copies], 1)',
+        'torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in ready], 1)',
         "pass",
         f"{ONE_PASS}::test_a_bfloat16_model_with_our_optimizer",
     ),

@@ -16,33 +16,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300.0  # of all tests of a mutant
+TIMEOUT_S = 300.0  # of the tests of one mutant
+ALL_TESTS_TIMEOUT_S = 1800.0  # of the tests of all mutants
 TEST_TIMEOUT_S = 40  # of one test: a fault may make it wait for ever
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that no test ran
 
 
-def apply(mutant: Mutant, source: Path) -> str | None:
-    """Write the mutant into `source`. Returns what is wrong if its text is not there exactly once."""
-    path = source / "roundpipe" / mutant.file
-    if not path.exists():
-        return f"{mutant.file} does not exist"
-    text = path.read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        return f"text occurs {text.count(mutant.old)} times in {mutant.file}"
-    changed = text.replace(mutant.old, mutant.new)
-    compile(changed, str(path), "exec")  # a mutant that is no Python would be caught by any test
-    path.write_text(changed, encoding="utf-8")
-    return None
-
-
-def run_tests(source: Path, tests: Sequence[str]) -> tuple[int | None, str]:
-    """The exit status of pytest (None: it took too long) and the last lines of its output."""
+def run_tests(source: Path, tests: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
+    """The exit status of pytest (None: it took longer than `timeout_s`) and the last lines of its output."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", f"--timeout={TEST_TIMEOUT_S}"]
     try:
         done = subprocess.run(
@@ -51,10 +38,10 @@ def run_tests(source: Path, tests: Sequence[str]) -> tuple[int | None, str]:
             env={**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{ROOT / 'tests'}", "ROUNDPIPE_COPY_ORDERS": "3"},
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        return None, ""
+        return None, f"took longer than {timeout_s:g} s"
     return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-25:])
 
 
@@ -64,10 +51,13 @@ def check(mutant: Mutant | None, tests: Sequence[str]) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory(prefix="roundpipe-mutant-") as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        problem = None if mutant is None else apply(mutant, source)
-        if problem is not None:
-            return False, f"does not apply: {problem}"
-        status, tail = run_tests(source, tests)
+        if mutant is not None:
+            try:
+                path = mutant.place(source / "roundpipe")
+                path.write_text(mutant.applied(path), encoding="utf-8")
+            except (LookupError, SyntaxError) as error:
+                return False, f"does not apply: {error}"
+        status, tail = run_tests(source, tests, ALL_TESTS_TIMEOUT_S if mutant is None else TIMEOUT_S)
     seconds = f"{time.monotonic() - began:.0f} s"
     if mutant is None:
         return status == PASSED, f"passed in {seconds}" if status == PASSED else f"failed without a mutant\n{tail}"
@@ -95,7 +85,9 @@ def main() -> int:
     jobs: list[tuple[Mutant | None, Sequence[str]]] = [(None, every_test), *((m, m.tests) for m in chosen)]
     failures = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for (mutant, _), (is_right, what) in zip(jobs, pool.map(lambda job: check(*job), jobs), strict=True):
+        running = {pool.submit(check, *job): job[0] for job in jobs}
+        for done in as_completed(running):
+            (is_right, what), mutant = done.result(), running[done]
             failures += not is_right
             name = "(no mutant)" if mutant is None else mutant.name
             print(f"{'ok  ' if is_right else 'FAIL'}  {name:70}  {what}", flush=True)  # noqa: T201
@@ -106,11 +98,11 @@ def main() -> int:
 def report_texts(chosen: Sequence[Mutant]) -> int:
     failures = 0
     for mutant in chosen:
-        path = ROOT / "src" / "roundpipe" / mutant.file
-        count = path.read_text(encoding="utf-8").count(mutant.old) if path.exists() else 0
-        if count != 1:
+        try:
+            mutant.applied(mutant.place(ROOT / "src" / "roundpipe"))
+        except (LookupError, SyntaxError) as error:
             failures += 1
-            print(f"{mutant.name}: text occurs {count} times in {mutant.file}")  # noqa: T201
+            print(f"{mutant.name}: {error}")  # noqa: T201
     print(f"{len(chosen)} mutants, {failures} do not apply")  # noqa: T201
     return bool(failures)
 

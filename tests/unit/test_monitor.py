@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from roundpipe import monitor as monitors
 from roundpipe.errors import ConfigError
 from roundpipe.monitor import (
     DEFAULT_WATCHDOG_S,
@@ -50,6 +51,35 @@ def test_a_wait_ends_when_the_state_has_changed() -> None:
     thread = start(change)
     with monitor:
         assert monitor.wait_until(ready, "the change")
+    thread.join(WAIT_S)
+
+
+@pytest.mark.parametrize("method", ["wait_until", "idle_until"])
+def test_a_sleeping_thread_is_woken_and_does_not_have_to_look_again(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitors, "_LONGEST_SLEEP_S", 10 * WAIT_S)
+    monkeypatch.setattr(monitors, "IDLE_SLEEP_S", 10 * WAIT_S)
+    monitor, state, sleeps, woken = Monitor(), {"ready": False}, threading.Event(), threading.Event()
+
+    def ready() -> bool:
+        sleeps.set()
+        return state["ready"]
+
+    def sleep() -> None:
+        with monitor:
+            if method == "wait_until":
+                monitor.wait_until(ready, "the change")
+            else:
+                monitor.idle_until(ready)
+        woken.set()
+
+    thread = start(sleep)
+    assert sleeps.wait(WAIT_S)
+    with monitor:  # entered only while the other one sleeps
+        state["ready"] = True
+        monitor.changed()
+    assert woken.wait(WAIT_S)
     thread.join(WAIT_S)
 
 

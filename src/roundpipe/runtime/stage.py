@@ -114,6 +114,8 @@ class _Task:
             if in_tail:
                 self._run_tail(in_tail)
         finally:
+            # It holds the losses, whose graph calls this task back: a cycle through autograd is never collected.
+            self._loss_backward_done = None
             for layer in self._layers.values():
                 layer.replica.unbind()
 

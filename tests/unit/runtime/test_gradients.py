@@ -17,7 +17,6 @@ from helpers_faults import WAIT_S
 from helpers_parity import assert_same
 from roundpipe.devices.interface import StreamKind
 from roundpipe.devices.virtual import VirtualDevice
-from roundpipe.errors import UsageError
 from roundpipe.monitor import Monitor
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
 from roundpipe.runtime.replica import LayerImages, Replica
@@ -127,11 +126,6 @@ def test_device_memory_is_written_again_after_its_download(bound: Bound, recorde
     second = bound.download()
     recorder.assert_order("compute waits for gradients down 0", "copy gradients down")
     assert_same([first, second], [{"0.weight": ones()}, {"0.weight": ones(2.0)}])
-
-
-def test_a_sparse_gradient_is_refused_by_name(bound: Bound) -> None:
-    with pytest.raises(UsageError, match=r"'0\.weight' has a torch\.sparse_coo gradient"):
-        bound.accumulate(WEIGHT, ones().to_sparse())
 
 
 # Landings.
