@@ -311,7 +311,8 @@ class ModelEngine:
     def release(self) -> None:
         self._last_run = None
         self.store.close()
-        # A pool closes when its last model has released it.
+        # A pool closes when its last model has released it. No local variable of a call holds the pool or the planner:
+        # an exception that the user keeps also keeps the frames of calls alive.
         for attribute in ("_pool", "_planner"):
             self.__dict__.pop(attribute, None)
 
@@ -393,10 +394,10 @@ class ModelEngine:
 
     def _train(self, request: Request) -> Any:
         """forward_backward: one run with forward, fused and backward tasks."""
-        group, planner = self.group, self._planner
+        group = self.group
         kind = CallKind.of(RunType.FUSED, request, is_exact=group.steps_are_exact)
-        tasks = planner.schedule(kind, request, self._probe)
-        costs = planner.costs(kind, tasks)
+        tasks = self._planner.schedule(kind, request, self._probe)
+        costs = self._planner.costs(kind, tasks)
         inputs = CallInputs(request.batches)
         call = new_call(self.store, request, inputs, tasks, costs, schedule=tasks)
 
@@ -407,7 +408,7 @@ class ModelEngine:
             group.recovery.commit_buffers(run)
             outputs = self._merged(parcels, request) if request.wants_outputs else None
             # The first call of its kind may still run out of memory. It can be repeated only before it has returned.
-            may_not_fit = planner.limit_bytes is not None and not group.recovery.is_proven(run)
+            may_not_fit = self._planner.limit_bytes is not None and not group.recovery.is_proven(run)
             if inputs.requiring_grad or may_not_fit:
                 run.wait_until_finished()
                 run.check()
