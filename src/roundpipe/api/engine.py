@@ -350,6 +350,7 @@ class ModelEngine:
             if unknown:
                 # Learning runs the model's modules on the host: no step may be writing their weights.
                 self.group.wait_until_quiet()
+                self.learn()  # the finished runs have measured the present layers, not those to come
                 try:
                     has_changed = split_model.learn(unknown)
                 except BaseException:  # earlier calls of `unknown` may have changed the layers
