@@ -78,7 +78,7 @@ def _call(
 
 
 class ModelEngine:
-    """One wrapped model at work. Its public methods are the verbs of the API."""
+    """Carries out the calls of one wrapped model. Its public methods are the calls of the API."""
 
     def __init__(
         self,
@@ -292,10 +292,12 @@ class ModelEngine:
             store.gradients.adopt_touched(touched)
 
     def learn(self) -> None:
+        """Let the planner evaluate the runs of this model that have finished, and forget them."""
         for run in self.group.recovery.take_finished(self.store):
             self._planner.learn(run)
 
     def plan_smaller(self) -> bool:
+        """Plan with less device memory from now on. Returns whether a smaller plan exists."""
         return self._planner.plan_smaller()
 
     @restoring_grad_mode
@@ -309,6 +311,7 @@ class ModelEngine:
         self.group.abort(self.name)
 
     def release(self) -> None:
+        """Close the store and drop all references to runs and to the device pool. Can be repeated."""
         self._last_run = None
         self.store.close()
         # A pool closes when its last model has released it. No local variable of a call holds the pool or the planner:
@@ -524,6 +527,7 @@ class ModelEngine:
         self.learn()
 
     def _merged(self, outputs: Sequence[Parcel], request: Request) -> Any:
+        """The merged outputs. Runs a merge function of the user, if there is one."""
         return self.group.lock.run_user_code(lambda: merged(outputs, request.config, request.batches.shares))
 
     def _carry_out(self, call: Call, finish: Callable[[Run], _T]) -> _T:
