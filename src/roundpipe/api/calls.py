@@ -52,6 +52,7 @@ class Request:
     wants_outputs: bool
 
     def of_first_microbatch(self) -> Request:
+        """The request of a probe: the first microbatch alone, without outputs."""
         return dataclasses.replace(self, batches=self.batches.first(), wants_outputs=False)
 
 
@@ -146,6 +147,7 @@ def new_call(
 
 
 def _new_recall(store: LayerStore, request: Request, schedule: Sequence[StageTask]) -> Recall:
+    """The settings, buffers and random seeds of a call, as they are now."""
     config, layers = request.config, store.layers
     recomputed = [task.layers for task in schedule if task.kind is TaskKind.BACKWARD]
     # A backward task recomputes its stage from the stage's input, or each layer from the layer's input.
@@ -234,6 +236,7 @@ def merged(outputs: Sequence[Parcel], config: ResolvedRunConfig, shares: LossSha
 
 
 def _on_output_device(parcel: Parcel, config: ResolvedRunConfig) -> Any:
+    """The value of an output. Tensors for the CPU may not be filled yet; those for other devices are."""
     if config.output_device.type == "cpu":
         return parcel.bundle.unpack()
     for event in parcel.events:

@@ -78,7 +78,7 @@ def _call(
 
 
 class ModelEngine:
-    """One wrapped model at work. Its public methods are the verbs of the API."""
+    """Carries out the calls of one wrapped model. Its public methods are the calls of the API."""
 
     def __init__(
         self,
@@ -292,10 +292,12 @@ class ModelEngine:
             store.gradients.adopt_touched(touched)
 
     def learn(self) -> None:
+        """Let the planner evaluate the runs of this model that have finished, and forget them."""
         for run in self.group.recovery.take_finished(self.store):
             self._planner.learn(run)
 
     def plan_smaller(self) -> bool:
+        """Plan with less device memory from now on. Returns whether a smaller plan exists."""
         return self._planner.plan_smaller()
 
     @restoring_grad_mode
@@ -309,9 +311,11 @@ class ModelEngine:
         self.group.abort(self.name)
 
     def release(self) -> None:
+        """Close the store and drop all references to runs and to the device pool. Can be repeated."""
         self._last_run = None
         self.store.close()
-        # A pool closes when its last model has released it.
+        # A pool closes when its last model has released it. No local variable of a call holds the pool or the planner:
+        # an exception that the user keeps also keeps the frames of calls alive.
         for attribute in ("_pool", "_planner"):
             self.__dict__.pop(attribute, None)
 
@@ -349,6 +353,7 @@ class ModelEngine:
             if unknown:
                 # Learning runs the model's modules on the host: no step may be writing their weights.
                 self.group.wait_until_quiet()
+                self.learn()  # the finished runs have measured the present layers, not those to come
                 try:
                     has_changed = split_model.learn(unknown)
                 except BaseException:  # earlier calls of `unknown` may have changed the layers
@@ -393,10 +398,10 @@ class ModelEngine:
 
     def _train(self, request: Request) -> Any:
         """forward_backward: one run with forward, fused and backward tasks."""
-        group, planner = self.group, self._planner
+        group = self.group
         kind = CallKind.of(RunType.FUSED, request, is_exact=group.steps_are_exact)
-        tasks = planner.schedule(kind, request, self._probe)
-        costs = planner.costs(kind, tasks)
+        tasks = self._planner.schedule(kind, request, self._probe)
+        costs = self._planner.costs(kind, tasks)
         inputs = CallInputs(request.batches)
         call = new_call(self.store, request, inputs, tasks, costs, schedule=tasks)
 
@@ -407,7 +412,7 @@ class ModelEngine:
             group.recovery.commit_buffers(run)
             outputs = self._merged(parcels, request) if request.wants_outputs else None
             # The first call of its kind may still run out of memory. It can be repeated only before it has returned.
-            may_not_fit = planner.limit_bytes is not None and not group.recovery.is_proven(run)
+            may_not_fit = self._planner.limit_bytes is not None and not group.recovery.is_proven(run)
             if inputs.requiring_grad or may_not_fit:
                 run.wait_until_finished()
                 run.check()
@@ -522,6 +527,7 @@ class ModelEngine:
         self.learn()
 
     def _merged(self, outputs: Sequence[Parcel], request: Request) -> Any:
+        """The merged outputs. Runs a merge function of the user, if there is one."""
         return self.group.lock.run_user_code(lambda: merged(outputs, request.config, request.batches.shares))
 
     def _carry_out(self, call: Call, finish: Callable[[Run], _T]) -> _T:

@@ -100,6 +100,7 @@ class Recovery:
             self._is_cancelling = False
 
     def wait_for_runs(self) -> None:
+        """Wait until all runs have finished or failed, without raising failures."""
         for run in list(self._runs):
             run.wait_until_finished()
 
@@ -137,11 +138,13 @@ class Recovery:
         return is_gathering or any(store.gradients.has_any() for store in self._stepper.stores)
 
     def cancel_all(self, error: BaseException) -> None:
+        """Fail all unfinished runs with `error`."""
         for run in list(self._runs):
             if not run.finished:
                 run.fail(error)
 
     def forget_all(self) -> None:
+        """Drop all references to runs and buffers: the models are closed."""
         self._runs.clear()
         self._written.clear()
 

@@ -140,6 +140,7 @@ class Group:
         return os.getpid() != self._pid
 
     def raise_inherited(self, name: str) -> NoReturn:
+        """Raise the error of a call in a forked child."""
         raise UsageError(
             f"{name} was made in process {self._pid} and cannot be used in process {os.getpid()}, a forked "
             'child: its threads do not exist here. Wrap the model again in the child, or use the "spawn" start '
@@ -211,6 +212,7 @@ class Group:
             store.gradients.expose()
 
     def _settle(self) -> None:
+        """Wait for everything, make the newest weights visible, and forget finished runs."""
         self.wait_for_everything()
         self.stepper.publish_latest()
         for member in self.members:

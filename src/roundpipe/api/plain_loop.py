@@ -70,6 +70,7 @@ class PlainLoop:
                 self._view()
 
     def _view(self) -> None:
+        """Give all copies a view of their gathered gradients. Waits for pending steps and gradients."""
         stepper = self._group.stepper
         stepper.wait_until_idle()
         self._end_views()
@@ -119,6 +120,7 @@ class PlainLoop:
 
     @restoring_grad_mode
     def after_step(self) -> None:
+        """An optimizer has stepped; the outermost one ends the step."""
         if self._calls:
             self._calls.pop()
         if not self._calls:
@@ -166,6 +168,11 @@ class PlainLoop:
         group.begin_call(group.name, is_outermost, group.members, ends_views=False)
 
     def _begin_step(self, own: Sequence[ParameterRecord]) -> None:
+        """Prepare the parameters or copies for an optimizer.
+
+        An optimizer on own parameters gets the newest weights and their `.grad`. For an optimizer on copies a step is
+        issued that the optimizer thread keeps open until `_end_step`.
+        """
         group = self._group
         if own:
             self._end_views()
@@ -183,6 +190,7 @@ class PlainLoop:
         self._viewed.clear()  # the step has taken the views over
 
     def _end_step(self) -> None:
+        """Adopt what the optimizer has changed, and raise what went wrong in the open step."""
         step, self._seen = self._step, None
         if self._own:
             self._group.adopt_written(self._own)
@@ -246,6 +254,10 @@ def _install_hooks() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Hook before `optimizer.step()`: begin a step of every group that the optimizer trains.
+
+    Returns changed arguments of step() if it has a closure.
+    """
     held = _held_by(optimizer)
     if not held:
         return None
@@ -268,6 +280,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Hook after `optimizer.step()`, which torch skips if step() raises."""
     if current_iteration() is None:  # in step_fn the step belongs to Stepper
         for loop in _held_by(optimizer):
             loop.after_step()
@@ -328,6 +341,7 @@ def _check_inside_step_fn(optimizer: Optimizer, held: dict[PlainLoop, list[Param
 
 
 def _is_being_stepped(copy: OptimizerCopy) -> bool:
+    """Whether the step that runs now gave the copy its gradient."""
     return copy.source is not None and copy.source.is_usable()
 
 

@@ -114,10 +114,10 @@ class Planner:
         self.limit_bytes: int | None = None  # memory of one device, read anew for each schedule
         self._measured: dict[Load, _Measured] = {}
         self._choices: dict[CallKind, _Choice] = {}
-        # With the state of knowledge they were computed from.
+        # Each with the state that it was computed from: see `costs`.
         self._costs: dict[tuple[CallKind, tuple[StageTask, ...]], tuple[Hashable, Costs]] = {}
         self._memory_share: dict[CallKind, float] = {}  # of the limit, for kinds of call that ran out of memory
-        self._last_kind: CallKind | None = None  # of the last call, if its plan was ours
+        self._last_kind: CallKind | None = None  # of the last call; None if the user gave its plan
 
     # Before a call.
 
@@ -146,7 +146,7 @@ class Planner:
         return choice.planned.tasks
 
     def costs(self, kind: CallKind, tasks: tuple[StageTask, ...]) -> Costs:
-        """What is to be settled for a schedule beside its tasks."""
+        """The tail and the weight budget of a schedule, and whether its run is measured."""
         choice = self._choices.get(kind)
         num_learned = self._of(kind.load).num_learned
         known = min(num_learned, _ENOUGH_RUNS)
@@ -178,8 +178,7 @@ class Planner:
 
     def learn(self, run: Run) -> None:
         """Take over what a finished run has measured."""
-        if not isinstance(run.load, Load):
-            return
+        assert isinstance(run.load, Load)
         measured = self._of(run.load)
         measured.num_learned += 1
         for measurement in run.measurements:
@@ -195,6 +194,7 @@ class Planner:
         choice = None if kind is None else self._choices.get(kind)
         if kind is None or choice is None:
             return False
+        self.limit_bytes = self._pool.devices()[0].memory_limit_bytes()  # other processes may have taken memory
         finest, before = self._finest_plan(kind), choice.planned
         if before == finest and self._memory_share.get(kind, 1.0) < _SMALLEST_SHARE:
             return False

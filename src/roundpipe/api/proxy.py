@@ -177,6 +177,7 @@ class ModelProxy(nn.Module):
         return getattr(self._target(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Write an attribute of the wrapped model; attributes of the proxy itself cannot be set."""
         if "_finalizer" not in self.__dict__:
             super().__setattr__(name, value)
         elif name in self._fixed:
@@ -197,6 +198,7 @@ class ModelProxy(nn.Module):
         return sorted({*super().__dir__(), *dir(self._target())})
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Called by .to(), .cuda(), .half() and the like: always raises."""
         raise UsageError(
             "a RoundPipe cannot be moved or cast (.to(), .cuda(), .half(), ...): weights stay in host memory and are "
             "uploaded when needed. Cast the model before wrapping it, choose devices with devices=[...], and the "
@@ -204,6 +206,7 @@ class ModelProxy(nn.Module):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Returns the model itself for .to("cpu"); raises for any other device or dtype."""
         asked: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype, _, memory_format = asked
         if device == torch.device("cpu") and dtype is None and memory_format is None:
@@ -235,5 +238,6 @@ class ModelProxy(nn.Module):
         return target
 
     def _share_content_of(self, module: nn.Module) -> None:
+        """Use the dicts of `module` for parameters, buffers and submodules."""
         for key in _CONTENT:
             self.__dict__[key] = module.__dict__[key]

@@ -146,6 +146,7 @@ class SplitModel:
 
 
 def _in_one_piece(args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
+    """A split function that makes one microbatch of the whole call."""
     return [args], [kwargs]
 
 
@@ -158,5 +159,6 @@ def _calls(batches: MicrobatchInputs) -> list[_Arguments]:
 
 
 def _arrived(value: Any) -> Any:
+    """The tensor inside an `Arriving`, without waiting for it; any other value as it is."""
     arriving = getattr(value, "value", value)
     return arriving if isinstance(arriving, torch.Tensor) else value
