@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from roundpipe.optim.native import library
-from roundpipe.optim.native.kernel import AdamRule, OnePassKernel, Segment, usable_cores
+from roundpipe.optim.native.kernel import AdamRule, KernelParameter, OnePassKernel, usable_cores
 from roundpipe.store import HalvedMaster
 
 ROUNDS = 5
@@ -54,11 +54,13 @@ class Work:
         self.weight.copy_(self.master)
 
     def one_pass(self, kernel: OnePassKernel) -> None:
-        kernel.adam([Segment(self.master, self.gradient, self.first, self.second, None, self.weight, self.rule)])
+        kernel.adam(
+            [KernelParameter(self.master, self.gradient, self.first, self.second, None, self.weight, self.rule)]
+        )
 
-    def one_pass_split(self, kernel: OnePassKernel) -> None:
+    def one_pass_halved(self, kernel: OnePassKernel) -> None:
         master = HalvedMaster(self.weight, self.low, self.ties)
-        kernel.adam([Segment(master, self.gradient, self.first, self.second, None, self.weight, self.rule)])
+        kernel.adam([KernelParameter(master, self.gradient, self.first, self.second, None, self.weight, self.rule)])
 
 
 def seconds(run: Callable[[], None]) -> float:
@@ -69,7 +71,7 @@ def seconds(run: Callable[[], None]) -> float:
 
 def measure(work: Work, kernel: OnePassKernel, num_threads: int) -> list[float]:
     torch.set_num_threads(num_threads)
-    runs = [work.three_passes, lambda: work.one_pass(kernel), lambda: work.one_pass_split(kernel)]
+    runs = [work.three_passes, lambda: work.one_pass(kernel), lambda: work.one_pass_halved(kernel)]
     for run in runs:
         run()
     rounds = [[seconds(run) for run in runs] for _ in range(ROUNDS)]
@@ -88,13 +90,13 @@ def main() -> None:
     length = options.parameters or 20_000_000 * cores
     work = Work(length)
     print(f"{length / 1e6:.0f} million parameters, {cores} cores, torch {torch.__version__}; billions of parameters/s")
-    print(f"{'threads':>8} {'three passes':>13} {'one pass':>9} {'ratio':>6} {'split':>7} {'ratio':>6}")
+    print(f"{'threads':>8} {'three passes':>13} {'one pass':>9} {'ratio':>6} {'halved':>7} {'ratio':>6}")
     for num_threads in sorted({1, max(cores // 2, 1), cores}):
-        three, one, split = measure(work, OnePassKernel(loaded, num_threads), num_threads)
-        rates = [length / 1e9 / taken for taken in (three, one, split)]
+        three, one, halved = measure(work, OnePassKernel(loaded, num_threads), num_threads)
+        rates = [length / 1e9 / taken for taken in (three, one, halved)]
         print(
             f"{num_threads:>8} {rates[0]:>13.2f} {rates[1]:>9.2f} {three / one:>6.2f} {rates[2]:>7.2f} "
-            f"{three / split:>6.2f}"
+            f"{three / halved:>6.2f}"
         )
 
 
