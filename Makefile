@@ -14,6 +14,7 @@ CANARY := $(BIN)/python tools/cpu_canary.py --folder .venv
 RUN := $(CANARY) $(BIN)/python
 ARCHITECTURE_TESTS := tests/test_architecture.py
 CONCURRENCY_SUITES := tests/faults tests/parity
+SAMPLED_TESTS := tests/faults/test_interrupts_everywhere.py tests/faults/test_late_copies.py
 CPU_SUITES := tests/parity tests/unit/optim tests/faults/test_step_overlap.py
 # ATEN_CPU_CAPABILITY:ONEDNN_MAX_CPU_ISA:OMP_NUM_THREADS; every instruction set with one thread and with two.
 CPU_COMBINATIONS := default:AVX512_CORE_BF16:1 avx2:AVX2:1 avx512:AVX512_CORE:1 \
@@ -28,7 +29,7 @@ NEWEST_STAMP := .venv-newest/.installed-$(NEWEST_TRANSFORMERS)
 PINNED_RESULTS := build/models-pinned.jsonl
 NEWEST_RESULTS := build/models-newest.jsonl
 
-.PHONY: help cpu demo test check bench test-20 test-cpus test-models test-models-newest models-table clean
+.PHONY: help cpu demo test check bench test-slow test-mutants test-20 test-cpus test-models test-models-newest models-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -64,9 +65,19 @@ demo: cpu  ## train a small language model three ways; report and picture in dem
 	$(RUN) -m demo.train_demo
 
 # The GPU's tests run alone, because they measure its memory, and first, so that the last line counts the tests of every machine.
-test: check  ## the checks, then every test (those of the GPU are skipped without CUDA; of the models, a subset)
+test: check  ## the checks, then every behaviour once (the GPU's are skipped without CUDA; of the models, a subset)
 	$(RUN) -m pytest $(GPU_TESTS)
-	$(RUN) -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "not models"
+	$(RUN) -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "not models and not slow"
+
+# More orders of copies, more places to interrupt, and the combinations marked slow.
+test-slow: export ROUNDPIPE_INTERRUPT_SAMPLES = 24
+test-slow: export ROUNDPIPE_COPY_ORDERS = 20
+test-slow: cpu  ## further combinations of what `make test` covers: device counts, precisions, seeds
+	$(RUN) -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "slow and not models"
+	$(RUN) -m pytest $(ON_ALL_CORES) $(SAMPLED_TESTS)
+
+test-mutants: cpu  ## put deliberate faults into copies of the source; the tests must catch every one
+	$(RUN) tests/mutants/run.py
 
 check: cpu  ## format, lint, strict types, architecture
 	$(BIN)/ruff format --check $(SOURCES)
@@ -79,6 +90,7 @@ bench: cpu  ## run every benchmark; each prints ratios measured side by side in 
 	for file in benchmarks/bench_*.py; do echo "== $$file"; $(RUN) "$$file"; done
 
 test-20: export ROUNDPIPE_INTERRUPT_SAMPLES = 40
+test-20: export ROUNDPIPE_COPY_ORDERS = 20
 test-20: cpu  ## the concurrency suites, 20 times in a row, with more places to interrupt
 	@for i in $$(seq 20); do echo "== round $$i of 20"; $(RUN) -m pytest $(ON_ALL_CORES) $(CONCURRENCY_SUITES); done
 

@@ -1,6 +1,6 @@
-"""Builds the optimizer's kernel with the package; everything else stands in pyproject.toml.
+"""Builds the optimizer's C kernel with the package; pyproject.toml has all other settings.
 
-Where there is no C compiler the package is made without it, and library.py compiles or falls back when asked.
+Without a C compiler the package is built without the kernel. library.py then compiles it at first use, or falls back.
 """
 
 import runpy

@@ -1,10 +1,10 @@
-"""Claim: training takes less host memory than the same weights, gradients and optimizer state take in plain PyTorch.
+"""Claim: training takes less host memory than the same weights, gradients and optimizer state in plain PyTorch.
 
     python benchmarks/bench_host_memory.py [--micro 4] [--steps 4]
 
-Full training of the 1.7b shape, 16 sequences of 4096 tokens a step. Every row is a process of its own, since a peak
-never falls; bytes per parameter leave out what the process had before its model was made. The plain row holds bfloat16
-weights and gradients, float32 masters and gradients, and both moments of torch's Adam, all in host memory.
+Full training of the 1.7b shape, 16 sequences of 4096 tokens a step. Every row runs in a separate process, because a
+peak never falls. Bytes per parameter exclude the memory of the process before it builds the model. The plain row holds
+bfloat16 weights and gradients, float32 masters and gradients, and both moments of torch's Adam, all in host memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measured_here(row: str, work: Work, options: argparse.Namespace) -> HostMemo
 
 
 def use_compute_device() -> None:
-    """What the first matrix product loads is no part of any training's memory."""
+    """Run one matrix product, so that the libraries it loads count as memory before the training."""
     ones = torch.ones(8, 8, device=compute_device(), dtype=torch.bfloat16)
     (ones @ ones).cpu()
 
@@ -77,14 +77,15 @@ def add_row(table: Table, name: str, row: HostMemory, plain: HostMemory) -> None
 def main() -> None:
     parser = options_parser(__doc__)
     parser.add_argument("--micro", type=int, default=4, help="number of microbatches")
-    parser.add_argument("--row", choices=[PLAIN, *MODES], help="measure this row in this process, and print JSON")
+    parser.add_argument("--row", choices=[PLAIN, *MODES], help="measure only this row, in this process, and print JSON")
     options = parser.parse_args()
     work = sized(Work("1.7b", num_sequences=16))
     if options.row:
         print(json.dumps(dataclasses.asdict(measured_here(options.row, work, options))))
         return
     begin(
-        f"full training, {work.shape_name} shape, {work}", "bytes per parameter, since the process outweighs the model"
+        f"full training, {work.shape_name} shape, {work}",
+        "bytes per parameter, because the process is larger than the model",
     )
     table = Table("bytes/param.", "of plain", "peak", "before")
     plain = measured_in_a_child(PLAIN)

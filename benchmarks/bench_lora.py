@@ -1,4 +1,4 @@
-"""Claim: training adapters of a model in host memory keeps up with having the model in GPU memory.
+"""Claim: training adapters of a model in host memory is as fast as with the model in GPU memory.
 
     python benchmarks/bench_lora.py [--rank 16] [--micro 4] [--warm 4] [--steps 4]
 
@@ -13,7 +13,7 @@ from workload import PlainTraining, Work, build, roundpipe_training, sized
 
 
 def add_plain_rows(table: SpeedTable, work: Work, num_microbatch: int, pace: Pace) -> Measured | None:
-    """Returns the one with recomputed blocks, the measure for all others."""
+    """Returns the row with recomputed blocks, the reference for all others."""
     training = PlainTraining(work)
     recomputed = training.measured(work, num_microbatch, pace, recompute=True)
     table.add("plain, blocks recomputed", recomputed, recomputed)
@@ -30,7 +30,7 @@ def main() -> None:
     work = sized(Work("8b", num_sequences=8, lora_rank=options.rank))
     begin(
         f"LoRA of rank {work.lora_rank}, {work.shape_name} shape, {work}, {options.micro} microbatches",
-        "how well copies of weights hide behind a GPU's work",
+        "how well weight uploads overlap with a GPU's work",
     )
     table = SpeedTable("recomputed")
     plain = add_plain_rows(table, work, options.micro, pace)

@@ -1,9 +1,9 @@
-"""Claim: with as much GPU memory as a consumer card has, training is not far from having everything in GPU memory.
+"""Claim: with the GPU memory of a consumer card, training is nearly as fast as with everything in GPU memory.
 
     python benchmarks/bench_memory_cap.py [--caps 24,12] [--micro 16] [--warm 4] [--steps 4]
 
-Full training of the 1.7b shape, 16 sequences of 4096 tokens a step. RoundPipe may allocate so many GB. Ratios are to
-plain PyTorch, which may allocate all there are, with the same number of microbatches.
+Full training of the 1.7b shape, 16 sequences of 4096 tokens a step. --caps limits the GB of GPU memory of RoundPipe.
+Ratios are to plain PyTorch without a limit, with the same number of microbatches.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from workload import PlainTraining, Work, build, roundpipe_training, sized
 
 @contextlib.contextmanager
 def gpu_memory_of(cap_bytes: float) -> Iterator[None]:
+    """Limit torch's GPU memory inside the block; does nothing without a GPU."""
     if not has_gpu():
         yield
         return
@@ -36,13 +37,13 @@ def main() -> None:
     options = parser.parse_args()
     pace = pace_of(options)
     work = sized(Work("1.7b", num_sequences=16))
-    begin(f"full training, {work.shape_name} shape, {work}", "the effect of a cap, since nothing is capped")
+    begin(f"full training, {work.shape_name} shape, {work}", "the effect of a limit, because no memory is limited")
     table = SpeedTable("plain")
     plain = PlainTraining(work).measured(work, options.micro, pace, recompute=False)
     table.add("all memory: plain", plain, plain)
     model = build(work)
     for cap in options.caps:
-        # Wrapped anew: a plan that fits one cap need not fit the next.
+        # Wrap again for each cap: a plan that fits one cap may not fit the next.
         with gpu_memory_of(cap * 1e9), roundpipe_training(model) as training:
             training.add_rows(table, f"{cap} GB", work, options.micro, pace, plain)
 

@@ -20,7 +20,7 @@ def main() -> None:
     options = parser.parse_args()
     pace = pace_of(options)
     work = sized(Work("1.7b", num_sequences=32, sequence_length=2048))
-    begin(f"full training, {work.shape_name} shape, {work}", "GPU memory, nor what small microbatches cost a GPU")
+    begin(f"full training, {work.shape_name} shape, {work}", "GPU memory and the cost of small microbatches on a GPU")
     table = SpeedTable("plain")
     plain = PlainTraining(work).measured(work, PLAIN_MICROBATCHES, pace, recompute=False)
     table.add(f"{PLAIN_MICROBATCHES} microbatches: plain", plain, plain)

@@ -1,10 +1,10 @@
-"""Claim: from wrapping a model to the end of its first step it takes no longer than a few steps.
+"""Claim: wrapping a model and its first step together take no longer than a few later steps.
 
     python benchmarks/bench_startup.py [--micro 4] [--warm 4] [--steps 4]
 
 Full training of the 1.7b shape, 16 sequences of 4096 tokens a step, exact. The model is in host memory before the clock
-starts. Wrapping pins its weights and makes the optimizer's copies; the first step makes the optimizer's state and uses
-every kernel for the first time. Ratios are to a later step: the mean of --steps after --warm others.
+starts. Wrapping pins its weights and makes the optimizer's copies. The first step allocates the optimizer's state and
+runs every kernel for the first time. Ratios are to a later step: the mean of --steps steps after --warm others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/bench_training.py [--micro 4,8] [--warm 4] [--steps 4]
 
 Full training of the 1.7b shape, with 16 and with 4 sequences of 4096 tokens a step. Ratios are to plain PyTorch on the
-same batches, with the first of the numbers of microbatches.
+same batches, with the first number of microbatches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RECOMPUTE = {"plain": False, "plain, blocks recomputed": True}
 
 
 def add_plain_rows(table: SpeedTable, works: Sequence[Work], micro: Sequence[int], pace: Pace) -> dict[Work, Measured]:
-    """Returns the first row of each work, the measure for its others. One model serves them all."""
+    """Returns the first row of each work, the reference for its other rows. All rows use one model."""
     training = PlainTraining(works[0])
     first: dict[Work, Measured] = {}
     for work in works:
@@ -31,6 +31,7 @@ def add_plain_rows(table: SpeedTable, works: Sequence[Work], micro: Sequence[int
 
 
 def possible(micro: Sequence[int], work: Work) -> list[int]:
+    """The numbers of microbatches that the batch can be split into."""
     return [num_microbatch for num_microbatch in micro if num_microbatch <= work.num_sequences]
 
 
@@ -45,7 +46,7 @@ def main() -> None:
     plain = add_plain_rows(table, works, options.micro, pace)
     model = build(works[0])
     for work in works:
-        with roundpipe_training(model) as training:  # anew, for plans are made from the batches seen before
+        with roundpipe_training(model) as training:  # again for each work, because plans depend on earlier batches
             for num_microbatch in possible(options.micro, work):
                 name = f"{work}, {num_microbatch} microbatches"
                 training.add_rows(table, name, work, num_microbatch, pace, plain.get(work))

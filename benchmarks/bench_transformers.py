@@ -1,9 +1,10 @@
-"""Claim: a transformers model trains through RoundPipe as fast as on the GPU itself, and far larger than its memory.
+"""Claim: RoundPipe trains a transformers model as fast as plain PyTorch on the GPU, and far larger than GPU memory.
 
     python benchmarks/bench_transformers.py [--parts speed,long,lora] [--micro 4] [--warm 3] [--steps 3]
 
-speed: a Qwen3 of 1.7B shape, 16 sequences of 4096 tokens a step, ratios to the same model on the GPU with its own
-gradient checkpointing. long: the longest sequence of that model inside 24 GB. lora: rank 16 on a 32B shape in as much.
+speed: a Qwen3 of 1.7B shape, 16 sequences of 4096 tokens a step; ratios to the same model on the GPU with its own
+gradient checkpointing. long: the longest sequence of that model within 24 GB of GPU memory. lora: rank 16 on a 32B
+shape within 24 GB of GPU memory.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def build(shape_name: str, device: str = "cpu") -> Any:
-    """A Qwen3 in bfloat16 with random weights; on the CPU they are made by the GPU where there is one."""
+    """A Qwen3 in bfloat16 with random weights, which are drawn on the GPU if there is one."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     is_tiny = shape_name == "tiny"
@@ -80,7 +81,7 @@ def batch(num_sequences: int, length: int, vocabulary: int) -> torch.Tensor:
 
 
 class PlainTraining:
-    """Everything in GPU memory: bfloat16 weights, float32 masters, torch's fused Adam."""
+    """Training in GPU memory: bfloat16 weights, float32 masters, torch's fused Adam."""
 
     def __init__(self, shape_name: str) -> None:
         self.model = build(shape_name, compute_device())
@@ -107,6 +108,8 @@ class PlainTraining:
 
 
 class PipedTraining:
+    """Training of the wrapped model; `options` are those of wrap_model_to_roundpipe."""
+
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = wrap_model_to_roundpipe(model, optim_dtype=torch.float32, devices=[compute_device()], **options)
         self._optimizer = Adam(list(self.model.optim_parameters()), lr=LEARNING_RATE)
@@ -150,7 +153,7 @@ def speed(num_microbatch: int, pace: Pace) -> None:
         _piped_rows(table, shape_name, ids, num_microbatch, pace, reference, liger_kernels=True)
         _plain_kernel_row(
             table, shape_name, ids, num_microbatch, pace, reference
-        )  # last: it patches the library for good
+        )  # last, because it patches the library permanently
 
 
 def _piped_rows(
@@ -195,7 +198,7 @@ def _plain_rows(
 
 
 def long_sequences(lengths: list[int]) -> None:
-    """One step of one sequence, longer each time, inside the cap."""
+    """Steps of one sequence each, with growing length, within the memory cap."""
     print(f"longest sequence of the 1.7b shape inside {gigabytes(CAP_BYTES)}", flush=True)
     with gpu_memory_of(CAP_BYTES), piped_training(build("1.7b" if has_gpu() else "tiny")) as training:
         for length in lengths if has_gpu() else [64, 128]:

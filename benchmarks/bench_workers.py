@@ -1,9 +1,9 @@
-"""Claim: one worker keeps a GPU busy; more of them on the same GPU gain nothing.
+"""Claim: one worker keeps a GPU busy; more workers on the same GPU gain nothing.
 
     python benchmarks/bench_workers.py [--workers 1,2,4] [--micro 8] [--warm 4] [--steps 4]
 
-Full training of the 1.7b shape, 16 sequences of 4096 tokens a step. Workers that share a GPU share its memory, and each
-runs stages of its own. Ratios are to the first row of the same mode.
+Full training of the 1.7b shape, 16 sequences of 4096 tokens a step. Workers of one GPU share its memory and run
+different stages. Ratios are to the first row of the same mode.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Times steps, reads peaks of memory and prints tables: what the benchmarks have in common.
+"""Shared code of the benchmarks: times steps, reads memory peaks and prints tables.
 
-Knows no model and no training. Without a GPU everything runs too, small, and `begin` says what that cannot show.
+Knows no model and no training. Without a GPU the benchmarks run small models, and `begin` prints what they cannot show.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def has_gpu() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How many steps run before the clock starts, and how many it counts."""
+    """Number of warm-up steps and of timed steps."""
 
     num_warm: int
     num_timed: int
@@ -31,6 +31,8 @@ class Pace:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
+    """Speed and memory peaks of one timed training."""
+
     tokens_per_s: float
     gpu_peak_bytes: int
     host_peak_bytes: int
@@ -39,10 +41,10 @@ class Measured:
 def measured(
     step: Callable[[], object], num_tokens: int, pace: Pace, finish: Callable[[], object] = lambda: None
 ) -> Measured | None:
-    """None where memory does not suffice. `finish` waits for what steps have left under way.
+    """Warm up, then time steps; None if memory does not suffice. `finish` waits for work that the last step started.
 
-    The clock runs from the end of one step to the end of another: what is under way when it starts is so when it
-    stops, as in a long training.
+    The clock runs from the end of one step to the end of another: work that overlaps the start of the timed steps
+    balances work that overlaps their end, as in a long training.
     """
     free_gpu()
     reset_gpu_peak()
@@ -63,7 +65,7 @@ def measured(
 
 
 def gpu_peak_bytes() -> int:
-    """Since `reset_gpu_peak`."""
+    """Peak of GPU memory since `reset_gpu_peak`; 0 without a GPU."""
     return torch.cuda.max_memory_allocated() if has_gpu() else 0
 
 
@@ -73,30 +75,30 @@ def reset_gpu_peak() -> None:
 
 
 def host_peak_bytes() -> int:
-    """Of this process since it began; it never falls."""
+    """Peak of host memory since the process began; it never falls."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def free_gpu() -> None:
-    """Give back what nobody holds any more, so that the next training finds the GPU empty."""
+    """Collect garbage and empty torch's cache, so that the next training starts with free GPU memory."""
     gc.collect()
     if has_gpu():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-# What is asked and what is shown.
+# Options and output.
 
 
 def options_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warm", type=int, default=4 if has_gpu() else 1, help="steps before the clock starts")
-    parser.add_argument("--steps", type=int, default=4 if has_gpu() else 2, help="steps that are timed")
+    parser.add_argument("--warm", type=int, default=4 if has_gpu() else 1, help="warm-up steps")
+    parser.add_argument("--steps", type=int, default=4 if has_gpu() else 2, help="timed steps")
     return parser
 
 
 def counts(text: str) -> list[int]:
-    """The type of an option such as 2,4,8."""
+    """Parse an option such as 2,4,8."""
     return [int(part) for part in text.split(",")]
 
 
@@ -105,7 +107,7 @@ def pace_of(options: argparse.Namespace) -> Pace:
 
 
 def begin(workload: str, cannot_show: str) -> None:
-    """Say what runs where and, without a GPU, what the figures say nothing about."""
+    """Print workload and machine and, without a GPU, what the figures cannot show."""
     where = torch.cuda.get_device_name(0) if has_gpu() else "virtual devices"
     print(f"{workload}; {where}, torch {torch.__version__}", flush=True)
     if not has_gpu():
@@ -114,13 +116,13 @@ def begin(workload: str, cannot_show: str) -> None:
 
 
 def spare_threads() -> None:
-    """Without a GPU: tiny operations on several threads would mostly measure who else is on the machine."""
+    """Use one thread without a GPU: tiny operations on several threads mostly measure other load on the machine."""
     if not has_gpu():
         torch.set_num_threads(1)
 
 
 class Table:
-    """Prints its rows as they come, since they may be minutes apart."""
+    """A text table that prints each row at once, because rows may be minutes apart."""
 
     def __init__(self, *columns: str) -> None:
         self.add("", *columns)
@@ -130,7 +132,7 @@ class Table:
 
 
 class SpeedTable:
-    """Rows of tokens per second, each with its ratio to another one."""
+    """A table of tokens per second, each with its ratio to a reference."""
 
     def __init__(self, reference_name: str) -> None:
         self._table = Table("tokens/s", f"of {reference_name}", "GPU peak", "host so far")

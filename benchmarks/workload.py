@@ -1,7 +1,6 @@
-"""What the benchmarks train, a decoder-only transformer, and the two ways they train it: plain PyTorch and RoundPipe.
+"""The benchmarks' model, a decoder-only transformer, and its training in plain PyTorch and with RoundPipe.
 
-The shapes are those of models in use, the weights are random. What is measured of a training, and how it is shown, is
-for measuring.py to know.
+Shapes are those of published models; weights are random. Does not know how results are measured or printed.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ INITIAL_STD = 0.02
 NORM_EPS = 1e-6
 ROTARY_BASE = 500_000.0
 MODES = {"asynchronous": True, "exact": False}
-"""Names of the two kinds of optimizer step, and whether each is asynchronous."""
+"""The two kinds of optimizer step: name -> is_async."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
+    """Dimensions of a transformer."""
+
     hidden: int
     num_blocks: int
     num_heads: int
@@ -40,15 +41,17 @@ class Shape:
 
 
 SHAPES = {
+    "0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151936),
     "1.7b": Shape(2048, 28, 16, 8, 128, 6144, 151936),
     "8b": Shape(4096, 32, 32, 8, 128, 14336, 128256),
+    "small": Shape(32, 28, 4, 2, 8, 64, 128),  # as many layers as 0.6b
     "tiny": Shape(32, 2, 4, 2, 8, 64, 128),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One training step: a model and a batch. A `lora_rank` of 0 trains all parameters."""
+    """The work of one training step: model and batch size. `lora_rank` 0 trains all parameters."""
 
     shape_name: str
     num_sequences: int
@@ -73,7 +76,7 @@ class Work:
 
 
 def sized(work: Work) -> Work:
-    """As given where there is a GPU, else something a small machine does in no time."""
+    """`work` with a GPU; without one, the same work with a tiny model."""
     return work if has_gpu() else dataclasses.replace(work, shape_name="tiny", sequence_length=32)
 
 
@@ -85,7 +88,7 @@ def compute_device() -> str:
 
 
 class LoraLinear(nn.Module):
-    """A frozen matrix with a trainable product of two thin ones beside it."""
+    """A frozen linear layer plus a trainable low-rank product."""
 
     def __init__(self, num_inputs: int, num_outputs: int, rank: int) -> None:
         super().__init__()
@@ -125,7 +128,7 @@ class Attention(nn.Module):
 
 
 def rotary_angles(length: int, head_dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine for every position and pair of dimensions, on the device and in the precision of `like`."""
+    """Cosine and sine for every position and pair of dimensions, with the device and dtype of `like`."""
     exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
     positions = torch.arange(length, device=like.device, dtype=torch.float32)
     angles = positions[:, None] * ROTARY_BASE**-exponents
@@ -166,7 +169,7 @@ class Head(nn.Module):
 
 
 def build(work: Work, device: str = "cpu") -> nn.Sequential:
-    """In bfloat16, with random weights, which are drawn on the GPU where there is one: that takes no time."""
+    """The model in bfloat16 with random weights, which are drawn on the GPU if there is one, because that is fast."""
     shape, rank = work.shape, work.lora_rank
     with torch.device("meta"):
         embedding = nn.Embedding(shape.vocabulary, shape.hidden)
@@ -202,7 +205,7 @@ def mean_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class PlainTraining:
-    """Everything in the memory of one device: bfloat16 weights, float32 masters, torch's fused Adam."""
+    """Training in the memory of one device: bfloat16 weights, float32 masters, torch's fused Adam."""
 
     def __init__(self, work: Work) -> None:
         self._model = build(work, compute_device())
@@ -211,7 +214,7 @@ class PlainTraining:
         self._optimizer = torch.optim.Adam(self._masters, lr=LEARNING_RATE, fused=True)
 
     def measured(self, work: Work, num_microbatch: int, pace: Pace, *, recompute: bool) -> Measured | None:
-        """With batches of `work`, which may be other than those the model was made for."""
+        """Measure steps with batches of `work`, whose batch size may differ from the constructor's."""
         ids = work.batch()
         step = functools.partial(self.step, ids, num_microbatch, recompute=recompute)
         return measured(step, work.num_tokens, pace)
@@ -242,7 +245,7 @@ class PlainTraining:
 
 
 class RoundPipeTraining:
-    """Weights and optimizer in host memory. `num_workers` share the one GPU, or are virtual devices."""
+    """Training with weights and optimizer in host memory, by `num_workers` workers on one GPU or virtual devices."""
 
     def __init__(self, model: nn.Sequential, num_workers: int = 1) -> None:
         self.model = RoundPipe(model, optim_dtype=torch.float32, devices=[compute_device()] * num_workers)
@@ -276,7 +279,7 @@ class RoundPipeTraining:
 
 @contextlib.contextmanager
 def roundpipe_training(model: nn.Sequential, num_workers: int = 1) -> Iterator[RoundPipeTraining]:
-    """Afterwards the model is the plain one it was, and may be wrapped again."""
+    """Wrap the model inside the block; afterwards it is plain again and may be wrapped once more."""
     training = RoundPipeTraining(model, num_workers)
     try:
         yield training

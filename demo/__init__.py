@@ -1,1 +1,1 @@
-"""The demonstration behind `make demo`; not part of the installed package."""
+"""The demo that `make demo` runs; not part of the installed package."""

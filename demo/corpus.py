@@ -1,6 +1,6 @@
-"""The text the demo learns from, cut into seeded batches of bytes.
+"""The demo's training text (corpus.txt, written for this project), split into seeded batches of bytes.
 
-Called by demo.train_demo. Knows bytes and batches, not models. The text is our own; see corpus.txt.
+Knows bytes and batches, not models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CORPUS_PATH = Path(__file__).with_name("corpus.txt")
 
 @dataclass(frozen=True)
 class Batch:
-    """Byte sequences, and the same sequences one byte further on."""
+    """Byte sequences, and the same sequences shifted by one byte as labels."""
 
     byte_ids: Tensor
     next_byte_ids: Tensor
@@ -27,7 +27,7 @@ def load_corpus() -> Tensor:
 
 
 def draw_batches(corpus: Tensor, num_batch: int, num_sequence: int, length: int, seed: int) -> list[Batch]:
-    """`num_batch` batches of `num_sequence` random places in the text; every run gets these very batches."""
+    """`num_batch` batches of `num_sequence` random text windows. The same seed gives the same batches."""
     generator = torch.Generator().manual_seed(seed)
     windows = corpus.unfold(0, length + 1, 1)
     batches = []

@@ -1,6 +1,6 @@
-"""Counts the losses and the rate of one run, and shows them beside a progress bar.
+"""Records the losses and tokens per second of one training run, and shows a progress bar if tqdm is installed.
 
-Called by demo.runs. Without tqdm there is no bar; the counts are the same.
+Knows numbers and time, not models.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-UNTIMED_STEPS = 2  # the first steps allocate and plan; the rate is that of the others
+UNTIMED_STEPS = 2  # the first steps allocate and plan, so the rate leaves them out
 
 
 class Meter:
-    """One run's losses and tokens per second; a context manager, whose end is the end of the measured time."""
+    """Losses and tokens per second of one training run. A context manager; its exit ends the measured time."""
 
     def __init__(self, name: str, num_step: int) -> None:
         self.name = name
@@ -26,6 +26,7 @@ class Meter:
         self._bar = open_bar(name, num_step)
 
     def record(self, loss: Tensor, num_token: int) -> None:
+        """Add one step: its loss and its number of tokens."""
         self.losses.append(float(loss))
         self._end_s = time.perf_counter()
         if len(self.losses) > self._num_untimed:
@@ -40,7 +41,7 @@ class Meter:
         return self._timed_tokens / max(self._end_s - self._start_s, 1e-9)
 
     def final_loss(self, num_last: int = 10) -> float:
-        """The mean of the last losses; a single batch is noisy."""
+        """Mean of the last `num_last` losses, because a single batch is noisy."""
         last = self.losses[-num_last:]
         return sum(last) / len(last)
 
@@ -56,6 +57,7 @@ class Meter:
 
 
 def open_bar(name: str, num_step: int) -> Any:
+    """A tqdm progress bar; None if tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:

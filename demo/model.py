@@ -1,7 +1,7 @@
-"""A small byte-level transformer language model, written as the plain nn.Sequential that RoundPipe cuts into layers.
+"""A small byte-level transformer language model as a plain nn.Sequential.
 
-Called by demo.runs. Knows nothing of RoundPipe: the same module is trained by the plain loop and by both wrapped runs.
-There is no dropout, so that the three runs differ in nothing but who carries them out.
+Does not know RoundPipe: the plain loop and both RoundPipe runs train the same module. It has no dropout, so the three
+runs draw no random numbers and can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 VOCABULARY = 256  # one entry per byte
-CONTEXT = 64  # bytes the model can look back on
+CONTEXT = 64  # length of the context in bytes
 
 
 class Embed(nn.Module):
-    """Bytes to vectors: what the byte is, what the few before it were, and where it stands."""
+    """Bytes to vectors: the sum of embeddings of the byte, of the `num_trail` bytes before it, and of its position."""
 
     def __init__(self, width: int, num_trail: int = 3) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a two-layer perceptron, each added to the stream after normalisation."""
+    """Causal self-attention and a two-layer perceptron, each applied to the normalised stream and added to it."""
 
     def __init__(self, width: int, num_head: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors to one score per possible next byte."""
+    """Vectors to scores of the 256 possible next bytes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Head(nn.Module):
 
 
 def build_model(seed: int, width: int = 96, num_block: int = 4, num_head: int = 4) -> nn.Sequential:
-    """The same weights for the same seed, whatever was drawn before."""
+    """A model with random weights. They depend on `seed` only, not on earlier random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         blocks = [Block(width, num_head) for _ in range(num_block)]

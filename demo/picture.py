@@ -1,6 +1,6 @@
 """Draws the loss curves of the runs and the measured timeline of one step.
 
-Called by demo.train_demo. Knows what was measured, not how. matplotlib is imported here and nowhere else.
+Knows measured values, not how they were measured. Only this module imports matplotlib.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ KIND_COLOURS = {
 
 
 def task_kind(label: str) -> str | None:
-    """The kind of a task label such as F0, FB3 or B7; None for anything else."""
+    """The kind of a task label such as F0, FB3 or B7; None for other labels."""
     letters = label.rstrip("0123456789")
     return {"F": "forward", "FB": "forward + loss + backward", "B": "recompute + backward"}.get(letters)
 
 
 def draw(path: Path, runs: list[Meter], timeline: Timeline, title: str) -> None:
+    """Write the picture to `path`: loss curves above, timeline below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -82,14 +83,14 @@ def draw_timeline(axes: Axes, timeline: Timeline) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds since the first task began")
     axes.set_ylabel("device")
-    axes.set_title("Measured timeline of one step: tasks go round the devices, one box per microbatch", loc="left")
+    axes.set_title("Measured timeline of one step: tasks go to the devices in turn, one box per microbatch", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     handles = [axes.barh(0, 0, color=colour, label=kind) for kind, colour in KIND_COLOURS.items()]
     axes.legend(handles=handles, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def draw_task(axes: Axes, row: int, label: str, spans: list[Span], start_s: float) -> None:
-    """The microbatches of one task as boxes, its label above them."""
+    """Draw the microbatches of one task as boxes with the task's label above them."""
     lefts = [1e3 * (span.start_s - start_s) for span in spans]
     widths = [1e3 * (span.end_s - span.start_s) for span in spans]
     colour = KIND_COLOURS[task_kind(label) or "forward"]

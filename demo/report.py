@@ -1,6 +1,6 @@
-"""What the demo found out, as text.
+"""The demo's results as text.
 
-Called by demo.train_demo. Knows measured values and how to say them; measures nothing but the process itself.
+Knows measured values and how to print them. Measures only the memory of the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from demo.meter import Meter
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a run ended from the plain one; zero means equal in every bit."""
+    """Largest differences between a run and the plain run; zero means equal bit for bit."""
 
     loss_difference: float
     weight_difference: float
@@ -30,6 +30,7 @@ class Comparison:
 
 
 def compare(plain: Meter, plain_model: nn.Module, other: Meter, other_model: nn.Module) -> Comparison:
+    """Compare all losses, and the weights after the last step."""
     pairs = zip(plain_model.state_dict().values(), other_model.state_dict().values(), strict=True)
     return Comparison(
         loss_difference=max(abs(a - b) for a, b in zip(plain.losses, other.losses, strict=True)),
@@ -56,7 +57,7 @@ def exact_verdict(exact: Comparison, on_cpu: bool) -> str:
     if exact.same_bits:
         return f"RoundPipe exact equals plain PyTorch bit for bit ({largest})."
     if on_cpu:
-        return f"RoundPipe exact DIFFERS from plain PyTorch ({largest}); on CPU in float32 it must not."
+        return f"RoundPipe exact DIFFERS from plain PyTorch ({largest}); on the CPU in float32 they must be equal."
     return f"RoundPipe exact against plain PyTorch, whose optimizer ran on the GPU: {largest}."
 
 
@@ -66,12 +67,12 @@ def async_verdict(exact: Meter, stale: Meter, stale_difference: float, num_compa
         "RoundPipe async against a plain loop whose weights are one update old: largest difference of the first "
         f"{num_compared} losses {stale_difference:.3g}.",
         f"Its final loss is {abs(gap):.3f} {'above' if gap > 0 else 'below'} that of exact: weights that are one "
-        "update old cost progress, most of it early in a run and at high learning rates.",
+        "update old slow down convergence, mostly early in a run and at high learning rates.",
     ]
 
 
 def indented(text: str) -> list[str]:
-    """The text's own lines, set in, the long ones folded."""
+    """The lines of `text`, indented; long lines are wrapped."""
     lines = []
     for line in text.splitlines():
         lines += textwrap.wrap(line, 96, initial_indent="    ", subsequent_indent="    ") or [""]
@@ -101,12 +102,12 @@ def write_report(
         "",
         "Final loss: mean of the last 10 steps.",
         *(
-            ["Virtual devices share the same cores: they show the order of the work and its numbers, not its speed."]
+            ["Virtual devices share the same cores: they show the order of the work and its results, not its speed."]
             * on_cpu
         ),
         *verdicts,
         "",
-        "A sample of what the exact run learned to write:",
+        "Sample text of the model after the exact run:",
         "",
         *indented(sample),
     ]

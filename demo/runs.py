@@ -1,7 +1,7 @@
-"""The three ways the demo trains one model on the same batches: plain PyTorch, RoundPipe exact, RoundPipe async.
+"""The demo's three training loops: plain PyTorch, RoundPipe exact and RoundPipe async.
 
-Called by demo.train_demo. Knows training loops, not what is printed or drawn. All three take the same microbatches,
-the same loss, the same torch optimizer and the same learning rates, so that what differs is only who carries it out.
+Knows training loops, not reports or pictures. All three use the same batches, microbatches, loss, torch optimizer and
+learning rates, so only the execution differs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from demo.meter import Meter
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 PEAK_LEARNING_RATE = 1e-3
-BETAS = (0.9, 0.95)  # what language models are usually trained with
-WARM_UP_SHARE = 0.1  # of all steps
+BETAS = (0.9, 0.95)  # common for language models
+WARM_UP_SHARE = 0.1  # fraction of all steps
 MAX_GRAD_NORM = 1.0
 
 
 class StepMode(enum.Enum):
-    """When an iteration sees the update of the one before."""
+    """Exact: an iteration computes with the update of the previous one. Async: with weights one update old."""
 
     EXACT = "exact"
     ASYNC = "async"
@@ -35,17 +35,17 @@ class StepMode(enum.Enum):
 
 @dataclass(frozen=True)
 class Task:
-    """What every run is asked to do."""
+    """The batches, loss and optimizer that all runs share."""
 
     batches: list[Batch]
     num_microbatch: int
 
     def loss_fn(self, scores: Tensor, next_byte_ids: Tensor) -> Tensor:
-        """The mean over a microbatch."""
+        """Mean cross-entropy over a microbatch."""
         return functional.cross_entropy(scores.flatten(0, 1), next_byte_ids.flatten())
 
     def step_fn(self, parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-        """Clip, update, move the learning rate on, clear."""
+        """A step function: clips gradients, updates, advances the learning rate and clears gradients."""
         optimizer = torch.optim.AdamW(parameters, lr=PEAK_LEARNING_RATE, betas=BETAS, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_factor)
 
@@ -58,13 +58,13 @@ class Task:
         return step
 
     def learning_rate_factor(self, step: int) -> float:
-        """Up in a line, then down along half a cosine to a tenth."""
+        """Linear warm-up, then cosine decay to a tenth."""
         warm_up = min(1.0, (step + 1) / max(1.0, WARM_UP_SHARE * len(self.batches)))
         return warm_up * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / len(self.batches))))
 
 
 def plain_gradients(model: nn.Module, task: Task, batch: Batch, device: torch.device) -> Tensor:
-    """The loop one writes without RoundPipe, microbatch after microbatch; gives the loss of the batch."""
+    """Forward and backward of one batch in plain PyTorch, microbatch by microbatch; returns the batch's loss."""
     losses = []
     inputs = batch.byte_ids.to(device).tensor_split(task.num_microbatch)
     labels = batch.next_byte_ids.to(device).tensor_split(task.num_microbatch)
@@ -77,7 +77,7 @@ def plain_gradients(model: nn.Module, task: Task, batch: Batch, device: torch.de
 
 
 def train_plain(model: nn.Module, task: Task, device: torch.device) -> Meter:
-    """The reference of the exact run."""
+    """Train in plain PyTorch: the reference for the exact run."""
     model.to(device)
     step = task.step_fn(model.parameters())
     with Meter("plain PyTorch", len(task.batches)) as meter:
@@ -89,7 +89,7 @@ def train_plain(model: nn.Module, task: Task, device: torch.device) -> Meter:
 
 
 def plain_stale_losses(model: nn.Module, task: Task, num_step: int, device: torch.device) -> list[float]:
-    """The reference of the async run: a plain loop whose gradients are taken at weights one update old."""
+    """Losses of a plain loop that computes gradients with weights one update old: the reference for the async run."""
     model.to(device)
     old_model = copy.deepcopy(model)
     step = task.step_fn(model.parameters())
@@ -98,13 +98,13 @@ def plain_stale_losses(model: nn.Module, task: Task, num_step: int, device: torc
         losses.append(float(plain_gradients(old_model, task, batch, device)))
         for parameter, old in zip(model.parameters(), old_model.parameters(), strict=True):
             parameter.grad, old.grad = old.grad, None
-            old.data.copy_(parameter.data)  # the update of the iteration before; the one below is not in it
+            old.data.copy_(parameter.data)  # includes the previous update, not the one below
         step()
     return losses
 
 
 def train_roundpipe(model: RoundPipe, task: Task, mode: StepMode) -> Meter:
-    """The same loop, carried out by a pool of devices."""
+    """Train with RoundPipe on a pool of devices."""
     step = task.step_fn(model.optim_parameters())
     config = RoundPipeRunConfig(num_microbatch=task.num_microbatch, loss_reduction="mean")
     with Meter(f"RoundPipe {mode.value}", len(task.batches)) as meter:
@@ -120,7 +120,7 @@ def train_roundpipe(model: RoundPipe, task: Task, mode: StepMode) -> Meter:
 
 @torch.no_grad()
 def generate(model: RoundPipe, prompt: str, num_byte: int, context: int, seed: int) -> str:
-    """Continue `prompt` byte by byte; the bytes are drawn from the model's own (sharpened) scores."""
+    """Continue `prompt` byte by byte, sampling from the model's scores at temperature 0.6."""
     generator = torch.Generator().manual_seed(seed)
     byte_ids = torch.tensor([list(prompt.encode())])
     model.eval()
@@ -134,6 +134,6 @@ def generate(model: RoundPipe, prompt: str, num_byte: int, context: int, seed: i
 
 
 def printable(byte_id: int) -> str:
-    """The character of a byte; an untrained model writes bytes that are none."""
+    """The character of a byte, or "?" for bytes that are not printable ASCII."""
     character = chr(byte_id)
     return character if character == "\n" or (character.isascii() and character.isprintable()) else "?"

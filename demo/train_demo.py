@@ -1,6 +1,6 @@
-"""Trains a small byte-level language model three ways and shows that they agree: `make demo`.
+"""Trains a small byte-level language model three ways and compares them: `make demo`.
 
-On every GPU there is, or on four virtual devices. Writes a report and a picture to demo-output/.
+Uses all GPUs, or four virtual devices without a GPU. Writes a report and a picture to demo-output/.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ SEED = 2
 NUM_SEQUENCE = 20
 PROMPT = "Day 12. "
 QUICK_STEPS = 4
-STALE_STEPS = 30  # losses of the async run that are compared with a plain loop on old weights
+STALE_STEPS = 30  # number of async losses to compare with a plain loop on weights one update old
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="train_demo", description=__doc__)
     parser.add_argument("--steps", type=int, default=240, help="optimizer steps of each run (default: %(default)s)")
-    parser.add_argument("--devices", help='the pool, e.g. "cpu*4" or "cuda:0,cuda:1" (default: all GPUs, else "cpu*4")')
+    parser.add_argument(
+        "--devices", help='device pool, e.g. "cpu*4" or "cuda:0,cuda:1" (default: all GPUs, else "cpu*4")'
+    )
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK_STEPS} steps and a short sample")
     arguments = parser.parse_args()
@@ -40,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def choose_devices(wanted: str | None) -> list[str]:
-    """What was asked for, else ROUNDPIPE_DEVICES, else every GPU, else four virtual devices."""
+    """`wanted`, else ROUNDPIPE_DEVICES, else every GPU, else four virtual devices."""
     wanted = wanted or os.environ.get("ROUNDPIPE_DEVICES")
     if wanted is None:
         return [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"] * 4
@@ -56,7 +58,7 @@ def main() -> int:
     devices = choose_devices(arguments.devices)
     on_cpu = all(name == "cpu" for name in devices)
     if on_cpu:
-        torch.set_num_threads(1)  # the devices share the cores; threads inside an operator would only fight over them
+        torch.set_num_threads(1)  # virtual devices share the cores, so threads inside operators would compete
     num_step = QUICK_STEPS if arguments.quick else arguments.steps
     batches = draw_batches(load_corpus(), num_step, NUM_SEQUENCE, CONTEXT, SEED)
     task = Task(batches, num_microbatch=len(devices) + 1)

@@ -1,4 +1,4 @@
-"""Talk to a model that need not fit on the GPU:  python examples/chat.py path/to/model"""
+"""Chat with a model that may be larger than GPU memory:  python examples/chat.py path/to/model"""
 
 import sys
 import tempfile
@@ -10,7 +10,7 @@ from roundpipe import wrap_model_to_roundpipe
 
 
 def tiny_model(folder: str) -> str:
-    """Something to load where no model is at hand: it talks nonsense."""
+    """Save a tiny random model and tokenizer to `folder`, for a run without a path. Its replies make no sense."""
     words = {word: i for i, word in enumerate(["<unk>", "hello", "how", "are", "you", "fine", "thanks"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

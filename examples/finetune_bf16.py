@@ -1,4 +1,4 @@
-"""bf16 weights with float32 optimizer copies, gradient accumulation, a checkpoint, and a resumed run that agrees."""
+"""bf16 weights with a float32 optimizer, gradient accumulation, a checkpoint, and a resumed run with equal losses."""
 
 import tempfile
 from pathlib import Path
@@ -10,13 +10,13 @@ from torch.nn import functional
 from roundpipe import RoundPipe, RoundPipeRunConfig, optim
 
 NUM_MICROBATCH = 4
-CALLS_PER_STEP = 2  # gradients add up over this many calls before one update
+CALLS_PER_STEP = 2  # calls whose gradients add up before one update
 CHECKPOINT_STEP = 6
 NUM_STEP = 12
 
 
 def build() -> tuple[RoundPipe, optim.AdamW]:
-    """The model to tune (here a small random one) and its optimizer; the first two layers stay as they are."""
+    """The model to fine-tune (here a small random one) and its optimizer. The first two layers are frozen."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
     network = nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 1)).to(torch.bfloat16)
@@ -27,7 +27,7 @@ def build() -> tuple[RoundPipe, optim.AdamW]:
 
 
 def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
-    return functional.mse_loss(outputs.float(), labels) / CALLS_PER_STEP  # calls of equally many rows
+    return functional.mse_loss(outputs.float(), labels) / CALLS_PER_STEP  # all calls have the same number of rows
 
 
 def train(model: RoundPipe, optimizer: optim.AdamW, steps: range) -> list[float]:
@@ -51,7 +51,7 @@ def train(model: RoundPipe, optimizer: optim.AdamW, steps: range) -> list[float]
 
 
 def save(path: Path, model: RoundPipe, optimizer: optim.AdamW) -> None:
-    """Weights, the optimizer's float32 copies of them, and its moments: what a resumed run needs to agree."""
+    """Save weights, the optimizer's float32 copies and its moments: a resumed run needs all three to be exact."""
     copies = {name: copy.detach() for name, copy in model.optim_named_parameters()}
     torch.save({"model": model.state_dict(), "copies": copies, "optimizer": optimizer.state_dict()}, path)
 
@@ -80,7 +80,7 @@ def main() -> None:
     for step, (loss, again) in enumerate(zip(straight, resumed, strict=True), start=CHECKPOINT_STEP):
         print(f"step {step:3}  loss {loss:.6f}  resumed {again:.6f}")
     if straight != resumed:
-        raise SystemExit("the resumed run went another way")
+        raise SystemExit("the losses of the resumed run differ")
 
 
 if __name__ == "__main__":

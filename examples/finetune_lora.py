@@ -1,4 +1,4 @@
-"""LoRA on a transformers model: the weights stay in host memory and frozen, only the adapter trains and is saved."""
+"""LoRA on a transformers model: base weights are frozen in host memory; only the adapter is trained and saved."""
 
 import tempfile
 
@@ -12,13 +12,13 @@ NUM_STEP = 20
 
 
 def build() -> LlamaForCausalLM:
-    """The model to tune; here a small random one in place of AutoModelForCausalLM.from_pretrained(...)."""
+    """The model to fine-tune: a small random one here, normally AutoModelForCausalLM.from_pretrained(...)."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4))
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
-    """Sequences that count upwards; the first token has no label, and rows have different lengths."""
+    """Sequences that count upwards, padded to one length; padding has no label."""
     generator = torch.Generator().manual_seed(step)
     ids = (torch.randint(64, (8, 1), generator=generator) + torch.arange(16)) % 64
     lengths = torch.randint(4, 17, (8, 1), generator=generator)
@@ -46,7 +46,7 @@ def main() -> None:
         with torch.no_grad():
             model.eval()
             same = torch.allclose(model(**batch(0)).logits, restored.eval()(**batch(0)).logits, atol=1e-4)
-        print("the saved adapter gives the same model:", same)
+        print("the saved adapter gives the same logits:", same)
         if not same:
             raise SystemExit(1)
 

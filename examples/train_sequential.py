@@ -15,8 +15,8 @@ network = nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 4)).to(torch.b
 
 model = RoundPipe(
     network,
-    optim_dtype=torch.float32,  # the optimizer keeps its own float32 copy of every weight
-    # A mean over the rows of each microbatch becomes the mean over the batch, also where microbatches differ in size.
+    optim_dtype=torch.float32,  # the optimizer keeps a float32 copy of every weight
+    # Means over the rows of microbatches become the mean over the batch, even if microbatches differ in size.
     model_run_config=RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH, loss_reduction="mean"),
 )
 optimizer = optim.AdamW(model.optim_parameters(), lr=3e-3)
@@ -38,10 +38,10 @@ def step_fn() -> None:
 
 for step in range(NUM_STEP):
     points = torch.randn(64, 16)
-    labels = points[:, :4].argmax(dim=1)  # which of the first four numbers is the largest
+    labels = points[:, :4].argmax(dim=1)  # index of the largest of the first four numbers
     scale = scaler.get_scale()
     loss = model.forward_backward(input_args=(points.to(torch.bfloat16),), label=labels, loss_fn=loss_fn)
-    model.step(step_fn)  # returns at once; the update runs beside the next iteration
+    model.step(step_fn)  # returns at once; the update runs during the next iteration
     scaler.update()
     if step % 10 == 0 or step == NUM_STEP - 1:
         print(f"step {step:3}  loss {loss.item() / scale:.4f}")

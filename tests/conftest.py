@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported by now from garbage collection: many tests collect, and scanning it takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +33,18 @@ def _interrupts_arrive() -> None:
     """A shell starts background jobs with SIGINT ignored, which is inherited: Ctrl-C tests would test nothing."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelParameter]]:
+    """The parameters that the optimizer's kernel was given: a test that never reaches the kernel proves nothing."""
+    seen: list[KernelParameter] = []
+    real = OnePassKernel.adam
+
+    def adam(self: OnePassKernel, parameters: list[KernelParameter]) -> None:
+        seen.extend(parameters)
+        real(self, parameters)
+
+    monkeypatch.setattr(OnePassKernel, "adam", adam)
+    yield seen
+    seen.clear()

@@ -29,10 +29,10 @@ from roundpipe.devices.interface import StreamKind
 from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.monitor import THREAD_PREFIX, stall_report
 
+CLOSED_S = 0.03  # the threads of a model that was closed have ended by then, without a garbage collection
 WAIT_S = 30.0  # for what must come; a test that waits longer is stuck
 WIDTH = 4
 NUM_MICROBATCH = 3
-GRAINS = ("stage", "layer")
 # F0: layer 0, F1: layer 1, FB2: layers 2 and 3, B3: layers 0 and 1.
 PLAN = ModelExecutePlan([range(0, 1), range(1, 2)], [range(2, 4), range(0, 2)])
 RECOMPUTED, FUSED = (0, 1), (2, 3)
@@ -87,7 +87,7 @@ class Traps:
             self._passed[point, where] += 1
             if self._target != (point, where, count):
                 return
-            # Fires once, and keeps no exception: its frames hold graphs that hold us, a cycle nobody can collect.
+            # Fires once and keeps no exception: its frames hold graphs that hold these traps, an uncollectable cycle.
             action, self._action, self._target = self._action, _nothing, None
         self.fired.set()
         action()
@@ -304,7 +304,7 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 class Gate:
-    """An action for a trap: says that somebody has come, lets him through when opened."""
+    """An action for a trap: sets `reached`, then blocks the thread until `opened` is set."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.reached, self.opened, self._error = threading.Event(), threading.Event(), error
@@ -350,12 +350,17 @@ def watched_copies(traps: Traps, monkeypatch: pytest.MonkeyPatch, *, late: bool 
 # Threads and processes.
 
 
+_left_behind: set[threading.Thread] = set()  # reported by the test that left them, and by no later one
+
+
 def our_threads() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX))
+    """The names of the library's threads that run now, without those that an earlier test left behind."""
+    own = (thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX))
+    return sorted(thread.name for thread in own if thread not in _left_behind)
 
 
 def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Polls what has no event of its own, such as the end of somebody else's thread."""
+    """Polls a condition that no event signals, such as the end of a thread."""
     deadline = time.monotonic() + timeout_s
     while not ready():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
@@ -363,12 +368,15 @@ def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = WAIT_S) 
 
 
 def wait_for_no_threads() -> None:
-    """Collects again and again: what a thread of ours still holds can only be collected once it has let go."""
-    deadline = time.monotonic() + WAIT_S
+    """Waits until the library's threads have ended; collects garbage, since a thread may keep its model alive."""
+    began = time.monotonic()
     while our_threads():
-        assert time.monotonic() < deadline, stall_report("threads to end", WAIT_S, {})
-        gc.collect()
-        time.sleep(0.005)
+        if time.monotonic() > began + WAIT_S:
+            _left_behind.update(threading.enumerate())
+            pytest.fail(stall_report("threads to end", WAIT_S, {}))
+        if time.monotonic() > began + CLOSED_S:
+            gc.collect()
+        time.sleep(0.002)
 
 
 def wait_for(event: threading.Event) -> None:
@@ -376,7 +384,7 @@ def wait_for(event: threading.Event) -> None:
 
 
 class Background:
-    """Runs a function on a thread of its own; `result()` waits for it and raises what it raised."""
+    """Runs a function on a new thread; `result()` waits for it and raises what it raised."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -412,7 +420,7 @@ torch.set_num_threads(1)
 
 
 def run_script(body: str, timeout_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own; its time is counted from the end of its imports (it prints `ready`)."""
+    """Runs a script in a new process, with this module imported."""
     tests = Path(__file__).parent
     paths = os.pathsep.join([str(tests.parent / "src"), str(tests)])
     return subprocess.run(

@@ -24,7 +24,7 @@ def mse(output: Tensor, label: Tensor) -> Tensor:
 
 
 def total(output: Tensor, label: Any) -> Tensor:
-    """A loss that needs no label and gives every output element a gradient of its own."""
+    """A loss that needs no label and gives every output element a different gradient."""
     return (output * torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()).sum()
 
 

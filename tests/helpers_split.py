@@ -1,6 +1,6 @@
 """Wraps models of repeated blocks as layers, and compares what they compute with the plain model, bit for bit.
 
-Used by tests/models. A toy is an nn.Module with a list of blocks and Python of its own between them; it returns a
+Used by tests/models. A toy is an nn.Module with a list of blocks and Python code between them; it returns a
 tensor, or a dict with its own loss.
 """
 
@@ -55,7 +55,7 @@ def rows(num: int = 6, *, seed: int = 5, width: int = WIDTH) -> Tensor:
 
 
 def own_loss(output: Any, label: Any) -> Tensor:
-    """The loss the model has computed; of a mere tensor one that gives every element a gradient of its own."""
+    """The loss the model has computed; for a plain tensor, a loss that gives every element a different gradient."""
     if isinstance(output, Mapping):
         loss: Tensor = output["loss"]
         return loss
@@ -88,7 +88,7 @@ class SplitModels:
 
 
 def recomputing(model: RoundPipe, num_microbatch: int) -> RoundPipeRunConfig:
-    """Every layer a stage of its own, all but the last recomputed."""
+    """One stage per layer; all but the last are recomputed."""
     last = model.num_layers - 1
     stages = [range(i, i + 1) for i in range(last)]
     plan = ModelExecutePlan(stages, [range(last, last + 1), *reversed(stages)])

@@ -1,6 +1,6 @@
-"""The architecture, asserted: who may import whom, what importing may do, and how large things may grow.
+"""Asserts the architecture: the tree, the import direction, the effects of an import, sizes of modules and functions.
 
-Reads the source with ast and never runs it, but for the one test of what an import does.
+Reads the source with ast. Only the test of what an import does runs it, in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import json
 import subprocess
 import sys
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "roundpipe"
 SOURCE = Path(__file__).parents[1] / "src"
 
-# Imports point to lower levels, or stay inside their own package; packages of one level do not know each other,
-# except where ALLOWED_BESIDE says so.
+# The tree: every package and every file directly under roundpipe, with its level. Imports point to lower levels or stay
+# inside their package; packages of one level do not import each other, except where ALLOWED_BESIDE says so.
 LEVELS = {
     "errors": 0,
     "context": 0,
@@ -35,18 +36,17 @@ LEVELS = {
     "store": 4,
     "runtime": 5,
     "optim": 5,
-    "distributed": 6,
-    "checkpoint": 6,
-    "api": 7,
-    "": 8,  # roundpipe/__init__.py, which only gathers the public names
-    "cli": 8,
-    "__main__": 9,
+    "api": 6,
+    "": 7,  # roundpipe/__init__.py, which only collects the public names
 }
 ALLOWED_BESIDE = {("context", "errors"), ("context", "monitor"), ("monitor", "errors")}
 WITHOUT_TORCH = ("plan", "timeline")
 KNOWS_CUDA = "roundpipe.devices.cuda"
+MAX_MODULES = 95
+MAX_SINGLE_IMPORTER_MODULES = 14
 MAX_FILE_LINES = 600
-MAX_FUNCTION_LINES = 70
+MAX_FUNCTION_LINES = 60
+LONGER_FUNCTIONS = {"wrap_model_to_roundpipe": 67}  # its docstring describes every public argument
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -121,9 +121,42 @@ def listing(offenders: list[str]) -> str:
     return "\n  " + "\n  ".join(offenders)
 
 
-def test_every_part_of_the_package_has_a_level() -> None:
-    unknown = sorted({part_of(module) for module in modules()} - LEVELS.keys())
+def test_the_tree_is_the_listed_one() -> None:
+    parts = {part_of(module) for module in modules()}
+    unknown, gone = sorted(parts - LEVELS.keys()), sorted(LEVELS.keys() - parts)
     assert not unknown, f"give these a level in LEVELS and in ARCHITECTURE.md: {unknown}"
+    assert not gone, f"these no longer exist; remove them from LEVELS and ARCHITECTURE.md: {gone}"
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    offenders = sorted({str(p.parent) for p in modules().values() if not (p.parent / "__init__.py").exists()})
+    assert not offenders, "these folders have no __init__.py:" + listing(offenders)
+
+
+def test_there_are_few_modules() -> None:
+    count = len(modules())
+    assert count <= MAX_MODULES, f"{count} modules; at most {MAX_MODULES}: merge files that share one idea"
+
+
+def single_importers() -> dict[str, str]:
+    """Modules that exactly one other module imports, with that module; packages and type-only imports count too."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for module in modules():
+        for _, target in own_imports(module):
+            importers[target].add(module)
+    return {
+        module: next(iter(who))
+        for module, who in sorted(importers.items())
+        if len(who) == 1 and modules()[module].name != "__init__.py"
+    }
+
+
+def test_few_modules_have_a_single_importer() -> None:
+    lonely = [f"{module} (by {importer})" for module, importer in single_importers().items()]
+    assert len(lonely) <= MAX_SINGLE_IMPORTER_MODULES, (
+        f"{len(lonely)} modules have one importer, at most {MAX_SINGLE_IMPORTER_MODULES} may; a helper with one "
+        "importer belongs in that file:" + listing(lonely)
+    )
 
 
 def test_imports_point_down() -> None:
@@ -142,7 +175,7 @@ def test_nothing_inside_imports_the_public_package() -> None:
     offenders = [
         f"{module}:{line}"
         for module in modules()
-        if part_of(module) not in ("", "cli", "__main__")
+        if part_of(module)
         for line, target in own_imports(module)
         if target == PACKAGE
     ]
@@ -217,7 +250,6 @@ def test_the_library_never_prints() -> None:
     offenders = [
         f"{module}:{node.lineno}"
         for module in modules()
-        if part_of(module) not in ("cli", "__main__")
         for node in ast.walk(tree_of(module))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
@@ -247,8 +279,11 @@ def test_files_stay_small() -> None:
 
 
 def test_functions_stay_small() -> None:
-    sizes = [(place, (node.end_lineno or node.lineno) - node.lineno + 1) for place, node in functions()]
-    offenders = [f"{place}: {lines} lines" for place, lines in sizes if lines > MAX_FUNCTION_LINES]
+    offenders = []
+    for place, node in functions():
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if lines > LONGER_FUNCTIONS.get(node.name, MAX_FUNCTION_LINES):
+            offenders.append(f"{place}: {lines} lines")
     assert not offenders, f"at most {MAX_FUNCTION_LINES} lines a function:" + listing(offenders)
 
 

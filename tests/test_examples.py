@@ -11,16 +11,39 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# Examples that run one after the other in one process, which imports torch and transformers once.
+PROCESSES = {name: [path for path in EXAMPLES if path.stem.startswith("finetune") == (name == "finetune")]
+             for name in ("finetune", "others")}  # fmt: skip
+RUN_ALL = """
+import runpy, sys
+for path in sys.argv[1:]:
+    sys.argv = [path]
+    print("== example", path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+"""
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(example: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PROCESSES)
+def test_examples_run(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "ROUNDPIPE_DEVICES": "cpu*2", "PYTHONPATH": str(ROOT / "src")}
+    examples = [str(path) for path in PROCESSES[name]]
     done = subprocess.run(
-        [sys.executable, str(example)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", RUN_ALL, *examples],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip(), "an example shows what it did"
+    outputs = done.stdout.split("== example ")[1:]
+    assert [output.split("\n")[0] for output in outputs] == examples
+    silent = [output for output in outputs if not output.partition("\n")[2].strip()]
+    assert not silent, f"an example shows what it did: {silent}"
+
+
+def test_every_example_is_run() -> None:
+    assert sorted(path for paths in PROCESSES.values() for path in paths) == EXAMPLES
 
 
 def test_the_documented_examples_are_there() -> None:

@@ -1,11 +1,11 @@
-"""Runs a command with the instruction set that torch's matrix products survive on this processor.
+"""Runs a command with an instruction set that torch's matrix products do not crash with on this processor.
 
     .venv/bin/python tools/cpu_canary.py [--folder .venv] [COMMAND ...]
 
-Some virtual machines list AMX but do not let it run: the first bfloat16 product dies with SIGILL. A child process tries
-such products. If a signal ends it, the levels of ONEDNN_MAX_CPU_ISA are tried from the highest to the lowest, and the
-first that survives is set for COMMAND. Without COMMAND, one line says what is set; nothing is printed where nothing
-needs to be set. The result is kept in FOLDER, for this processor, kernel and torch. A value in the environment wins.
+Some virtual machines report AMX but do not allow it: the first bfloat16 product dies with SIGILL. A child process tries
+such products. If a signal kills it, this script tries the levels of ONEDNN_MAX_CPU_ISA from the highest to the lowest
+and sets the first one that works for COMMAND. Without COMMAND it prints one line with the level, or nothing if none is
+needed. FOLDER keeps the result for this processor, kernel and torch. A value in the environment takes precedence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
-VARIABLES = (VARIABLE, "DNNL_MAX_CPU_ISA")  # oneDNN reads both
+VARIABLES = (VARIABLE, "DNNL_MAX_CPU_ISA")  # oneDNN reads either name
 LEVELS = ("AVX512_CORE_BF16", "AVX512_CORE", "AVX2")
 FILE_NAME = ".cpu-isa"
 _TIMEOUT_S = 300.0
@@ -32,12 +32,12 @@ _CPUINFO = Path("/proc/cpuinfo")
 _CPUINFO_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
 
 Probe = Callable[[str | None], int | None]
-"""Tries products under a level, or without one. Returns the exit status, negative for a signal; None if unknown."""
+"""Runs the products with a level, or with none. Returns the exit status (negative: a signal), None if unknown."""
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(sys.prefix), help="where the result is kept")
+    parser.add_argument("--folder", type=Path, default=Path(sys.prefix), help="where to keep the result")
     parser.add_argument("--canary", type=Path, help="a script to run instead of the products")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def processor() -> str:
-    """A key that differs for all that decides which instructions torch uses and whether they work."""
+    """A key of everything that decides which instructions torch uses and whether they work."""
     described = [platform.machine(), platform.release(), platform.version(), importlib.metadata.version("torch")]
     if _CPUINFO.exists():
         first = _CPUINFO.read_text().split("\n\n")[0]
@@ -62,12 +62,13 @@ def processor() -> str:
 
 
 def remembered(file: Path, key: str, probe: Probe) -> str | None:
-    """The level for this processor: as the file says, or as `probe` finds it."""
+    """The level for this processor: from the file if it is there, else found by `probe` and written to the file."""
     known = _read(file)
     if key in known and known[key] in (*LEVELS, None):
         return known[key]
     level, is_certain = survived(probe)
     if is_certain:
+        # Written beside and renamed, so that a parallel run never reads half a file.
         partial = file.with_name(f"{file.name}.{os.getpid()}")
         partial.write_text(json.dumps({**known, key: level}))
         partial.replace(file)
@@ -83,7 +84,7 @@ def _read(file: Path) -> dict[str, str | None]:
 
 
 def survived(probe: Probe) -> tuple[str | None, bool]:
-    """The highest level under which products survive, None if they do without one; and whether that is certain."""
+    """The highest level that works, None if no level is needed; and whether the result is certain."""
     for level in (None, *LEVELS):
         status = probe(level)
         if status is None:
@@ -112,7 +113,7 @@ def _in_a_child(script: Path | None) -> Probe:
     return probe
 
 
-# Every kind of kernel that uses AMX where it is listed, in sizes above oneDNN's least one.
+# Every kind of kernel that uses AMX if the processor reports it, in sizes large enough for oneDNN to use it.
 _PRODUCTS = """
 import contextlib
 
@@ -131,7 +132,7 @@ def products(dtype):
 
 for dtype in (torch.bfloat16, torch.float16):
     for product in products(dtype):
-        with contextlib.suppress(RuntimeError):  # not every release of torch has all of them
+        with contextlib.suppress(RuntimeError):  # some releases of torch lack some of these kernels
             product()
 """
 

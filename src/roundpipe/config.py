@@ -1,14 +1,13 @@
-"""Run options: an overlay of optional fields, and what remains when every field is decided.
+"""Run options: a user's overlay of optional fields, and the resolved config in which every option has a value.
 
-`api` resolves once per call: call over model over default. Inner code only ever sees a ResolvedRunConfig.
-Does not know how a split spec or a plan is carried out.
+A RoundPipeRunConfig is validated when the user constructs it; everything made from validated configs is trusted.
+Knows no inputs and no layers: split specs and execute plans are validated where they meet them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +17,14 @@ from roundpipe.plan import ModelExecutePlan
 
 
 class RecomputeGrain(enum.Enum):
-    """How much of a stage is recomputed at a time in the backward pass."""
+    """How many layers the backward pass recomputes at a time: a whole stage, or one layer after the other."""
 
     STAGE = "stage"
     LAYER = "layer"
 
 
 class LossReduction(enum.Enum):
-    """How the losses of the microbatches become one."""
+    """How the losses of the microbatches are combined into one loss."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -33,22 +32,22 @@ class LossReduction(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class RoundPipeRunConfig:
-    """Options of a call, or a model's defaults for its calls; None inherits.
+    """Options of a call, or a model's defaults for its calls. A field that is None inherits its value.
 
     requires_grad: whether a forward call keeps what backward needs. Default: torch's grad mode.
-    output_device: where outputs are handed over. Default: the CPU.
-    preserve_rng_state: recomputation draws the random numbers of the forward pass again. Default: True.
+    output_device: the device of the outputs. Default: the CPU.
+    preserve_rng_state: recomputation repeats the random numbers of the forward pass. Default: True.
     recompute_grain: "stage" (default) or "layer" (less memory, more transfers).
-    num_microbatch: pieces the batch is cut into. Default: devices in the pool + 1.
+    num_microbatch: number of microbatches per call. Default: devices in the pool + 1.
     split_input, split_label, merge_output: specs or functions; see `roundpipe.microbatch`.
     execute_plan: which layers form stages. Default: planned from measured times.
-    keep_logits: whether a model that computes its own loss returns its logits. Default: unless forward_backward is
-        called for the loss alone and they would take more memory than is set for them (512 MB a microbatch).
-    whole_batch_loss: let the loss that a model computes itself be the loss of the whole call, the mean over all
-        counted labels, however the call is cut. Default: True in a call without loss_fn; in a call with one, the
-        loss_fn sees the loss of its microbatch alone. False adds up the losses of the microbatches.
-    loss_reduction: how the results of loss_fn are put together: "sum" (default) adds them, "mean" weighs each
-        microbatch by its share of the batch's rows, so that means over rows become the mean over the batch.
+    keep_logits: whether a model that computes its own loss returns its logits. Default: True, except in
+        forward_backward calls that ask for the loss only, if the logits of a microbatch exceed 512 MB.
+    whole_batch_loss: whether the loss that a model computes itself is the loss of the whole call: the mean over all
+        counted labels, independent of the number of microbatches. False adds up the losses of the microbatches.
+        Default: True in calls without loss_fn; a loss_fn receives the loss of its microbatch alone.
+    loss_reduction: how the results of loss_fn are combined. "sum" (default) adds them. "mean" weights each microbatch
+        by its share of the batch's rows, so that means over rows become the mean over the batch.
     """
 
     requires_grad: bool | None = None
@@ -56,6 +55,7 @@ class RoundPipeRunConfig:
     preserve_rng_state: bool | None = None
     recompute_grain: str | None = None
     num_microbatch: int | None = None
+    # The content of specs and plans is checked in each call: they are mutable, and a plan must match its model.
     split_input: Any = None
     split_label: Any = None
     merge_output: Any = None
@@ -65,33 +65,58 @@ class RoundPipeRunConfig:
     loss_reduction: str | None = None
 
     def __post_init__(self) -> None:
-        _check_bool("keep_logits", self.keep_logits)
-        _check_bool("whole_batch_loss", self.whole_batch_loss)
-        _check_bool("requires_grad", self.requires_grad)
-        _check_bool("preserve_rng_state", self.preserve_rng_state)
+        for name in ("keep_logits", "whole_batch_loss", "requires_grad", "preserve_rng_state"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ArgumentTypeError(f"{name} must be True, False or None, got {value!r}.")
+        # torch.device only parses the name; whether the device exists is checked in each call.
         if self.output_device is not None:
-            _to_device(self.output_device)
-        if self.recompute_grain is not None:
-            _to_grain(self.recompute_grain)
+            try:
+                torch.device(self.output_device)
+            except (RuntimeError, TypeError) as error:
+                raise ConfigError(
+                    f'output_device={self.output_device!r} is not a device; give "cpu", "cuda:0" or a torch.device.'
+                ) from error
+        if self.recompute_grain is not None and not _is_member(self.recompute_grain, RecomputeGrain):
+            raise ConfigError(f'recompute_grain must be "stage" or "layer", got {self.recompute_grain!r}.')
+        if self.loss_reduction is not None and not _is_member(self.loss_reduction, LossReduction):
+            raise ConfigError(
+                'loss_reduction must be "sum", which adds the losses of the microbatches, or "mean", which weights '
+                f"each by its share of the batch's rows, got {self.loss_reduction!r}."
+            )
         if self.num_microbatch is not None:
-            _check_num_microbatch(self.num_microbatch)
-        if self.loss_reduction is not None:
-            _to_reduction(self.loss_reduction)
+            # bool is a subclass of int.
+            if not isinstance(self.num_microbatch, int) or isinstance(self.num_microbatch, bool):
+                raise ArgumentTypeError(f"num_microbatch must be an int or None, got {self.num_microbatch!r}.")
+            if self.num_microbatch < 1:
+                raise ConfigError(f"num_microbatch must be at least 1, got {self.num_microbatch}.")
         if self.execute_plan is not None and not isinstance(self.execute_plan, ModelExecutePlan):
             raise ArgumentTypeError(
                 f"execute_plan must be a ModelExecutePlan or None, got {type(self.execute_plan).__name__}."
             )
 
     def over(self, base: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """This overlay where it says something, `base` elsewhere."""
-        fields = [field.name for field in dataclasses.fields(self)]
-        own = {name: getattr(self, name) for name in fields}
-        return RoundPipeRunConfig(**{k: getattr(base, k) if v is None else v for k, v in own.items()})
+        """Return a config with this config's fields; a field that is None here comes from `base`."""
+        # Both configs are validated, so the result skips the constructor and its checks.
+        overlay = object.__new__(RoundPipeRunConfig)
+        for name in RoundPipeRunConfig.__dataclass_fields__:
+            value = getattr(self, name)
+            object.__setattr__(overlay, name, getattr(base, name) if value is None else value)
+        return overlay
+
+
+def _is_member(value: object, kind: type[enum.Enum]) -> bool:
+    """Return whether `value` is a member of an enum or the value of one."""
+    try:
+        kind(value)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRunConfig:
-    """Every option decided."""
+    """The options of one call after applying the model's config and the defaults."""
 
     requires_grad: bool
     output_device: torch.device
@@ -102,69 +127,28 @@ class ResolvedRunConfig:
     split_label: Any
     merge_output: Any
     execute_plan: ModelExecutePlan | None
-    keep_logits: bool | None = None  # None: as the call needs them
-    whole_batch_loss: bool | None = None  # None: in calls without loss_fn
+    keep_logits: bool | None = None  # None: the call decides
+    whole_batch_loss: bool | None = None  # None: True in calls without loss_fn
     loss_reduction: LossReduction = LossReduction.SUM
 
 
 def resolve(call: RoundPipeRunConfig, model: RoundPipeRunConfig, num_devices: int) -> ResolvedRunConfig:
-    """Call level over model level over default, field by field."""
+    """Return the options of one call: the call's config over the model's config over the defaults."""
     if not isinstance(call, RoundPipeRunConfig):
         raise ArgumentTypeError(f"a run config must be a RoundPipeRunConfig, got {type(call).__name__}.")
     chosen = call.over(model)
     return ResolvedRunConfig(
-        requires_grad=_default(chosen.requires_grad, torch.is_grad_enabled),
-        output_device=_to_device(_default(chosen.output_device, lambda: "cpu")),
-        preserve_rng_state=_default(chosen.preserve_rng_state, lambda: True),
-        recompute_grain=_to_grain(_default(chosen.recompute_grain, lambda: "stage")),
-        num_microbatch=_default(chosen.num_microbatch, lambda: num_devices + 1),
+        requires_grad=torch.is_grad_enabled() if chosen.requires_grad is None else chosen.requires_grad,
+        output_device=torch.device("cpu" if chosen.output_device is None else chosen.output_device),
+        preserve_rng_state=chosen.preserve_rng_state is not False,  # None: True
+        recompute_grain=RecomputeGrain(chosen.recompute_grain or RecomputeGrain.STAGE),
+        # With one more microbatch than devices, no device waits for the others in balanced schedules.
+        num_microbatch=chosen.num_microbatch or num_devices + 1,
         split_input=chosen.split_input,
         split_label=chosen.split_label,
         merge_output=chosen.merge_output,
         execute_plan=chosen.execute_plan,
         keep_logits=chosen.keep_logits,
         whole_batch_loss=chosen.whole_batch_loss,
-        loss_reduction=_to_reduction(_default(chosen.loss_reduction, lambda: "sum")),
+        loss_reduction=LossReduction(chosen.loss_reduction or LossReduction.SUM),
     )
-
-
-def _default(value: Any, default: Callable[[], Any]) -> Any:
-    return default() if value is None else value
-
-
-def _check_bool(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, bool):
-        raise ArgumentTypeError(f"{name} must be True, False or None, got {value!r}.")
-
-
-def _check_num_microbatch(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(f"num_microbatch must be an int or None, got {value!r}.")
-    if value < 1:
-        raise ConfigError(f"num_microbatch must be at least 1, got {value}.")
-
-
-def _to_grain(value: object) -> RecomputeGrain:
-    try:
-        return RecomputeGrain(value)
-    except ValueError:
-        raise ConfigError(f'recompute_grain must be "stage" or "layer", got {value!r}.') from None
-
-
-def _to_reduction(value: object) -> LossReduction:
-    try:
-        return LossReduction(value)
-    except ValueError:
-        raise ConfigError(
-            'loss_reduction must be "sum", which adds the losses of the microbatches, or "mean", which weighs each by '
-            f"its share of the batch's rows, got {value!r}."
-        ) from None
-
-
-def _to_device(value: torch.device | str) -> torch.device:
-    try:
-        return torch.device(value)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f'output_device={value!r} is not a device; give "cpu", "cuda:0" or a torch.device.'
-        ) from error

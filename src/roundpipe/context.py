@@ -1,7 +1,7 @@
-"""What the code that runs now belongs to: the layer run on a device thread, the iteration, the optimizer's side.
+"""Context of the running user code: its layer and phase, its iteration, and whether it runs on the optimizer side.
 
-User code (layers, loss_fn, step_fn) asks; the runtime and the optimizer thread answer by entering these contexts.
-Everything is a context variable, so threads never see each other's. Knows no device, store or schedule.
+Functions such as `doing_recompute` read the context; the runtime and the optimizer thread set it around layers, loss_fn
+and step_fn. All state is in context variables, so each thread has its own. Knows no devices, stores or schedules.
 """
 
 from __future__ import annotations
@@ -21,37 +21,44 @@ from roundpipe.monitor import Latch
 
 
 class LayerPhase(enum.Enum):
-    """Why a layer's forward runs."""
+    """The purpose of one forward of a layer."""
 
-    INFERENCE = "inference"  # nobody will ask for gradients
-    FORWARD = "forward"  # gradients will come from a later recomputation
-    RECOMPUTE = "recompute"
-    FUSED = "fused"  # forward, loss and backward together: never recomputed
+    INFERENCE = "inference"  # no backward will follow
+    FORWARD = "forward"  # a recomputation and a backward will follow
+    RECOMPUTE = "recompute"  # the repeated forward before a backward
+    FUSED = "fused"  # a backward follows directly, without recomputation
 
 
 class LayerRun:
-    """One execution of one layer on one microbatch, as `save_for_recompute` sees it."""
+    """One execution of one layer on one microbatch; while entered, `save_for_recompute` and its kin refer to it."""
 
     def __init__(self, phase: LayerPhase, recompute_data: tuple[Any, ...] | None = None) -> None:
         self.phase = phase
-        self.recompute_data = recompute_data  # in: what RECOMPUTE gets; out: what FORWARD saved
+        self.recompute_data = recompute_data  # input of RECOMPUTE, output of FORWARD
         self.saved = False
+
+    def __enter__(self) -> LayerRun:
+        self._token = _layer_run.set(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _layer_run.reset(self._token)
 
 
 class Iteration:
-    """All calls between two optimizer steps, and the step that consumes their gradients: one object for both.
+    """One generation of calls together with the optimizer step that uses their gradients.
 
-    A GradScaler keeps in `loss_scales` the scale the losses of this iteration were multiplied with.
+    `loss_scales` has, for each GradScaler, the scale of the losses of this iteration.
     """
 
     def __init__(self) -> None:
         self.step_finished = Latch()
-        self.pid = os.getpid()  # a step that a forked child has inherited never finishes there
+        self.pid = os.getpid()  # in a forked child, a step of the parent never finishes
         self.loss_scales: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
 
 class StepObserver(Protocol):
-    """Somebody who must know, on the calling thread, that a step was handed to the optimizer."""
+    """An object that is notified, on the calling thread, when a step is given to the optimizer."""
 
     def step_issued(self, iteration: Iteration) -> None: ...
 
@@ -60,24 +67,12 @@ _layer_run: ContextVar[LayerRun | None] = ContextVar("roundpipe_layer_run", defa
 _iteration: ContextVar[Iteration | None] = ContextVar("roundpipe_iteration", default=None)
 _gradient_hook: ContextVar[bool] = ContextVar("roundpipe_gradient_hook", default=False)
 _optimizer_side: ContextVar[bool] = ContextVar("roundpipe_optimizer_side", default=False)
-_step_observers: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class running_layer:
-    """A class and not a generator, because it is entered for every layer and microbatch."""
-
-    def __init__(self, run: LayerRun) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._token = _layer_run.set(self._run)
-
-    def __exit__(self, *exc_info: object) -> None:
-        _layer_run.reset(self._token)
+_step_observers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the whole process, unlike the variables above
 
 
 @contextlib.contextmanager
 def within_iteration(iteration: Iteration) -> Iterator[None]:
+    """Context manager that sets the current iteration."""
     token = _iteration.set(iteration)
     try:
         yield
@@ -86,34 +81,35 @@ def within_iteration(iteration: Iteration) -> Iterator[None]:
 
 
 def gradient_hook_context() -> Context:
-    """A context like the present one for hooks of parameters, which autograd may run on a thread of its own."""
-    context = copy_context()
+    """Return a copy of the current context for gradient hooks, which autograd may run on a different thread."""
+    context = copy_context()  # autograd's threads do not inherit context variables
     context.run(_gradient_hook.set, True)
     return context
 
 
 def in_gradient_hook() -> bool:
-    """Whether a gradient hook of a parameter runs on this thread, during a device's backward."""
+    """Return whether this thread is running a parameter's gradient hook, during a backward on a device."""
     return _gradient_hook.get()
 
 
 def current_iteration() -> Iteration | None:
-    """The iteration of the loss_fn or step_fn that runs on this thread; None on the user's own threads."""
+    """Return the iteration of the loss_fn or step_fn that runs on this thread; None outside of both."""
     return _iteration.get()
 
 
 def observe_steps(observer: StepObserver) -> None:
-    """Tell `observer` (held weakly) of every step from now on."""
+    """Notify `observer` of every step from now on; only a weak reference to it is kept."""
     _step_observers.add(observer)
 
 
 def announce_step(iteration: Iteration) -> None:
-    for observer in list(_step_observers):
+    """Notify all observers that the step of `iteration` was given to the optimizer."""
+    for observer in list(_step_observers):  # a copy: observers may be added or collected meanwhile
         observer.step_issued(iteration)
 
 
 class OptimizerCtx:
-    """Inside it `parameters()` and `named_parameters()` of a RoundPipe give the optimizer's copies."""
+    """While entered, `parameters()` and `named_parameters()` of a RoundPipe return the optimizer's copies."""
 
     def __enter__(self) -> OptimizerCtx:
         self._token = _optimizer_side.set(True)
@@ -124,21 +120,15 @@ class OptimizerCtx:
 
 
 def on_optimizer_side() -> bool:
+    """Return whether this thread is inside an `OptimizerCtx`."""
     return _optimizer_side.get()
 
 
-def _current_layer_run(caller: str) -> LayerRun:
-    run = _layer_run.get()
-    if run is None:
-        raise RecomputeError(f"{caller}() was called outside a layer's forward; call it from a layer run by RoundPipe.")
-    return run
-
-
 def save_for_recompute(*data: Any) -> None:
-    """Keep `data` for the recomputation of this layer and microbatch; see `get_recompute_data`.
+    """Save `data` for the recomputation of this layer and microbatch; `get_recompute_data` returns it there.
 
-    At most once per layer and forward; tensors in it must not require grad. Does nothing where no recomputation
-    will follow (inference, the fused stage) and in the recomputation itself.
+    Call it at most once in a layer's forward, with tensors that do not require grad. It does nothing if no
+    recomputation will follow (inference, fused stage), and in the recomputation itself.
     """
     run = _layer_run.get()
     if run is None or run.phase is LayerPhase.INFERENCE or run.phase is LayerPhase.RECOMPUTE:
@@ -153,17 +143,22 @@ def save_for_recompute(*data: Any) -> None:
                 f"save_for_recompute() got a tensor of shape {tuple(leaf.shape)} that requires grad; gradients do not "
                 "flow through saved data: detach() it, or let the recomputation compute it again."
             )
+    # The fused phase has the same checks but keeps nothing: its backward needs no recomputation.
     run.saved = True
     if run.phase is LayerPhase.FORWARD:
         run.recompute_data = data
 
 
 def get_recompute_data() -> tuple[Any, ...]:
-    """What this layer saved for this microbatch in its forward pass; only while `doing_recompute()`."""
-    run = _current_layer_run("get_recompute_data")
+    """Return the data that this layer saved for this microbatch in its forward; only while `doing_recompute()`."""
+    run = _layer_run.get()
+    if run is None:
+        raise RecomputeError(
+            "get_recompute_data() was called outside a layer's forward; call it from a layer run by RoundPipe."
+        )
     if run.phase is not LayerPhase.RECOMPUTE:
         raise RecomputeError(
-            f"get_recompute_data() was called in the {run.phase.value} phase; ask doing_recompute() first."
+            f"get_recompute_data() was called in the {run.phase.value} phase; check doing_recompute() first."
         )
     if run.recompute_data is None:
         raise RecomputeError(
@@ -173,6 +168,6 @@ def get_recompute_data() -> tuple[Any, ...]:
 
 
 def doing_recompute() -> bool:
-    """Whether the layer that runs on this thread is being recomputed for the backward pass."""
+    """Return whether the layer that runs on this thread is being recomputed for the backward pass."""
     run = _layer_run.get()
     return run is not None and run.phase is LayerPhase.RECOMPUTE

@@ -1,23 +1,23 @@
-"""Every exception a user can meet, in one tree.
+"""All exceptions of this library, in one tree.
 
     RoundPipeError
-    ├── ConfigError (ValueError)        an option, spec or argument that cannot be carried out
-    │   ├── PlanError                   an execute plan that does not cover the model as it must
-    │   ├── SplitError                  inputs or labels that cannot be cut into microbatches
-    │   └── MergeError                  microbatch outputs that cannot be put together
-    ├── ModelSplitError (ValueError)    a model that cannot be split into layers as it is called
-    ├── ArgumentTypeError (TypeError)   an argument of the wrong type
-    ├── DeviceError (RuntimeError)      a device that does not exist or cannot be used
-    ├── HostMemoryError (MemoryError)   the host has too little memory for what was asked
-    ├── OwnershipError (ValueError)     a parameter that belongs to another RoundPipe
-    ├── ModelChangedError (RuntimeError) the wrapped model is no longer the one that was wrapped
-    ├── StaleGraphError (RuntimeError)  backward through a forward whose weights are gone, or twice
-    ├── RecomputeError (RuntimeError)   save_for_recompute and get_recompute_data used wrongly
-    ├── UsageError (RuntimeError)       a call in the wrong place or order
-    └── ClosedError (RuntimeError)      a model or pool that was closed
+    ├── ConfigError (ValueError)        an option, spec or argument has an invalid value
+    │   ├── PlanError                   an execute plan does not cover the model's layers correctly
+    │   ├── SplitError                  inputs or labels cannot be split into microbatches
+    │   └── MergeError                  outputs of the microbatches cannot be merged
+    ├── ModelSplitError (ValueError)    a model cannot be split into layers for this form of call
+    ├── ArgumentTypeError (TypeError)   an argument has the wrong type
+    ├── DeviceError (RuntimeError)      a device does not exist or cannot be used
+    ├── HostMemoryError (MemoryError)   the host has too little memory
+    ├── OwnershipError (ValueError)     a parameter belongs to a different RoundPipe already
+    ├── ModelChangedError (RuntimeError) the wrapped model's parameters or layers were replaced
+    ├── StaleGraphError (RuntimeError)  backward cannot run: its weights have changed, or it ran already
+    ├── RecomputeError (RuntimeError)   save_for_recompute or get_recompute_data was misused
+    ├── UsageError (RuntimeError)       a call was made in the wrong place or order
+    └── ClosedError (RuntimeError)      a model or device pool is closed already
 
-Exceptions raised by the user's own code (layers, loss_fn, step_fn) keep their type; they get a note that says where
-they happened (`add_note`). Knows nothing of the rest of the package.
+Exceptions from the user's code (layers, loss_fn, step_fn) keep their type; `add_note` adds where they happened. Knows
+nothing of the rest of the package.
 """
 
 from __future__ import annotations
@@ -26,66 +26,69 @@ import contextlib
 
 
 class RoundPipeError(Exception):
-    """Root of everything this library raises on its own account."""
+    """Base class of all exceptions that this library defines."""
 
 
 class ConfigError(RoundPipeError, ValueError):
-    """An option, spec or argument value that cannot be carried out."""
+    """An option, spec or argument has an invalid value."""
 
 
 class PlanError(ConfigError):
-    """An execute plan that does not cover the model as it must."""
+    """An execute plan does not cover the model's layers correctly."""
 
 
 class SplitError(ConfigError):
-    """Inputs or labels that cannot be cut into microbatches as asked."""
+    """Inputs or labels cannot be split into microbatches as requested."""
 
 
 class MergeError(ConfigError):
-    """Outputs of the microbatches that cannot be put together as asked."""
+    """Outputs of the microbatches cannot be merged as requested."""
 
 
 class ModelSplitError(RoundPipeError, ValueError):
-    """A model whose forward cannot be split into layers, or not for calls like this one."""
+    """A model's forward cannot be split into layers, at all or for this form of call."""
 
 
 class ArgumentTypeError(RoundPipeError, TypeError):
-    """An argument of the wrong type."""
+    """An argument has the wrong type."""
 
 
 class DeviceError(RoundPipeError, RuntimeError):
-    """A device that does not exist or cannot be used."""
+    """A device does not exist or cannot be used."""
 
 
 class HostMemoryError(RoundPipeError, MemoryError):
-    """The host has too little memory for what was asked."""
+    """The host has too little memory."""
 
 
 class OwnershipError(RoundPipeError, ValueError):
-    """A parameter that already belongs to another RoundPipe."""
+    """A parameter belongs to a different RoundPipe already."""
 
 
 class ModelChangedError(RoundPipeError, RuntimeError):
-    """The wrapped model's parameters are no longer the ones that were wrapped."""
+    """The wrapped model's parameters or layers were replaced after wrapping."""
 
 
 class StaleGraphError(RoundPipeError, RuntimeError):
-    """Backward through a forward call whose weights are gone, through it twice, or for a second derivative."""
+    """Backward cannot run through a forward call.
+
+    Its weights have changed since, it has run backward already, or a second derivative was requested.
+    """
 
 
 class RecomputeError(RoundPipeError, RuntimeError):
-    """save_for_recompute or get_recompute_data used where or as it cannot work."""
+    """save_for_recompute or get_recompute_data was called in the wrong place or with wrong data."""
 
 
 class UsageError(RoundPipeError, RuntimeError):
-    """A call in the wrong place or in the wrong order."""
+    """A call was made in the wrong place or in the wrong order."""
 
 
 class ClosedError(RoundPipeError, RuntimeError):
-    """A model or device pool that was closed."""
+    """A model or device pool is closed already."""
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Say where an exception happened. One that takes no notes, such as a frozen dataclass, passes without."""
+    """Add a note to an exception, such as where it happened. Does nothing if the exception cannot take notes."""
     with contextlib.suppress(Exception):
-        error.add_note(note)
+        error.add_note(note)  # raises for exceptions that are frozen dataclasses

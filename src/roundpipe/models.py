@@ -1,7 +1,7 @@
-"""Which preset belongs to which class of models.
+"""The registry of presets: functions that convert models of one class into an nn.Sequential.
 
-A preset takes a model and returns an equivalent nn.Sequential made of the model's own parameters: the first layer
-receives what the model receives, every other the output of the one before, and the last returns what the model returns.
+The nn.Sequential computes the same as the model and holds the model's parameters. Its first layer takes the model's
+inputs, every other layer takes the output of the layer before it, and the last layer returns the model's outputs.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ def register(model_class: type[nn.Module], convert: _ConvertT) -> _ConvertT: ...
 @overload
 def register(model_class: type[nn.Module], convert: None = None) -> Callable[[_ConvertT], _ConvertT]: ...
 def register(model_class: type[nn.Module], convert: Convert | None = None) -> Any:
-    """Let `convert` be the preset of `model_class`; without it, a decorator. A later one replaces an earlier one."""
+    """Register `convert` as the preset of `model_class`, replacing an earlier one. Without `convert`: a decorator."""
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
-        raise ArgumentTypeError(f"a preset belongs to a class of nn.Modules, got {model_class!r}.")
+        raise ArgumentTypeError(f"a preset must be registered for a subclass of nn.Module, got {model_class!r}.")
     if convert is None:
         return lambda decorated: register(model_class, decorated)
     if not callable(convert):
-        raise ArgumentTypeError(f"a preset is a function from a model to an nn.Sequential, got {convert!r}.")
+        raise ArgumentTypeError(
+            f"a preset must be a function that takes a model and returns an nn.Sequential, got {convert!r}."
+        )
     _presets[model_class] = convert
     return convert
 
 
 def find_preset(model: nn.Module) -> Convert | None:
-    """The preset of the model's very class: a subclass may compute something else."""
+    """Return the preset registered for the model's class, or None.
+
+    Presets of base classes are not used: a subclass may override the forward pass.
+    """
     return _presets.get(type(model))

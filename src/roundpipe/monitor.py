@@ -1,8 +1,7 @@
-"""One lock, one condition, and waits that never stay silent.
+"""Locks, waits and threads that survive Ctrl-C and fork, with a watchdog for long waits.
 
-A Monitor guards the state that device workers, the landing thread, the optimizer thread and callers share. Whoever
-waits says what for; a wait longer than the watchdog limit is logged together with the stacks of our threads.
-Knows no tensor, device or schedule.
+A Monitor guards state that several threads share. Every wait has a description; a wait longer than the watchdog limit
+is logged together with the stacks of the library's threads. Knows no tensors, devices or schedules.
 """
 
 from __future__ import annotations
@@ -29,45 +28,51 @@ logger = logging.getLogger("roundpipe")
 THREAD_PREFIX = "roundpipe-"
 DEFAULT_WATCHDOG_S = 300.0
 IDLE_SLEEP_S = 1.0
-_LONGEST_SLEEP_S = 0.5  # the main thread looks for signals when it wakes, and one may have reached another thread
+# The main thread runs signal handlers when it wakes up. A signal may be delivered to a different thread and then does
+# not wake the main thread, so no sleep may be longer than this.
+_LONGEST_SLEEP_S = 0.5
 _LAST_JOIN_S = 1.0
 _POLL_FIRST_S = 20e-6
 _POLL_LAST_S = 1e-3
 
 
 _process_locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_follows_forks = False
+_frees_locks_in_children = False
 
 
 def process_lock() -> _thread.LockType:
-    """A lock that a forked child finds free, even if a thread of the parent held it."""
+    """Return a lock that is free in a forked child, even if a thread of the parent held it during the fork."""
     lock = _thread.allocate_lock()
     _process_locks.add(lock)
     return lock
 
 
 def process_rlock() -> _thread.RLock:
-    """The same, re-entrant."""
+    """As `process_lock`, but re-entrant."""
     lock = _thread.RLock()
     _process_locks.add(lock)
     return lock
 
 
 def follow_forks() -> None:
-    """Called before the first thread is started: from then on locks may be held when a process forks."""
-    global _follows_forks
-    if not _follows_forks and hasattr(os, "register_at_fork"):
-        _follows_forks = True
+    """Free all process locks in forked children from now on.
+
+    Call this before the first thread starts: until then, no lock can be held by a thread that a fork loses.
+    """
+    global _frees_locks_in_children
+    if not _frees_locks_in_children and hasattr(os, "register_at_fork"):
+        _frees_locks_in_children = True
         os.register_at_fork(after_in_child=_free_locks)
 
 
 def _free_locks() -> None:
+    """Reset all process locks; runs in a forked child, which has one thread."""
     for lock in list(_process_locks):
         lock._at_fork_reinit()
 
 
 def watchdog_limit_s() -> float:
-    """Seconds after which a wait is reported; `ROUNDPIPE_WATCHDOG_S` sets it."""
+    """Return the seconds after which a wait is logged, from `ROUNDPIPE_WATCHDOG_S` or the default."""
     text = os.environ.get("ROUNDPIPE_WATCHDOG_S")
     if not text:
         return DEFAULT_WATCHDOG_S
@@ -81,44 +86,57 @@ def watchdog_limit_s() -> float:
 
 
 class Monitor(_thread.RLock):  # type: ignore[misc]
-    """A re-entrant lock with one condition; every change of the guarded state ends in `changed()`.
+    """A re-entrant lock with one condition. Code that changes the guarded state calls `changed()`.
 
-    [Note: locks and Ctrl-C] A signal handler's exception strikes the main thread between two instructions of Python
-    code, never inside C code. A Monitor subclasses RLock because a Python-level `__enter__` that is struck after it has
-    acquired would leak the lock; the C one cannot be. `threading.Condition`, `threading.Event` and `queue.Queue` enter
-    their locks in Python code, so nothing that the main thread touches may use them.
+    [Note: locks and Ctrl-C] A signal handler's exception is raised in the main thread between two instructions of
+    Python code, never inside C code. A Monitor subclasses RLock: a Python-level `__enter__` interrupted after acquiring
+    would leak the lock; the C one cannot be interrupted. `threading.Condition`, `threading.Event` and `queue.Queue`
+    acquire their locks in Python code, so code that the main thread runs must not use them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._sleepers: deque[_thread.LockType] = deque()  # one lock per sleeping thread, released to wake it
+        # One lock per sleeping thread, released to wake it, and the condition the thread waits for.
+        self._sleepers: dict[_thread.LockType, Callable[[], bool]] = {}
         self._waits: dict[int, str] = {}
 
     def is_held(self) -> bool:
-        """Whether the calling thread is inside."""
+        """Return whether the calling thread holds the lock."""
         return self._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def changed(self) -> None:
-        """Wake every thread that waits; the caller holds the lock."""
-        with contextlib.suppress(IndexError):  # a finalizer may do the same in between
-            while self._sleepers:
-                self._sleepers.popleft().release()
+        """Wake every thread whose condition holds now; the caller holds the lock.
+
+        The caller evaluates the conditions, because waking a thread that goes back to sleep takes the interpreter lock
+        from the thread that launches kernels.
+        """
+        for sleeper, ready in list(self._sleepers.items()):
+            try:
+                holds = ready()
+            except Exception:  # a condition that raises must do so on the thread that waits for it
+                holds = True
+            # A finalizer may call this in between: only one of the two gets the sleeper from `pop`.
+            if holds and self._sleepers.pop(sleeper, None) is not None:
+                sleeper.release()
 
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
-        """Block until `ready()`; give up after `timeout_s`, report after the watchdog limit. Returns `ready()`."""
+        """Block until `ready()` is true; return False if that takes longer than `timeout_s`.
+
+        The caller holds the lock; it is released while this thread sleeps. `what` describes the wait in logs.
+        """
         if ready():
             return True
         alarm = _Alarm(what, self._waits)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         ident = _thread.get_ident()
-        outer = self._waits.get(ident)
+        outer = self._waits.get(ident)  # waits may nest: `ready` may wait itself
         try:
             self._waits[ident] = what
             while not ready():
                 now = time.monotonic()
                 if now >= deadline:
                     return False
-                self._sleep(min(deadline - now, alarm.due_in_s(), _LONGEST_SLEEP_S))
+                self._sleep(ready, min(deadline - now, alarm.due_in_s(), _LONGEST_SLEEP_S))
                 alarm.ring_if_due()
         finally:
             if outer is None:
@@ -128,43 +146,44 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
         return True
 
     def idle_until(self, ready: Callable[[], bool]) -> None:
-        """For a service thread with nothing to do: waits in silence, which is no stall.
+        """Block until `ready()` is true, without the watchdog: for service threads that wait for work.
 
-        It looks again now and then: a finalizer may strike this very thread between its last look and its sleep, and
-        what that changes wakes nobody.
+        It calls `ready()` again every `IDLE_SLEEP_S`: a finalizer may run on this thread between `ready()` and the
+        sleep, and its `changed()` then has no sleeper to wake.
         """
         while not ready():
-            self._sleep(IDLE_SLEEP_S)
+            self._sleep(ready, IDLE_SLEEP_S)
 
-    def _sleep(self, timeout_s: float) -> None:
-        """Give the lock up until `changed()`, at most for `timeout_s`.
+    def _sleep(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Release the lock until `changed()` finds `ready()` true, at most for `timeout_s`.
 
-        Whatever strikes, the lock is held again when this returns or raises, as the `with` around it expects: after
-        `release` nothing is executed outside of the `try`, and `restore` is C code that no signal interrupts.
+        The lock is held when this returns or raises, as the `with` around it requires: after `release` all code is
+        inside the `try`, and `restore` is C code that signals cannot interrupt. [Note: locks and Ctrl-C]
         """
         sleeper = _thread.allocate_lock()
         sleeper.acquire()
-        self._sleepers.append(sleeper)
         held = (_depth_of(self), _thread.get_ident())
         release, restore = self._release_save, self._acquire_restore  # type: ignore[attr-defined]
+        self._sleepers[sleeper] = ready
         try:
             release()
-            woken = sleeper.acquire(True, timeout_s)
+            sleeper.acquire(True, timeout_s)
         finally:
             restore(held)
-        if not woken:
-            with contextlib.suppress(ValueError):
-                self._sleepers.remove(sleeper)
+            self._sleepers.pop(sleeper, None)
 
 
 def _depth_of(lock: _thread.RLock) -> int:
-    """How often the calling thread has entered a lock that it holds."""
-    count: Callable[[], int] = getattr(lock, "_recursion_count", lambda: 1)  # early releases of 3.11 lack it
+    """Return how often the calling thread has acquired a lock that it holds."""
+    count: Callable[[], int] = getattr(lock, "_recursion_count", lambda: 1)  # missing in early releases of 3.11
     return count()
 
 
 class Latch:
-    """An event that happens once. Unlike `threading.Event` it has no lock that an interrupted waiter could keep."""
+    """A flag that is set once and that threads can wait for.
+
+    Replaces `threading.Event`, whose lock an interrupted waiter could leak. [Note: locks and Ctrl-C]
+    """
 
     def __init__(self) -> None:
         self._is_set = False
@@ -180,11 +199,12 @@ class Latch:
                 self._sleepers.popleft().release()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until it is set, at most for `timeout_s`; returns whether it is."""
+        """Block until the latch is set, at most `timeout_s`; return whether it is set."""
         if not self._is_set:
             sleeper = _thread.allocate_lock()
             sleeper.acquire()
             self._sleepers.append(sleeper)
+            # Look again: `set` may have emptied the deque before this sleeper was in it.
             if not self._is_set and not sleeper.acquire(True, max(timeout_s, 0.0)):
                 with contextlib.suppress(ValueError):
                     self._sleepers.remove(sleeper)
@@ -192,18 +212,19 @@ class Latch:
 
 
 def shielded(action: Callable[[], object]) -> None:
-    """Run a short `action` to its end even if a signal handler raises meanwhile; that exception is raised afterwards.
+    """Run a short `action` to its end even if a signal handler raises; raise that exception afterwards.
 
-    Only the main thread runs signal handlers, so there the action runs on another thread. Where no thread can be
-    started it runs without the shield.
+    Only the main thread runs signal handlers, so on the main thread the action runs on a helper thread. If no thread
+    can be started, the action runs unshielded.
     """
     if _thread.get_ident() != threading.main_thread().ident:
         action()
         return
+    # `turn` has one entry, so that only one thread runs the action; list.pop is atomic.
     turn, outcome, done = [None], list[BaseException | None](), Latch()
 
     def run() -> bool:
-        """Returns whether it was its turn."""
+        """Run the action unless it has been started already; return whether this call ran it."""
         try:
             turn.pop()
         except IndexError:
@@ -221,10 +242,12 @@ def shielded(action: Callable[[], object]) -> None:
     while not outcome:
         try:
             if not begun:
+                # CPython handles signals after calls and backward jumps, so none interrupts between these two lines.
                 begun = True
-                _thread.start_new_thread(run, ())  # `threading.Thread.start` waits for a `threading.Event`
+                _thread.start_new_thread(run, ())  # Thread.start uses a threading.Event [Note: locks and Ctrl-C]
             done.wait(_LONGEST_SLEEP_S)
         except BaseException as error:
+            # RuntimeError: no thread could be started, so run the action here.
             if not (isinstance(error, RuntimeError) and run()):
                 interrupt = error
     if interrupt is not None:
@@ -234,16 +257,17 @@ def shielded(action: Callable[[], object]) -> None:
 
 
 def has_started(thread: threading.Thread) -> bool:
+    """Return whether a thread was started, even if an exception interrupted `Thread.start`."""
     return thread.ident is not None or thread in threading.enumerate()
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start it, or raise as `Thread.start` does; a Ctrl-C comes through as itself, and then it may have started."""
+    """Start a thread; raise what `Thread.start` raises. After a KeyboardInterrupt the thread may have started."""
     shielded(thread.start)
 
 
 class _Alarm:
-    """Reports a wait once the watchdog limit has passed, and again after each further limit."""
+    """Logs a wait when the watchdog limit has passed, and again after each further limit."""
 
     def __init__(self, what: str, waits: dict[int, str]) -> None:
         self._what, self._waits = what, waits
@@ -262,14 +286,14 @@ class _Alarm:
 
 
 def end_threads(threads: Sequence[threading.Thread], timeout_s: float) -> None:
-    """Wait for threads that were told to end; `timeout_s` is for all of them, since one may be stuck in user code.
+    """Wait for threads that were asked to end, at most `timeout_s` in total: one may be stuck in user code.
 
-    [Note: ending with the process] A daemon thread that comes out of C++ while the interpreter is being taken down ends
-    the process with an abort. So when the process ends, one that still runs the user's Python code gets an exception
-    there. One that sleeps is left alone.
+    [Note: ending with the process] A daemon thread that returns from C++ code during interpreter shutdown aborts the
+    process. So when the process ends, threads that still run the user's Python code get a SystemExit raised in that
+    code. It has no effect on threads that sleep.
     """
     others = [thread for thread in threads if thread.is_alive() and thread is not threading.current_thread()]
-    process_ends = not threading.main_thread().is_alive()
+    process_ends = not threading.main_thread().is_alive()  # true in atexit handlers
     _join(others, min(timeout_s, _LAST_JOIN_S) if process_ends else timeout_s)
     if process_ends:
         for thread in others:
@@ -279,14 +303,15 @@ def end_threads(threads: Sequence[threading.Thread], timeout_s: float) -> None:
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    """Join all threads, at most `timeout_s` in total."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def wait_for_event(done: Callable[[], bool], what: str) -> None:
-    """Poll a device event without holding any lock; reported like every other wait."""
-    pause = _POLL_FIRST_S
+    """Poll a device event until `done()`, without holding a lock; the watchdog logs long waits."""
+    pause = _POLL_FIRST_S  # most events are done soon; longer waits poll less often
     alarm = _Alarm(what, {})
     while not done():
         time.sleep(pause)
@@ -295,10 +320,11 @@ def wait_for_event(done: Callable[[], bool], what: str) -> None:
 
 
 def stall_report(what: str, waited_s: float, waits: dict[int, str]) -> str:
-    """Who waits for what, and where every thread of ours stands."""
+    """Return a log message: what each thread waits for, and the stacks of the library's threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     me = names.get(threading.get_ident(), "?")
-    lines = [f"{me} has waited {waited_s:.0f} s for {what}; it goes on waiting."]
+    lines = [f"{me} has waited {waited_s:.0f} s for {what}; it continues to wait."]
+    # Copies: other threads change `waits` meanwhile.
     lines += [f"  {names.get(ident, ident)} waits for {other}" for ident, other in list(waits.items())]
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, "")

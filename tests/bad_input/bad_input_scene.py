@@ -1,7 +1,7 @@
-"""A model in the middle of its training, and the proof that a refused input left no trace in it.
+"""A model in training, and the check that a refused input has not changed it.
 
-Used by every file in this folder through the `scene` fixture. The proof compares with an undisturbed model that was
-built and trained in the same way: what is there now, and what the next call and the next steps make of it, bit by bit.
+The check compares with a second model that was built and trained in the same way and never saw the input: present
+state, and the results of the next call and the next steps, must be equal bit by bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Scene:
-    """A RoundPipe on two virtual devices after one optimizer step; `x` and `y` are a batch for it."""
+    """A RoundPipe on two virtual devices after one optimizer step, and a batch `x`, `y`."""
 
     def __init__(self) -> None:
         self.model = RoundPipe(
@@ -67,7 +67,7 @@ class Scene:
         return self.forward_backward(run_config=RoundPipeRunConfig(**fields))
 
     def present(self) -> Snapshot:
-        """Weights, buffers, the optimizer's copies and the optimizer's state, as they are."""
+        """Copies of weights, buffers, the optimizer's copies and the optimizer's state."""
         now = {f"model.{key}": value for key, value in self.model.state_dict().items()}
         now |= {f"master.{key}": value.detach() for key, value in self.model.optim_named_parameters()}
         moments = self.optimizer.state_dict()["state"]
@@ -75,7 +75,7 @@ class Scene:
         return copy.deepcopy(now)
 
     def future(self) -> Snapshot:
-        """What a call, its gradients, an asynchronous step and the call after it bring forth from here."""
+        """The results of a call, of its gradients, of an asynchronous step and of the call after it."""
         then: Snapshot = {"loss": self.forward_backward(seed=21)}
         self.model.synchronize()
         for name, param in self.model.named_parameters():
@@ -109,7 +109,7 @@ def assert_same(found: Snapshot, expected: Snapshot) -> None:
 
 @contextlib.contextmanager
 def refused(kind: type[BaseException], *fragments: str) -> Iterator[pytest.ExceptionInfo[BaseException]]:
-    """The block raises exactly `kind`, of ours, with a message that holds every fragment."""
+    """Assert that the block raises exactly our `kind` with a message that contains every fragment."""
     with pytest.raises(kind) as caught:
         yield caught
     assert type(caught.value) is kind, repr(caught.value)

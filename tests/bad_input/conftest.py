@@ -1,4 +1,4 @@
-"""The model that every bad input meets, and the check that it came to no harm."""
+"""Fixtures: a model in training, and the check that a refused input has not changed it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bad_input_scene import Scene, assert_same, undisturbed
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread_per_worker() -> Iterator[None]:
-    """These models are tiny: threads inside an operator only get in each other's way."""
+    """One thread per operator: these models are so small that more threads only slow them down."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,6 +39,6 @@ def scene() -> Iterator[Scene]:
 
 @pytest.fixture(scope="module")
 def bystander() -> Iterator[Scene]:
-    """For inputs that never reach it: other models over the same devices, refused when they are wrapped."""
+    """The scene for tests that wrap other models on the same devices: the wrapping is refused."""
     with unharmed() as made:
         yield made

@@ -1,4 +1,4 @@
-"""Backward passes that RoundPipe cannot give, and recompute data used wrongly."""
+"""Backward passes that RoundPipe does not support, and wrong uses of save_for_recompute."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roundpipe.errors import RecomputeError, StaleGraphError
 
 @pytest.fixture
 def forward(scene: Scene) -> Callable[[], torch.Tensor]:
-    """A forward call whose only trace, the buffers it wrote, is removed again."""
+    """A forward call after which the buffers it wrote are restored."""
 
     def call() -> torch.Tensor:
         torch.manual_seed(5)
@@ -69,7 +69,7 @@ def test_backward_after_step(scene: Scene, forward: Callable[[], torch.Tensor]) 
 
 
 def test_backward_after_an_asynchronous_step(scene: Scene, forward: Callable[[], torch.Tensor]) -> None:
-    """The first call after an async step still reads the old weights; only the step after it makes them stale."""
+    """The call after an async step still reads the old weights, so only the next step makes its graph stale."""
     loss = forward().sum()
     scene.model.step(lambda: None)
     scene.model.step(lambda: None)

@@ -1,4 +1,4 @@
-"""Inputs and labels that cannot be cut into microbatches, and outputs that cannot be put together."""
+"""Inputs and labels that cannot be split into microbatches, and outputs that cannot be merged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roundpipe.microbatch import Chunk, Reducer, Replicate
 
 
 class Returns(nn.Module):
-    """Returns something else in every microbatch; `make` gets the input."""
+    """Returns `make(input)`, which differs in structure between microbatches."""
 
     def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Gradient hooks that cannot do on a device what they do in a plain loop."""
+"""Gradient hooks that cannot work on a device as they do in plain PyTorch."""
 
 from __future__ import annotations
 

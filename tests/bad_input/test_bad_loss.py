@@ -1,4 +1,4 @@
-"""Loss functions, and what they return, that cannot be trained with."""
+"""Loss functions that raise, or return values that cannot be trained with."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_default_loss_function_on_outputs_that_are_no_loss(scene: Scene) -> 
 
 
 def counting(make: Callable[[int, torch.Tensor], Any]) -> Callable[[Any, Any], Any]:
-    """A loss function that returns something else for every microbatch."""
+    """A loss function whose results differ in kind between microbatches."""
     calls = iter(range(NUM_MICROBATCH))
     return lambda outputs, labels: make(next(calls), loss_fn(outputs, labels))
 
@@ -98,7 +98,7 @@ class FrozenError(Exception):
 
 
 def test_an_exception_that_takes_no_notes(scene: Scene) -> None:
-    """It passes without its place; the worker and the optimizer thread live on."""
+    """The exception is raised without a note of its place; the worker and the optimizer thread go on."""
     for use in (
         lambda: scene.forward_backward(loss_fn=raising(FrozenError("loss"))),
         lambda: scene.model.step(raising(FrozenError("step")), is_async=False),
@@ -130,7 +130,7 @@ def test_the_model_called_in_its_own_loss_function(scene: Scene) -> None:
 
 
 def test_gradients_that_were_gathered_survive_a_refused_argument(scene: Scene) -> None:
-    """What is refused before anything runs costs nothing, not even gradients; a failure later says they are gone."""
+    """A call refused before it runs keeps the gathered gradients; a call that fails later drops them and says so."""
     scene.forward_backward(seed=5)
     scene.model.synchronize()
     gathered = {name: param.grad.clone() for name, param in scene.model.named_parameters()}
@@ -149,7 +149,7 @@ def test_gradients_that_were_gathered_survive_a_refused_argument(scene: Scene) -
 
 
 def forget_one_call(scene: Scene) -> None:
-    """Put the buffers back to what they were before the call this test made on purpose."""
+    """Restore the buffers as they were before the call that the test makes."""
     fresh = Scene()
     with torch.no_grad():
         for mine, theirs in zip(scene.model.buffers(), fresh.model.buffers(), strict=True):

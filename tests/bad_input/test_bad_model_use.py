@@ -1,4 +1,4 @@
-"""A wrapped model that is moved, cast, copied, taken apart, or used after its end."""
+"""A wrapped model that is moved, cast, copied, rebuilt, or used after close()."""
 
 from __future__ import annotations
 

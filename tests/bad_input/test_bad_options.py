@@ -1,4 +1,4 @@
-"""Run configs and execute plans that cannot be carried out."""
+"""Invalid run configs and execute plans."""
 
 from __future__ import annotations
 

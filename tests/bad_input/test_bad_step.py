@@ -1,4 +1,4 @@
-"""The optimizer's side used wrongly: step, optimizers, GradScaler, clip_grad_norm_."""
+"""Wrong uses of step(), optimizers, GradScaler and clip_grad_norm_."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_step_function_that_cannot_be_called(scene: Scene) -> None:
 
 
 def test_a_step_mode_that_is_no_bool(scene: Scene) -> None:
-    """`model.step(step_fn, optimizer)` means an argument of step_fn and would be taken for is_async."""
+    """`model.step(step_fn, optimizer)` passes the optimizer as is_async, not as an argument of step_fn."""
     for mode in (scene.optimizer, "sync", None, 1):
         with refused(ArgumentTypeError, "is_async must be True or False", "step_fn"):
             scene.model.step(scene.step_fn, mode)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""RoundPipe(...) with arguments it cannot use: refused before anything of the model is taken."""
+"""Invalid arguments of RoundPipe(...): refused before the model is changed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def has_values(param: nn.Parameter) -> bool:
 
 
 def assert_refused_untouched(model: nn.Module, kind: type[RoundPipeError], *fragments: str, **options: Any) -> None:
-    """Wrapping is refused; the model's parameters lie where they lay, hold what they held, and belong to nobody."""
+    """Assert that wrapping is refused and that the parameters keep their memory and values and have no owner."""
     places_before = places(model)
     values_before = {name: param.detach().clone() for name, param in model.named_parameters() if has_values(param)}
     with refused(kind, *fragments):
@@ -224,7 +224,7 @@ class CountingPinner(HostPinner):
 
 
 def test_host_memory_that_ends_while_weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that have moved keep their values, in memory that is nobody's: unpinned and free to be wrapped again."""
+    """Layers that were moved already keep their values, in unpinned memory, and can be wrapped again."""
     answers = iter([10**9, 10**9, 10**9, 10])
     pinner = CountingPinner()
     model, plain = build(), build()

@@ -19,7 +19,7 @@ THREE_MICROBATCHES = RoundPipeRunConfig(num_microbatch=3)
 
 
 class Params4bit(nn.Parameter):
-    """As in bitsandbytes: packed bytes, the scales in an attribute, and ways of its own to move."""
+    """Like a parameter of bitsandbytes: packed bytes, scales in an attribute, and an overridden `to`."""
 
     quant_state: float
 
@@ -33,7 +33,7 @@ class Params4bit(nn.Parameter):
 
 
 class WrapperTensor(torch.Tensor):
-    """As in torchao and DTensor: no memory, an inner tensor, and operators of its own."""
+    """Like a tensor of torchao or DTensor: no memory, an inner tensor, and overridden operators."""
 
     inner: Tensor
 
@@ -58,11 +58,11 @@ class FunctionTensor(torch.Tensor):
 
 
 class Marker(nn.Parameter):
-    """A parameter by another name."""
+    """A subclass of Parameter that overrides nothing."""
 
 
 class MarkerWithConstructor(nn.Parameter):
-    """Made in a way of its own, and an ordinary parameter from then on."""
+    """A subclass of Parameter with another constructor, which overrides nothing else."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -78,7 +78,7 @@ def packed() -> Tensor:
 
 
 class Layer(nn.Module):
-    """Computes with `weight`, which is quantised in one way or another."""
+    """Computes with `weight`, which is quantised."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_a_subclass_that_adds_nothing_trains_like_a_parameter(make: Any) -> None
 
 
 class PackedIntegers(nn.Module):
-    """As in GPTQ and AWQ: plain integer tensors, unpacked in forward."""
+    """Like a layer of GPTQ or AWQ: plain integer tensors that forward unpacks."""
 
     def __init__(self) -> None:
         super().__init__()

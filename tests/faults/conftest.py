@@ -11,7 +11,7 @@ from helpers_faults import wait_for_no_threads
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left_behind() -> Iterator[None]:
-    """Also gives each test devices of its own: a pool lives for as long as a model uses it."""
+    """Also gives each test new devices: a pool lives as long as a model uses it."""
     wait_for_no_threads()
     yield
     wait_for_no_threads()

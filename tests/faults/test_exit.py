@@ -38,7 +38,7 @@ made.step(True)
 
 
 def test_with_a_layer_and_a_step_still_running() -> None:
-    """Both sleep far longer than anybody waits for them."""
+    """Both run far longer than the process waits for them."""
     done = check(
         """
 made, other = Bench(3), Bench(3)
@@ -60,7 +60,7 @@ for event in running: wait_for(event)
     assert done.stderr == ""
 
 
-def test_with_a_failure_nobody_has_asked_for() -> None:
+def test_with_a_failure_that_no_call_has_raised_yet() -> None:
     """It is in the log at least."""
     done = check(
         """

@@ -12,7 +12,6 @@ from torch import Tensor
 from helpers_faults import (
     DROPPED,
     FUSED,
-    GRAINS,
     NUM_MICROBATCH,
     RECOMPUTED,
     Bench,
@@ -33,7 +32,8 @@ from roundpipe.runtime.mailbox import StageMail
 from roundpipe.store.gradients import HostGradients
 from roundpipe.store.store import Masters
 
-DEVICE_COUNTS = (1, 2, 3)
+# Number of devices and grain of recomputation. Together the first two take every path; the others are slow.
+SETTINGS = [(1, "stage"), (2, "layer"), (1, "layer"), (2, "stage"), (3, "stage"), (3, "layer")]
 USER_POINTS: list[tuple[str, Any, str]] = [
     *[("forward", layer_id, "forward") for layer_id in (*RECOMPUTED, *FUSED)],
     *[("recompute", layer_id, "recompute") for layer_id in RECOMPUTED],
@@ -44,14 +44,20 @@ USER_POINTS: list[tuple[str, Any, str]] = [
 COPY_KINDS = [kind for kind in StreamKind if kind is not StreamKind.COMPUTE]
 
 
-@pytest.fixture(params=DEVICE_COUNTS, ids=lambda count: f"{count}dev")
-def num_devices(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture(params=[*SETTINGS[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in SETTINGS[2:])], ids=str)
+def setting(request: pytest.FixtureRequest) -> tuple[int, str]:
+    num_devices, grain = request.param
+    return num_devices, grain
 
 
-@pytest.fixture(params=GRAINS)
-def grain(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def num_devices(setting: tuple[int, str]) -> int:
+    return setting[0]
+
+
+@pytest.fixture
+def grain(setting: tuple[int, str]) -> str:
+    return setting[1]
 
 
 @pytest.fixture
@@ -177,11 +183,11 @@ PHASES = {
 def test_a_copy_cannot_be_queued(
     made: Bench, num_devices: int, grain: str, kind: StreamKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every copy of a call in turn: each of them on 2 devices by stage, every fifth elsewhere."""
+    """Every copy of a call in turn: each of them on 2 devices by layer, every fifth elsewhere."""
     total = count_copies(made, monkeypatch, kind)
     assert total >= 4
     with watched_copies(made.traps, monkeypatch):
-        for count in range(0, total, 1 if (num_devices, grain) == (2, "stage") else 5):
+        for count in range(0, total, 1 if (num_devices, grain) == (2, "layer") else 5):
             error = Boom(kind, count)
             caught = check_failure(made, error, made.failing("copy", kind, count, error), note=["on cpu:"])
             note = notes_of(caught)[0]
@@ -192,7 +198,7 @@ def test_a_copy_cannot_be_queued(
 
 @pytest.mark.parametrize("kind", COPY_KINDS, ids=lambda kind: kind.name)
 def test_a_queued_copy_fails_when_it_runs(kind: StreamKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an asynchronous copy does: whoever waits for it meets the exception, be it worker, landing or caller."""
+    """The thread that waits for an asynchronous copy gets its exception: a worker, the landing thread or the caller."""
     with bench(2) as made:
         made.train_right(1)
         total = count_copies(made, monkeypatch, kind)

@@ -24,7 +24,7 @@ from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig
 from roundpipe.errors import UsageError
 
 CHILD_S = 30.0
-NUM_FORKS = 10
+NUM_FORKS = 6
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
@@ -208,13 +208,13 @@ holder.start()
 wait_for(held)
 children = []
 began = time.time()
-for number in range(8):
+for number in range(2):
     if not (pid := os.fork()):
         if number % 2:
             del made
         sys.exit(number)
     children.append(pid)
-assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == list(range(8))
+assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 1]
 assert time.time() - began < 20
 over.set()
 holder.join()

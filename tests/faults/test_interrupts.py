@@ -15,6 +15,7 @@ import torch
 from helpers_faults import DROPPED, Bench, Boom, batch, bench, notes_of, raised_by, wait_for
 from helpers_parity import assert_same
 from roundpipe import ModelExecutePlan
+from roundpipe.api import engine
 from roundpipe.optim import stepper
 from roundpipe.runtime.pool import Worker
 from roundpipe.runtime.run import Run
@@ -52,7 +53,9 @@ def interrupted(call: Callable[[], object], stuck: Stuck) -> BaseException:
     return caught
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_devices", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("point", "where"), [("forward", 0), ("forward", 3), ("backward", 3), ("loss_fn", None)])
 def test_in_a_call(stuck: Stuck, num_devices: int, point: str, where: Any) -> None:
     with bench(num_devices) as made:
@@ -122,7 +125,7 @@ def test_in_a_synchronous_step(stuck: Stuck) -> None:
         made.train_right(3)
 
 
-def test_a_step_that_fails_after_its_caller_was_interrupted_is_heard_of(stuck: Stuck) -> None:
+def test_a_step_that_fails_after_its_caller_was_interrupted_is_reported(stuck: Stuck) -> None:
     with bench(2) as made:
         made.train_right(1)
         made.call(2)
@@ -195,9 +198,9 @@ def test_an_interrupt_is_not_lost_to_a_failure_of_the_same_call(monkeypatch: pyt
         made.train_right(3)
 
 
-@pytest.mark.parametrize("moment", ["watch", "submit", "parcels"])
+@pytest.mark.parametrize("moment", ["watch", "submit", "wait_for_producers"])
 def test_an_interrupt_while_a_call_is_being_started(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between any two steps of starting a run: nobody waits later for what was never started."""
+    """An interrupt while a run is being started: no later call waits for the tasks that were never started."""
     with bench(2) as made:
         made.train_right(1)
         before = made.snapshot()
@@ -207,15 +210,12 @@ def test_an_interrupt_while_a_call_is_being_started(moment: str, monkeypatch: py
             raise interrupt
 
         owner: Any = {
-            "watch": made.model._engine._recovery,
+            "watch": made.model._engine.group.recovery,
             "submit": made.model._engine._pool,
-            "parcels": "roundpipe.api.calls.CallInputs",
+            "wait_for_producers": engine,
         }[moment]
         with monkeypatch.context() as patch:
-            if isinstance(owner, str):
-                patch.setattr(f"{owner}.parcels", throw)
-            else:
-                patch.setattr(owner, moment, throw)
+            patch.setattr(owner, moment, throw)
             assert raised_by(lambda: made.call(2)) is interrupt
         made.model.timeline()
         assert_same(made.snapshot(), before, "after the interrupt")

@@ -32,11 +32,11 @@ from roundpipe import RoundPipeRunConfig
 logger = logging.getLogger(__name__)
 PACKAGE = str(Path(roundpipe.__file__).parent)
 WATCHED_LIBRARY = (threading.__file__, contextlib.__file__, str(torch.autograd.grad_mode.__file__))
-PURE = tuple(f"{PACKAGE}/{part}" for part in ("config.py", "microbatch/", "plan/", "store/composition.py"))
+PURE = tuple(f"{PACKAGE}/{part}" for part in ("config.py", "microbatch/", "plan/"))
 # An optimizer on the main thread that is interrupted between two parameters has updated one of them, as in torch.
 # One that is interrupted while torch leaves no_grad() leaves gradients off, as in torch.
-INSIDE_OF_OPTIMIZERS = (f"{PACKAGE}/store/optimizer_copy.py", str(torch.autograd.grad_mode.__file__))
-SAMPLES = int(os.environ.get("ROUNDPIPE_INTERRUPT_SAMPLES", "12"))  # places per test, spread evenly
+INSIDE_OF_OPTIMIZERS = (f"{PACKAGE}/store/master.py", str(torch.autograd.grad_mode.__file__))
+SAMPLES = int(os.environ.get("ROUNDPIPE_INTERRUPT_SAMPLES", "8"))  # places per test, spread evenly
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "CALL_INTRINSIC_1"}
 
 
@@ -198,6 +198,11 @@ def equals(ours: Any, other: Any) -> bool:
     return caught_from(lambda: assert_same(ours, other)) is None
 
 
+def test_the_files_that_are_left_out_exist() -> None:
+    """A renamed file would be interrupted at places where an interrupt may leave half an update."""
+    assert [path for path in (*PURE, *INSIDE_OF_OPTIMIZERS) if not Path(path).exists()] == []
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_interrupted_call_is_whole_or_was_not_made(operation: str) -> None:
@@ -208,12 +213,12 @@ def test_an_interrupted_call_is_whole_or_was_not_made(operation: str) -> None:
         made, strike = prepared(operation), Strike(operation, number)
         caught = struck(functools.partial(OPERATIONS[operation], made), strike)
         logger.info("%s, place %d of %d: %s", operation, number, places, strike.where)
-        assert caught is (KeyboardInterrupt if strike.has_struck else None)
-        assert torch.is_grad_enabled(), strike.where
-        Background(made.model.timeline).result()  # no lock was left taken
-        result = outcome(made)
-        assert any(equals(result, one) for one in possible), f"struck at {strike.where}"
-        made.close()
+        with contextlib.closing(made):
+            assert caught is (KeyboardInterrupt if strike.has_struck else None)
+            assert torch.is_grad_enabled(), strike.where
+            Background(made.model.timeline).result()  # no lock was left taken
+            result = outcome(made)
+            assert any(equals(result, one) for one in possible), f"struck at {strike.where}"
         wait_for_no_threads()
 
 
@@ -236,5 +241,5 @@ def test_an_interrupted_close_can_be_repeated() -> None:
         logger.info("close, place %d of %d: %s", number, places, strike.where)
         assert caught is (KeyboardInterrupt if strike.has_struck else None)
         made.close()
-        assert made.model._engine.is_closed
+        assert made.model._engine.group.is_closed
         wait_for_no_threads()

@@ -257,7 +257,7 @@ def test_the_last_reference_dies_on_a_worker() -> None:
 
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_finalizer_that_runs_while_its_thread_holds_the_monitor(pending: bool) -> None:
-    """The garbage collector may strike anywhere; whoever it strikes must not wait for threads that wait for him."""
+    """A finalizer runs on any thread at any point; it must not wait for threads that wait for that thread."""
     model = wrapped(2)
     use(model)
     model.step(lambda: None)

@@ -166,7 +166,7 @@ def test_a_requested_stop_is_seen_after_the_step(handler: Handler) -> None:
 
 
 def test_request_stop_needs_no_lock() -> None:
-    with bench(2) as made, made.model._engine._lock, made.model._engine.store.monitor:
+    with bench(2) as made, made.model._engine.group.lock, made.model._engine.store.monitor:
         thread = threading.Thread(target=made.model.request_stop)
         thread.start()
         thread.join(WAIT_S)

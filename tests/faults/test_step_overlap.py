@@ -47,6 +47,10 @@ FUSED = ModelExecutePlan([], [range(0, 4)])
 STAGES = ModelExecutePlan([range(0, 1), range(1, 2)], [range(2, 4), range(0, 2)])
 PLANS = {"fused": FUSED, "stages": STAGES}
 SEED = "ROUNDPIPE_VIRTUAL_SEED"
+# `make test` takes two devices, and of layers and counts the first and the last; the others take the same paths.
+DEVICE_COUNTS = [pytest.param(1, marks=pytest.mark.slow), 2]
+LAYERS = [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, NUM_LAYERS - 1)), NUM_LAYERS - 1]
+COUNTS = [1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, NUM_LAYERS)), NUM_LAYERS]
 
 
 class Layer(nn.Module):
@@ -130,7 +134,7 @@ class Overlap:
         self.model.synchronize()
 
     def weights(self) -> list[Tensor]:
-        """As they lie in host memory, without waiting for anybody."""
+        """The weights in host memory now; waits for no step and no call."""
         return [p.detach().clone() for p in self.model.model.parameters()]
 
     def assert_right(self) -> None:
@@ -225,8 +229,8 @@ class KernelWatch:
 
 
 @either_tail
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("held", [0, 1, 2])
+@pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+@pytest.mark.parametrize("held", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_later_layers_are_updated_before_the_first_ones_go_backward(
     num_devices: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,8 +282,8 @@ def test_clipping_waits_for_all_gradients_and_is_exact(clip: Callable[..., Tenso
 
 
 @either_tail
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("held", [0, 1, 2])
+@pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+@pytest.mark.parametrize("held", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_call_that_fails_when_layers_have_been_updated(
     num_devices: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,8 +312,8 @@ def test_a_call_that_fails_when_layers_have_been_updated(
         made.assert_right()
 
 
-@pytest.mark.parametrize("held", [0, 1, 2])
-def test_gradients_of_the_call_before_are_not_taken_for_whole(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("held", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_step_does_not_use_half_of_the_gradients_of_two_calls(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls before the step, and the second fails: layers it has not reached have half of their gradients."""
     with overlap() as made:
         made.prove()
@@ -404,7 +408,7 @@ def assert_begins_with_whole_gradients(
         wait_for(began.reached)
 
 
-@pytest.mark.parametrize("held", range(NUM_LAYERS))
+@pytest.mark.parametrize("held", LAYERS)
 def test_an_asynchronous_step_begins_when_all_gradients_are_there(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with overlap() as made:
         made.prove()
@@ -416,11 +420,11 @@ def test_an_asynchronous_step_begins_when_all_gradients_are_there(held: int, mon
         made.assert_right()
 
 
-@pytest.mark.parametrize("held", range(NUM_LAYERS))
+@pytest.mark.parametrize("held", LAYERS)
 def test_a_step_after_a_new_kind_of_call_begins_when_all_gradients_are_there(
     held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that fails must leave everything as it was, and nobody knows yet whether this one will."""
+    """A call that fails must leave everything as it was, and no call of this kind has succeeded before."""
     with overlap() as made:
         made.prove()
         x, label = (torch.cat([value, value]) for value in batch(2))
@@ -436,7 +440,7 @@ def test_a_step_after_a_new_kind_of_call_begins_when_all_gradients_are_there(
         made.assert_right()
 
 
-@pytest.mark.parametrize("held", range(NUM_LAYERS))
+@pytest.mark.parametrize("held", LAYERS)
 def test_the_first_call_that_fails_leaves_everything(held: int) -> None:
     """None like it has come through, so nothing of its step has begun."""
     with overlap() as made:
@@ -453,8 +457,8 @@ def test_the_first_call_that_fails_leaves_everything(held: int) -> None:
         made.assert_right()
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("held", range(NUM_LAYERS))
+@pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
+@pytest.mark.parametrize("held", LAYERS)
 def test_a_call_that_fails_before_its_asynchronous_step_leaves_everything(num_devices: int, held: int) -> None:
     with overlap(num_devices) as made:
         made.train_right(90, 91, is_async=True)
@@ -479,7 +483,7 @@ def test_a_call_that_fails_before_its_asynchronous_step_leaves_everything(num_de
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("count", range(1, NUM_LAYERS + 1))
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_kernel_that_fails(plan: str, count: int, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with overlap(2, PLANS[plan]) as made:
@@ -566,7 +570,7 @@ INSIDE_THE_STEP = {
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("count", [1, 2, NUM_LAYERS])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), NUM_LAYERS])
 @pytest.mark.parametrize("what", INSIDE_THE_STEP)
 def test_a_step_that_fails_inside(what: str, count: int, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     error = Boom(what)
@@ -610,7 +614,7 @@ def test_a_step_that_fails_at_its_very_end_publishes_nothing(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("count", range(1, NUM_LAYERS + 1))
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(
     "where", [(HostGradients, "add"), (landing, "_complete_parts")], ids=["adding", "parts of shared ones"]
 )
@@ -699,7 +703,9 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow) if seed > 3 else seed for seed in range(10)]
+)
 @pytest.mark.parametrize("kind", STEPS)
 def test_late_copies_change_no_bit(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are overwritten when uploads have run, gradients read when downloads have: in every order."""

@@ -101,7 +101,7 @@ def test_a_step_whose_thread_cannot_be_started_was_not_made(limit: Limit, is_asy
         assert len(our_threads()) == NUM_POOL_THREADS + 1
 
 
-def test_looking_and_closing_need_no_thread(limit: Limit) -> None:
+def test_reading_and_closing_need_no_thread(limit: Limit) -> None:
     made = Bench(NUM_DEVICES)
     limit.left = 0
     refused(lambda: made.call(1))

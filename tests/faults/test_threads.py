@@ -46,7 +46,9 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
     return [thread.result() for thread in threads]
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_devices", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_training_calls_on_one_model(num_devices: int) -> None:
     """Two calls: whichever comes first, the sum of their gradients is the same."""
     with wrapped(num_devices) as model:
@@ -87,7 +89,9 @@ def test_inference_and_training_on_one_model() -> None:
                 assert_same(output, expected)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_devices", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_two_models_on_one_pool(num_devices: int) -> None:
     def train(model: RoundPipe) -> list[Any]:
         with model:

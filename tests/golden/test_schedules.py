@@ -1,4 +1,4 @@
-"""Schedules and simulated timelines as text. A change here changes what devices do: look before you accept it."""
+"""Chosen schedules and their simulated timelines as text. A changed text means a different schedule on devices."""
 
 from __future__ import annotations
 

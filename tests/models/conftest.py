@@ -1,4 +1,4 @@
-"""What tests of split models use: a wrapper that closes its models, and several device counts."""
+"""Fixtures for tests of split models: a wrapper that closes its models, and several device counts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def models() -> Iterator[SplitModels]:
     models.close()
 
 
-@pytest.fixture(params=(1, 2, 3), ids=lambda count: f"{count}dev")
+@pytest.fixture(params=(1, pytest.param(2, marks=pytest.mark.slow), 3), ids=lambda count: f"{count}dev")
 def num_devices(request: pytest.FixtureRequest) -> int:
     return int(request.param)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 
 VOCAB = 97
 IGNORED = -100
+ROUNDING = 2e-6  # of gradients in float32, against others summed in another order
 Batch = dict[str, Any]
 
 _TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -138,8 +140,16 @@ def small(model_type: str, seed: int = 1, **config: Any) -> nn.Module:
     return livened(model.train(), seed)
 
 
+def lora(model: nn.Module, *target_modules: str) -> nn.Module:
+    """The model with LoRA adapters that change its outputs."""
+    peft = pytest.importorskip("peft")
+    targets = list(target_modules or ("q_proj", "down_proj"))
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets)
+    return livened(peft.get_peft_model(model, config))
+
+
 def livened(model: nn.Module, seed: int = 1) -> nn.Module:
-    """Let matrices that train have outputs as large as their inputs, and vectors some noise: all of it matters then."""
+    """Scale trainable matrices to keep the size of activations and add noise to vectors: every weight matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -154,7 +164,7 @@ def livened(model: nn.Module, seed: int = 1) -> nn.Module:
 
 
 def tokens(num_rows: int, num_tokens: int, seed: int = 5) -> Tensor:
-    """None that a config gives a meaning to."""
+    """Return tokens that have no special meaning in the config."""
     return torch.randint(3, VOCAB, (num_rows, num_tokens), generator=torch.Generator().manual_seed(seed))
 
 
@@ -171,7 +181,7 @@ def labelled(model_type: str, num_rows: int = 4, num_tokens: int = 7, seed: int 
 
 
 def ragged(model_type: str, num_rows: int = 6, num_tokens: int = 9, seed: int = 5) -> Batch:
-    """Row i has i + 1 labels less than it has tokens, the last has one left: no two microbatches have as many."""
+    """Ignore labels, a different number in each row and all but one in the last: microbatches have unequal counts."""
     batch = labelled(model_type, num_rows, num_tokens, seed)
     for row in range(num_rows):
         batch["labels"][row, : min(row + 1, num_tokens - 2)] = IGNORED
@@ -180,7 +190,7 @@ def ragged(model_type: str, num_rows: int = 6, num_tokens: int = 9, seed: int = 
 
 
 def wrapped(model: nn.Module, num_devices: int = 2, **options: Any) -> RoundPipe:
-    """Over layers, insisted on; to be closed by the caller."""
+    """Wrap a model that must be split into layers; the caller closes it."""
     found = wrap_model_to_roundpipe(model, True, devices=["cpu"] * num_devices, **options)
     assert isinstance(found, RoundPipe)
     return found
@@ -192,7 +202,7 @@ def own_loss(output: Any, label: Any) -> Tensor:
 
 
 def plain_loss(model: nn.Module, batch: Batch, num_microbatch: int = 2, counts: Sequence[int] | None = None) -> Tensor:
-    """The model's own losses, microbatch by microbatch, each weighed by what it counts, and added.
+    """Add the model's losses of each microbatch, weighted by the number of labels that count.
 
     `counts`: of each microbatch; by default its rows, which is right where all rows have as many labels. Gradients are
     where autograd leaves them.

@@ -41,7 +41,7 @@ IN_ONE_MICROBATCH = {
 
 
 class Outcome(enum.StrEnum):
-    """What becomes of a case, the worst first. The data file has neither WRONG nor BITWISE_UNLESS_SHARED."""
+    """The result of a case, the worst first. The data file has neither WRONG nor BITWISE_UNLESS_SHARED."""
 
     WRONG = "wrong"
     CRASH = "crash"
@@ -69,7 +69,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training call leaves."""
+    """The results of a training call."""
 
     loss: Tensor  # the sum over the microbatches
     grads: dict[str, Tensor | None]  # by the names of the parameters
@@ -77,7 +77,7 @@ class Trained:
 
 
 def missing_packages(case: Case) -> list[str]:
-    """What must be installed before the case can be built and run."""
+    """Return the packages that the case needs."""
     return [name for name in PACKAGES.get(case.key, case.requires) if importlib.util.find_spec(name) is None]
 
 

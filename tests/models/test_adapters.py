@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from helpers_adam import NumpyAdamW
 from helpers_parity import StalenessReference, assert_same, assert_same_grads, assert_same_state, grads_of, microbatches
+from helpers_slow import slow_except
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.optim import AdamW
 
@@ -81,7 +82,7 @@ def assert_frozen_weights_cost_nothing(model: RoundPipe) -> None:
         assert found == (None, None, None, None), record.name
 
 
-@pytest.mark.parametrize("model_type", ADAPTED)
+@pytest.mark.parametrize("model_type", slow_except(("llama", "gpt2", "t5", "mixtral"), ADAPTED))
 def test_losses_and_gradients_of_adapters_are_those_of_the_plain_model(model_type: str) -> None:
     plain, batch = adapted(model_type), labelled(model_type, num_rows=5)
     with wrapped(copy.deepcopy(plain)) as model:
@@ -97,7 +98,10 @@ def test_losses_and_gradients_of_adapters_are_those_of_the_plain_model(model_typ
 
 @pytest.mark.parametrize(
     ("model_type", "is_async"),
-    [("llama", False), ("llama", True), ("gpt2", False), ("t5", False), ("mixtral", True), ("bert", False)],
+    slow_except(
+        [("llama", False), ("mixtral", True), ("t5", False)],
+        [("llama", False), ("llama", True), ("gpt2", False), ("t5", False), ("mixtral", True), ("bert", False)],
+    ),
     ids=lambda value: value if isinstance(value, str) else "async" if value else "exact",
 )
 def test_training_adapters_equals_the_plain_loop(model_type: str, is_async: bool) -> None:

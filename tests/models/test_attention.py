@@ -1,4 +1,4 @@
-"""However a model computes its attention: it is looked at on the host, where kernels for GPUs do not run."""
+"""Models with any attention implementation are split: calibration runs on the host without GPU kernels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _gpu_only_attention() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_gpu_only_attention")
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral"])
-def test_kernels_for_gpus_are_for_devices_alone(model_type: str) -> None:
+def test_attention_kernels_for_gpus_run_on_devices_only(model_type: str) -> None:
     plain, batch = small(model_type), labelled(model_type)
     ours = copy.deepcopy(plain)
     ours.config._attn_implementation = GPU_ONLY
@@ -52,7 +52,7 @@ def test_kernels_for_gpus_are_for_devices_alone(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_torchs_own_implementations_are_looked_at_as_they_are(implementation: str) -> None:
+def test_torchs_own_implementations_stay_during_calibration(implementation: str) -> None:
     plain, batch = small("llama"), labelled("llama")
     plain.config._attn_implementation = implementation
     with wrapped(copy.deepcopy(plain), 2) as model:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Batch, labelled, livened, plain_loss, plain_outputs, small, tokens, train_call, wrapped
+from small_models import Batch, labelled, lora, plain_loss, plain_outputs, small, tokens, train_call, wrapped
 from torch import Tensor, nn
 
 from helpers_adam import NumpyAdamW
 from helpers_parity import StalenessReference, assert_same, microbatches
+from helpers_slow import slow_except
 from roundpipe import RoundPipe, UsageError
 from roundpipe.optim import AdamW
 
@@ -43,11 +44,11 @@ def generated(model: Any, inputs: Batch, **options: Any) -> Any:
 
 
 def assert_varied(found: Tensor) -> None:
-    """Otherwise a model that always says the same would pass."""
+    """Require different tokens: a model that always generates the same token would pass every comparison."""
     assert min(len(set(row[-NUM_NEW:].tolist())) for row in found) > 1, found
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", slow_except(("llama", "t5", "mamba"), TYPES))
 def test_tokens_are_those_of_the_plain_model(model_type: str) -> None:
     plain = small(model_type, seed=8, tie_word_embeddings=False).eval()
     expected = {name: generated(plain, prompt(), **way) for name, way in WAYS.items()}
@@ -90,7 +91,7 @@ def test_padding_on_the_left_changes_nothing() -> None:
     assert_same(beside[:, 4:], alone)
 
 
-def test_scores_and_the_kind_of_what_is_returned_are_the_librarys() -> None:
+def test_scores_and_the_output_class_are_those_of_the_library() -> None:
     plain = small("gemma2").eval()
     options = {"return_dict_in_generate": True, "output_scores": True}
     expected = generated(plain, prompt(), **options)
@@ -135,7 +136,7 @@ def make_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["exact", "async"])
-def test_tokens_are_of_the_weights_that_calls_see(is_async: bool) -> None:
+def test_tokens_come_from_the_weights_that_other_calls_use(is_async: bool) -> None:
     """After an asynchronous step those of the step before it, as for every call; after synchronize() the newest."""
     reference = StalenessReference(small("llama"), make_optimizer)
     with wrapped(small("llama")) as model:
@@ -159,7 +160,7 @@ def test_tokens_are_of_the_weights_that_calls_see(is_async: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["generating", "training"])
 def test_a_call_of_a_new_form_after_an_asynchronous_step_reads_weights_one_step_old(kind: str) -> None:
-    """As every call does: that it is planned for only now must not show in its results."""
+    """As every call does; that its split plan is made only now must not change its results."""
     reference, batch = StalenessReference(small("llama"), make_optimizer), labelled("llama")
     with wrapped(small("llama")) as model:
         optimizer = AdamW(model.optim_parameters(), lr=0.1)
@@ -176,8 +177,8 @@ def test_a_call_of_a_new_form_after_an_asynchronous_step_reads_weights_one_step_
             assert_same(loss, plain_loss(reference.module, batch), "loss")
 
 
-def test_training_goes_on_after_generating_as_if_nothing_had_been() -> None:
-    """Generating is planned for when it comes, over layers that training uses; gradients gathered before it stay."""
+def test_generating_does_not_change_the_training_that_follows() -> None:
+    """generate() makes its split plan at the first call, on the layers of training; gradients summed before it stay."""
     reference = StalenessReference(small("t5"), make_optimizer)
     with wrapped(small("t5")) as model:
         optimizer = AdamW(model.optim_parameters(), lr=0.1)
@@ -195,9 +196,7 @@ def test_training_goes_on_after_generating_as_if_nothing_had_been() -> None:
 
 
 def test_a_model_with_adapters_generates() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
-    plain = livened(peft.get_peft_model(small("llama"), config)).eval()
+    plain = lora(small("llama"), "q_proj", "v_proj").eval()
     expected = generated(plain, prompt())
     assert not torch.equal(expected, generated(small("llama").eval(), prompt())), "the adapter does nothing"
     with wrapped(copy.deepcopy(plain), 3) as model:

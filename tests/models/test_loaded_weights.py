@@ -1,4 +1,4 @@
-"""Weights that were loaded any way are trained where they lie, and what was not loaded is told."""
+"""Weights are trained in the memory they were loaded into, and tensors that were not loaded are reported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_loaded_weights_train_as_in_the_plain_model(tmp_path: Path, way: str, pi
         assert_same_grads(model.original_model, plain)
 
 
-def test_what_was_not_loaded_is_told() -> None:
+def test_tensors_that_were_not_loaded_are_reported() -> None:
     plain = small("llama")
     with torch.device("meta"):
         model = type(plain)(plain.config)

@@ -1,4 +1,4 @@
-"""A model on the meta device is measured before it is given memory."""
+"""The memory that a model on the meta device needs is checked before the model is allocated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_refused(model: LlamaForCausalLM, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_one_of_32_billion_parameters_is_refused_with_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_32_billion_parameters_is_refused_with_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 24 * 10**9)
     model = on_meta(
         vocab_size=152_064, hidden_size=8192, intermediate_size=27_648, num_hidden_layers=32, num_attention_heads=64
@@ -71,7 +71,7 @@ def test_inference_needs_the_weights_alone(frozen: bool, monkeypatch: pytest.Mon
             assert not any(p.is_meta for p in wrapped.parameters())
 
 
-def test_a_loaded_model_is_refused_before_it_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_model_is_refused_before_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaForCausalLM(on_meta().config).to(torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *args, **kwargs: pytest.fail("the model ran"))

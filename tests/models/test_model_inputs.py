@@ -70,7 +70,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def attended(logits: Tensor, batch: Batch) -> Tensor:
-    """Without what was computed at padding, where logits are [samples, tokens, ...]."""
+    """Return the logits without those at padding, if they are [samples, tokens, ...]."""
     mask = batch.get("attention_mask")
     return logits if mask is None or mask.shape != logits.shape[:2] else logits[mask.bool()]
 
@@ -85,7 +85,7 @@ def assert_same_logits(model: nn.Module, batch: Batch, num_microbatch: int) -> l
 
 
 def assert_items_matter(model: nn.Module, batch: Batch) -> None:
-    """Other items in the same places would have been seen."""
+    """Assert that other items in the same places change the logits, so that a wrong item would be noticed."""
     names = [
         name for name in batch if name.startswith(("pixel_values", "input_features")) and not name.endswith("mask")
     ]

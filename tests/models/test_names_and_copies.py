@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from helpers_parity import assert_same, assert_same_state
+from helpers_slow import slow_except
 from roundpipe import AutoRoundPipe, ModelChangedError, UsageError, wrap_model_to_roundpipe
 
 pytest.importorskip("transformers")
@@ -54,8 +56,12 @@ def test_resized_embeddings_are_named_as_the_user_knows_them(kind: str, name: st
         stepped(model, kind)
 
 
-@pytest.mark.parametrize("place", ["a block", "around the blocks", "an embedding"])
-@pytest.mark.parametrize("what", ["parameter", "submodule", "buffer"])
+PARTS, PLACES = ("parameter", "submodule", "buffer"), ("a block", "around the blocks", "an embedding")
+
+
+@pytest.mark.parametrize(
+    ("what", "place"), slow_except(list(zip(PARTS, PLACES, strict=True)), itertools.product(PARTS, PLACES))
+)
 def test_what_is_added_is_named_as_the_user_knows_it(what: str, place: str) -> None:
     plain = small("llama")
     path = {"a block": "model.layers.1.mlp", "around the blocks": "model", "an embedding": "model.embed_tokens"}[place]
@@ -78,7 +84,7 @@ def test_parameters_of_parts_have_the_names_of_the_whole() -> None:
     plain = small("llama")
     with wrap_model_to_roundpipe(plain, use_sequential_preset=False, devices=["cpu"]) as model:
         assert isinstance(model, AutoRoundPipe)
-        records = [record for store in model._engine.stepper.stores for record in store.parameters]
+        records = [record for store in model._engine.group.stepper.stores for record in store.parameters]
         assert {record.name for record in records} == {name for name, _ in plain.named_parameters()}
 
 

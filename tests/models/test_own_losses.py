@@ -1,4 +1,4 @@
-"""Models that compute their own loss: what becomes of logits nobody asks for.
+"""Models that compute their own loss: logits that are not needed are not computed.
 
 Logits are made "too large" by setting what is too large; what is computed without them differs in the order of sums.
 """
@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from small_models import (
+    ROUNDING,
     VOCAB,
     Batch,
     added_loss,
     assert_close_grads,
     labelled,
-    livened,
+    lora,
     own_loss,
     plain_loss,
     ragged,
@@ -39,16 +40,15 @@ from roundpipe.split import head_loss
 pytest.importorskip("transformers")
 
 WHOLE = {"whole_batch_loss": True}
-ROUNDING = 2e-6  # of gradients, against others summed in another order
 Labels = list[Tensor | None]
 
 
-# Logits that nobody asks for.
+# Logits that are not needed.
 
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any logits are too large, and are made a few rows at a time."""
+    """Let all logits count as too large; chunks have a few rows."""
     monkeypatch.setattr(head_loss, "LOGITS_BYTES", 1)
     monkeypatch.setitem(head_loss.linear_cross_entropy.__kwdefaults__, "logits_bytes", 5 * 8 * VOCAB)
 
@@ -66,12 +66,6 @@ def call_seeing_logits(model: RoundPipe, batch: Batch, **options: Any) -> tuple[
     result = model.forward_backward((), batch, loss_fn=look, return_outputs=returned, run_config=config)
     model.synchronize()
     return result, seen
-
-
-def lora(model: nn.Module) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
-    return livened(peft.get_peft_model(model, config))
 
 
 DROPPED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -123,8 +117,8 @@ def test_bfloat16_without_logits() -> None:
 
 
 @pytest.mark.usefixtures("large")
-def test_a_count_is_followed_without_logits() -> None:
-    """The user's, and the one of `whole_batch_loss`."""
+def test_num_items_in_batch_is_used_without_logits() -> None:
+    """The user's number, and the one of `whole_batch_loss`."""
     plain, batch = small("llama"), ragged("llama", num_rows=3)
     given = {**batch, "num_items_in_batch": torch.tensor(11)}
     with wrapped(copy.deepcopy(plain)) as model:
@@ -162,7 +156,7 @@ def test_logits_that_do_not_go_straight_into_the_loss_are_kept_and_exact(model_t
     [(None, False, False), (None, True, True), (True, False, True), (False, True, False), (False, False, False)],
 )
 @pytest.mark.usefixtures("large")
-def test_logits_are_there_for_whoever_asks(keep_logits: bool | None, returned: bool, there: bool) -> None:
+def test_logits_are_returned_when_they_are_needed(keep_logits: bool | None, returned: bool, there: bool) -> None:
     plain, batch = small("llama"), labelled("llama")
     expected = call_reference(plain, kwargs=batch, loss_fn=own_loss, num_microbatch=2)
     with wrapped(copy.deepcopy(plain)) as model:
@@ -201,9 +195,7 @@ def half(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tens
 
 
 @pytest.mark.parametrize("logits_bytes", [1, 10**9], ids=["large", "not_large"])
-def test_a_loss_function_set_after_wrapping_is_the_one_that_counts(
-    logits_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_function_set_after_wrapping_is_used(logits_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_loss, "LOGITS_BYTES", logits_bytes)
     plain, batch = small("llama"), labelled("llama")
     with wrapped(copy.deepcopy(plain)) as model:
@@ -237,7 +229,7 @@ def test_a_loss_that_is_nearly_a_cross_entropy_is_not_taken_for_one() -> None:
 
 
 class LargestStorage(TorchDispatchMode):
-    """Of all tensors made inside it, in bytes."""
+    """Records the size of the largest storage made inside it, in bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +259,7 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LargestStorage]]:
 
 
 @pytest.mark.usefixtures("large")
-def test_no_tensor_of_all_tokens_by_all_words_is_made(storages: list[LargestStorage]) -> None:
+def test_no_tensor_of_all_tokens_by_the_whole_vocabulary_is_made(storages: list[LargestStorage]) -> None:
     batch = labelled("llama", num_rows=4, num_tokens=120)  # more tokens than a weight of the head has columns
     one_microbatch = 2 * 120 * VOCAB * 4
     largest = {}

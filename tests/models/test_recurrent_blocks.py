@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ LAYERS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN}
 
 
 class Recurrent(nn.Module):
-    """Adds what a layer is given to what it returns; hands states on, or leaves them."""
+    """Adds each layer's input to its output; passes its state to the next layer, or drops it."""
 
     def __init__(self, layer: Callable[..., nn.Module], batch_first: bool, hands_on: bool) -> None:
         super().__init__()
@@ -41,9 +42,15 @@ def sequences() -> Tensor:
     return torch.stack([rows(4, seed=seed) for seed in range(6)])
 
 
-@pytest.mark.parametrize("hands_on", [False, True], ids=["states left", "states handed on"])
-@pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "time first"])
-@pytest.mark.parametrize("kind", LAYERS)
+# Every kind of layer, every order and both uses of states at least once; all combinations are slow.
+FAST = {("GRU", True, False), ("GRU", False, True), ("LSTM", True, True), ("RNN", False, False)}
+COMBINATIONS = [
+    pytest.param(*each, marks=() if each in FAST else pytest.mark.slow)
+    for each in itertools.product(LAYERS, (True, False), (False, True))
+]
+
+
+@pytest.mark.parametrize(("kind", "batch_first", "hands_on"), COMBINATIONS)
 def test_a_list_of_recurrent_layers_is_split_and_trains_exactly(
     models: SplitModels, kind: str, batch_first: bool, hands_on: bool, num_devices: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Models with code of their own between their blocks are split into layers that compute just what they compute.
+"""Models with their own code between blocks are split into layers that compute exactly the same.
 
 Loss, outputs, gradients of every parameter and buffers are those of the plain model over the same microbatches, to the
 last bit, whether layers are recomputed or not. What blocks hand to each other is in test_splitting_values.
@@ -21,10 +21,12 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     return build()
 
 
-# Where the code between blocks needs no layer of its own.
+# Models whose code between blocks needs no layer.
 
 
-def test_blocks_in_a_row_come_out_between_a_prologue_and_an_epilogue(models: SplitModels, num_devices: int) -> None:
+def test_blocks_in_a_row_become_layers_between_a_prologue_and_an_epilogue(
+    models: SplitModels, num_devices: int
+) -> None:
     model = check_split(models, seeded(Toy), {"x": rows()}, num_devices)
     assert layer_kinds(model) == ["Glue", "Block", "Block", "Block", "Glue"]
 
@@ -66,7 +68,7 @@ class Masked(Toy):
         return self.head(h)
 
 
-def test_a_float_mask_does_not_begin_to_require_grad(models: SplitModels) -> None:
+def test_a_float_mask_still_does_not_require_grad(models: SplitModels) -> None:
     model = check_split(models, seeded(Masked), {"x": rows()}, 3)
     assert layer_kinds(model) == ["Glue", "Block", "Block", "Block", "Glue"]
 
@@ -134,7 +136,7 @@ class Stage(nn.Module):
         return h
 
 
-def test_a_block_that_has_a_list_of_its_own_stays_whole(models: SplitModels) -> None:
+def test_a_block_that_contains_a_list_stays_whole(models: SplitModels) -> None:
     model = check_split(models, seeded(lambda: Toy(block=Stage)), {"x": rows()}, 2)
     assert layer_kinds(model) == ["Glue", "Block", "Block", "Block", "Glue"]
 
@@ -165,7 +167,7 @@ def test_two_lists_follow_each_other_and_the_second_reads_the_firsts_result(
     assert layer_kinds(model) == ["Glue", "Block", "Block", "Glue", "Block", "Block", "Glue"]
 
 
-# Where it does.
+# Models whose code between blocks needs a layer.
 
 
 class Projected(Toy):
@@ -184,7 +186,7 @@ class Projected(Toy):
         return self.head(h)
 
 
-def test_a_projector_of_zeros_hides_nothing(models: SplitModels, num_devices: int) -> None:
+def test_a_dependence_through_a_projector_of_zeros_is_found(models: SplitModels, num_devices: int) -> None:
     module = seeded(Projected)
     model = check_split(models, module, {"x": rows()}, num_devices, shared=["projector.weight", "projector.bias"])
     grad = model.projector.weight.grad
@@ -211,7 +213,7 @@ def test_a_parameter_of_zeros_between_blocks_gets_its_gradient(models: SplitMode
 
 
 class InPlace(Toy):
-    """Scales and shifts the hidden state where it lies, in each kind of segment."""
+    """Scales and shifts the hidden state in place, in each kind of segment."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -228,7 +230,7 @@ def test_in_place_glue_is_followed(models: SplitModels, num_devices: int) -> Non
 
 
 class InPlaceOnInput(Toy):
-    """Writes into the very tensor it was given, before and after its blocks."""
+    """Writes into its input tensor, before and after its blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         x += 1.0
@@ -249,7 +251,7 @@ def test_glue_that_writes_into_the_models_input_is_refused(models: SplitModels) 
 
 
 class InPlaceOnce(Toy):
-    """What it writes into its input is the same the second time."""
+    """Writes the same values into its input each time."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.clamp_(min=0.0)
@@ -259,12 +261,12 @@ class InPlaceOnce(Toy):
         return self.head(h)
 
 
-def test_a_change_of_the_input_that_is_the_same_each_time_is_no_matter(models: SplitModels) -> None:
+def test_writing_the_same_values_into_the_input_each_time_is_allowed(models: SplitModels) -> None:
     check_split(models, seeded(InPlaceOnce), {"x": rows()}, 2)
 
 
 class LaterInPlace(Toy):
-    """Changes a tensor after a block has had it: the block must see the value of its time."""
+    """Changes a tensor after a block got it: the block must see the old value."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -275,12 +277,12 @@ class LaterInPlace(Toy):
         return self.head(h) + bias
 
 
-def test_what_is_changed_between_two_calls_is_another_value_for_each(models: SplitModels) -> None:
+def test_a_tensor_changed_between_two_calls_has_its_own_value_in_each(models: SplitModels) -> None:
     check_split(models, seeded(LaterInPlace), {"x": rows()}, 3)
 
 
 class Collected(Toy):
-    """All hidden states, weighted, make up the result."""
+    """The result is a weighted sum of all hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,13 +298,13 @@ class Collected(Toy):
         return {"loss": mixed.square().mean(), "states": tuple(states)}
 
 
-def test_hidden_states_collected_on_the_way_are_there_in_the_end(models: SplitModels, num_devices: int) -> None:
+def test_hidden_states_collected_between_blocks_reach_the_epilogue(models: SplitModels, num_devices: int) -> None:
     model = check_split(models, seeded(Collected), {"x": rows()}, num_devices)
     assert layer_kinds(model) == ["Glue", "Block", "Block", "Block", "Glue"]
 
 
 class EmbeddingReadLater(Toy):
-    """What the prologue's module returned is added after every block and in the end."""
+    """Adds the output of the prologue's module after every block and at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         start = self.embed(x)
@@ -312,7 +314,7 @@ class EmbeddingReadLater(Toy):
         return self.head(h) * start
 
 
-def test_the_result_of_an_earlier_module_travels_to_where_it_is_read(models: SplitModels) -> None:
+def test_the_output_of_an_earlier_module_reaches_the_code_that_reads_it(models: SplitModels) -> None:
     shared = ["embed.weight", "embed.bias"]
     check_split(models, seeded(EmbeddingReadLater), {"x": rows()}, 2, shared=shared)
 

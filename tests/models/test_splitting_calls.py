@@ -1,4 +1,4 @@
-"""Calls of another form than the one a model was split for are planned when they come, and add layers where needed.
+"""A call of a new form gets a split plan when it is made, and adds layers where needed.
 
 Compared with the plain model as in test_splitting. Training over such a change is in test_rearranging.
 """
@@ -79,7 +79,7 @@ def with_images(num_images: int, seed: int = 5) -> Inputs:
 
 
 def test_one_call_of_a_block_per_image_whatever_their_number(models: SplitModels, num_devices: int) -> None:
-    """More of them than planned for, fewer, and the old number again; without new layers where there are enough."""
+    """More images than in the plan, fewer, and the first number again; no layers are added if there are enough."""
     module = seeded(PerImage)
     reference = copy.deepcopy(module)
     model = models.wrap(module, with_images(1), num_devices)
@@ -96,8 +96,8 @@ def test_one_call_of_a_block_per_image_whatever_their_number(models: SplitModels
     assert sizes[6] == sizes[5] > sizes[4]
 
 
-def test_once_a_sequence_has_changed_later_ones_do_not_disturb_gathered_gradients(models: SplitModels) -> None:
-    """The first such call cannot be repeated beside gradients that a failure drops; the next is known beforehand."""
+def test_after_one_change_of_the_sequence_later_ones_keep_summed_gradients(models: SplitModels) -> None:
+    """The first such call fails and drops summed gradients; the splitter then expects such changes."""
     module = seeded(PerImage)
     reference = copy.deepcopy(module)
     model = models.wrap(module, with_images(1), 2)
@@ -109,7 +109,7 @@ def test_once_a_sequence_has_changed_later_ones_do_not_disturb_gathered_gradient
         both_train(model, reference, with_images(num_images, seed=num_images), shared=VISION)
 
 
-def test_microbatches_of_one_call_may_have_plans_of_their_own(models: SplitModels) -> None:
+def test_microbatches_of_one_call_may_follow_different_plans(models: SplitModels) -> None:
     module = seeded(PerImage)
     reference = copy.deepcopy(module)
     model = models.wrap(module, with_images(1), 3)
@@ -124,7 +124,7 @@ def test_microbatches_of_one_call_may_have_plans_of_their_own(models: SplitModel
 
 
 class Headless(nn.Module):
-    """Nothing but blocks: as many rounds through them as an input has columns, a product with it after each or not."""
+    """Runs its blocks once for each column of an input, optionally with a product after each round."""
 
     has_glue = False
 
@@ -185,7 +185,7 @@ def test_the_same_blocks_in_another_order(models: SplitModels) -> None:
 
 
 class Recurrent(Toy):
-    """As many rounds through its blocks as the largest value of an input says; its shape does not tell."""
+    """The number of rounds through its blocks is the largest value of an input, so shapes do not show it."""
 
     def forward(self, x: Tensor, rounds: Tensor) -> Tensor:
         h = self.embed(x)
@@ -195,7 +195,7 @@ class Recurrent(Toy):
         return self.head(h)
 
 
-def test_a_sequence_that_only_values_tell_is_followed_to_and_fro(models: SplitModels) -> None:
+def test_a_sequence_that_depends_on_values_may_change_back_and_forth(models: SplitModels) -> None:
     module = seeded(Recurrent)
     reference = copy.deepcopy(module)
     model = models.wrap(module, {"x": rows(4), "rounds": torch.full((4,), 1)}, 2)
@@ -265,8 +265,8 @@ class FeatureByValue(Toy):
         return self.head(states[int(which.max())])
 
 
-def test_what_only_values_show_to_be_read_is_never_a_plausible_number(models: SplitModels) -> None:
-    """The form of a call does not tell that another hidden state is read: what is not at hand is NaN, and shows."""
+def test_a_read_that_only_values_decide_gives_nan_and_no_plausible_number(models: SplitModels) -> None:
+    """The form of a call does not show that another hidden state is read. Tensors that were dropped are NaN."""
     module = seeded(FeatureByValue)
     model = models.wrap(copy.deepcopy(module), {"x": rows(4), "which": torch.full((4,), 2)}, 2)
     for which in (2, 0, 1):
@@ -326,7 +326,7 @@ def test_another_batch_size_and_length_need_no_new_plan(models: SplitModels, mon
         both_train(model, reference, {"x": torch.randn(*shape, WIDTH)})
 
 
-def test_calls_without_grad_come_between_those_with(models: SplitModels) -> None:
+def test_calls_without_grad_between_calls_with_grad(models: SplitModels) -> None:
     module = seeded(Optional)
     reference = copy.deepcopy(module)
     model = models.wrap(module, FORMS["bare"](0), 3)
@@ -337,7 +337,7 @@ def test_calls_without_grad_come_between_those_with(models: SplitModels) -> None
             assert_same(output, reference(**FORMS[form](2)))
 
 
-# Errors of the model's own.
+# Exceptions of the model.
 
 
 class Raising(Toy):
@@ -366,7 +366,7 @@ class Raising(Toy):
 
 
 @pytest.mark.parametrize("place", ["prologue", "block", "epilogue"])
-def test_an_error_of_the_models_own_reaches_the_caller_as_it_is(models: SplitModels, place: str) -> None:
+def test_an_exception_of_the_model_reaches_the_caller_unchanged(models: SplitModels, place: str) -> None:
     module: Any = seeded(Raising)
     reference = copy.deepcopy(module)
     model = models.wrap(module, {"x": rows(4)}, 2)
@@ -382,7 +382,7 @@ def test_an_error_of_the_models_own_reaches_the_caller_as_it_is(models: SplitMod
 # Threads.
 
 
-def test_eight_threads_that_run_the_layers_of_one_plan_at_once_do_not_meet() -> None:
+def test_eight_threads_run_the_layers_of_one_plan_without_affecting_each_other() -> None:
     module = seeded(Optional)
     splitter = ModelSplitter(module)
     for form in ("bare", "hint"):
@@ -411,7 +411,7 @@ def test_eight_threads_that_run_the_layers_of_one_plan_at_once_do_not_meet() -> 
             assert_same(output, expected[number], f"thread {number}")
 
 
-def test_two_models_split_alike_do_not_meet(models: SplitModels) -> None:
+def test_two_models_of_one_class_do_not_affect_each_other(models: SplitModels) -> None:
     first = check_split(models, seeded(Toy), {"x": rows()}, 2)
     second = check_split(models, Toy(), {"x": rows(seed=6)}, 2)
     with torch.no_grad():

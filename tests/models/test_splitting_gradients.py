@@ -1,4 +1,4 @@
-"""Models whose loss would be right in layers and whose gradients need care: what their code does to the graph.
+"""Models whose code changes the autograd graph: in layers the loss would be right, but gradients could be wrong.
 
 Compared with the plain model as in test_splitting. A model that cannot be followed may be refused, but never be trained
 on other gradients.
@@ -53,7 +53,7 @@ class Scaling(Toy):
 
 
 class Checkpointed(Toy):
-    """Recomputes its blocks by itself."""
+    """Checkpoints its blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -87,7 +87,7 @@ class Hooked(Toy):
 
 
 class FaintlyHooked(Toy):
-    """The same where only small gradients of one block pass."""
+    """The same, but only small gradients of one block pass the hook."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.blocks[1](self.blocks[0](self.embed(x)))
@@ -126,16 +126,16 @@ def test_gradients_are_the_plain_models(models: SplitModels, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FOLLOWED_OR_REFUSED)
-def test_a_model_is_never_trained_on_other_gradients(models: SplitModels, kind: str) -> None:
+def test_a_model_is_refused_or_its_gradients_are_those_of_the_plain_model(models: SplitModels, kind: str) -> None:
     with contextlib.suppress(NotImplementedError):  # to be refused is as good
         check_split(models, seeded(FOLLOWED_OR_REFUSED[kind]), {"x": rows()}, 2)
 
 
 @pytest.mark.parametrize("kind", [*FOLLOWED, *FOLLOWED_OR_REFUSED])
-def test_where_weights_are_large_their_own_gradients_are_not_asked_for(
+def test_gradients_of_large_weights_are_not_computed_in_verification(
     models: SplitModels, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """When a model is looked at; what blocks are given shows all the same whether it is split rightly."""
+    """The gradients of small weights still show whether the split is right."""
     monkeypatch.setattr(verification, "_LARGE", 0)
     module = seeded({**FOLLOWED, **FOLLOWED_OR_REFUSED}[kind])
     with contextlib.suppress(NotImplementedError) if kind in FOLLOWED_OR_REFUSED else contextlib.nullcontext():
@@ -143,11 +143,11 @@ def test_where_weights_are_large_their_own_gradients_are_not_asked_for(
     assert all(param.requires_grad for param in module.parameters())
 
 
-# Code that could only run where it is written.
+# Code that cannot run in layers.
 
 
 class ModuleAsArgument(Toy):
-    """Hands a module with weights of its own to its blocks."""
+    """Passes a module with weights to its blocks."""
 
     class Block(Block):
         def forward(self, h: Tensor, shift: Any = None) -> Tensor:  # type: ignore[override]
@@ -165,7 +165,7 @@ class ModuleAsArgument(Toy):
 
 
 class CheckpointedHead(Toy):
-    """Recomputes its own code in backward, when nobody directs it any more."""
+    """Checkpoints its own code, which then runs again in backward, outside of the forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -190,7 +190,7 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_followed_is_refused_and_does_not_just_fail(models: SplitModels, kind: str) -> None:
-    """So that it is wrapped part by part where nobody insists."""
+def test_code_that_cannot_be_split_is_refused_with_a_model_split_error(models: SplitModels, kind: str) -> None:
+    """So that the model is wrapped part by part if the user does not insist on layers."""
     with pytest.raises(NotImplementedError, match="not split into layers"):
         models.wrap(seeded(REFUSED[kind]), {"x": rows()})

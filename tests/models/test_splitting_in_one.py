@@ -1,4 +1,4 @@
-"""Blocks that are no layers of their own are one, with what calls them; and models that change themselves once."""
+"""Blocks that cannot be separate layers become one layer with the module that calls them; models that change once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roundpipe.split import discovery as discovery
 
 
 class _Reversed(torch.autograd.Function):
-    """Runs blocks without a graph, and computes their gradients by itself."""
+    """Runs blocks without a graph and computes their gradients in its own autograd function."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, blocks: nn.ModuleList) -> Tensor:
@@ -63,7 +63,7 @@ def seeded(build: Any) -> nn.Module:
     return module
 
 
-def test_what_calls_blocks_in_a_way_of_its_own_is_one_layer(
+def test_a_module_that_calls_blocks_in_an_unusual_way_is_one_layer(
     models: SplitModels, num_devices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="roundpipe"):
@@ -73,7 +73,7 @@ def test_what_calls_blocks_in_a_way_of_its_own_is_one_layer(
     assert "encoder hold all of their blocks in one layer" in caplog.text
 
 
-def test_the_reason_is_that_of_the_blocks_where_one_layer_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_one_layer_would_be_too_large_the_reason_is_that_of_separate_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_LARGEST_IN_ONE", 100)
     with pytest.raises(NotImplementedError, match="has no gradient"):
         wrap_model_to_roundpipe(
@@ -116,7 +116,7 @@ class Settling(Toy):
 
 
 @pytest.mark.parametrize("num_rows", [3, 12])
-def test_a_model_that_exchanges_its_modules_once_does_so_as_it_would_plainly(
+def test_a_model_that_exchanges_its_modules_once_does_so_as_without_wrapping(
     models: SplitModels, num_rows: int
 ) -> None:
     module = seeded(Settling)

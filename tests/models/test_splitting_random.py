@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from helpers_parity import add_grads, assert_same, take_grads
 from helpers_split import Block, SplitModels, Toy, assert_same_training, own_loss, recomputing, rows
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.devices.random import HostRandomStream
-from roundpipe.runtime.rng import draw_call_seed, stream_seed
+from roundpipe.runtime.rng import HostRandomStream, draw_call_seed, stream_seed
 
 NUM_MICROBATCH = 3
 SEED = 9
 
 
 class NumpyDropout(Block):
-    """Drops what numpy's generator chooses, and scales by a number of Python's; draws at a rate of 0, too."""
+    """Dropout with numpy's generator, and a scale from Python's; draws also at a rate of 0."""
 
     rate = 0.0
 
@@ -42,7 +41,7 @@ class TorchDropout(Block):
 
 
 class TorchNoise(Block):
-    """Random numbers that nobody calls dropout."""
+    """Draws random numbers with other functions than dropout."""
 
     def forward(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
         return super().forward(h) * (torch.rand_like(h) + 0.5)
@@ -54,7 +53,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def in_its_stream(module: nn.Module, seed: int, draws_globally: bool) -> None:
-    """Let a module draw as the layer does that it is in."""
+    """Seed the generators in a plain module as the layer does that runs it."""
     forward = type(module).forward
 
     def run(*args: Any) -> Any:
@@ -119,7 +118,7 @@ def test_blocks_draw_the_same_when_they_are_recomputed(models: SplitModels, num_
         assert_same_training(model, reference)
 
 
-def test_the_processs_generators_are_left_as_they_were(models: SplitModels) -> None:
+def test_the_global_generators_are_restored(models: SplitModels) -> None:
     model = models.wrap(seeded(lambda: Toy(block=NumpyDropout)), {"x": rows()}, 2)
     draw_from_now_on(model.original_model)
     np.random.seed(1)
@@ -144,7 +143,7 @@ def test_wrapping_draws_nothing_from_the_users_generators(models: SplitModels) -
 
 
 def test_wrapping_seeds_no_gpu(models: SplitModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.manual_seed would: the user's stream on devices is not ours to begin anew."""
+    """torch.manual_seed would also seed the user's generators on GPUs."""
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     module = seeded(Toy)
@@ -222,14 +221,14 @@ class OneMask(Toy):
         return self.head(h * mask) * mask
 
 
-def test_a_mask_that_two_segments_would_draw_apart_is_refused(models: SplitModels) -> None:
-    """Though nothing is dropped when a model is looked at."""
+def test_a_random_mask_used_in_two_segments_is_refused(models: SplitModels) -> None:
+    """Although calibration runs without dropout."""
     with pytest.raises(NotImplementedError, match="uses random numbers drawn in an earlier one"):
         models.wrap(seeded(OneMask), {"x": rows()}, 1)
 
 
 class DroppingBetween(Toy):
-    """Drops what one block returns before another gets it."""
+    """Applies dropout to the output of one block before the next block."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -239,7 +238,7 @@ class DroppingBetween(Toy):
 
 
 def test_dropout_in_the_models_own_code(models: SplitModels) -> None:
-    """Trains on numbers, the same whichever way it is recomputed; without dropout as the plain model."""
+    """Training is the same however layers are recomputed, and without dropout equals the plain model."""
     module = seeded(DroppingBetween)
     reference = copy.deepcopy(module)
     model = models.wrap(module, {"x": rows()}, 2)
@@ -273,6 +272,6 @@ def test_values_that_depend_on_the_processs_generators_when_a_model_is_wrapped(m
         models.wrap(module, {"x": rows()}, 1)
 
 
-def test_noise_that_two_segments_would_draw_apart_is_refused(models: SplitModels) -> None:
+def test_random_noise_used_in_two_segments_is_refused(models: SplitModels) -> None:
     with pytest.raises(NotImplementedError, match="not split into layers"):
         models.wrap(seeded(NoisyInput), {"x": rows()}, 1)

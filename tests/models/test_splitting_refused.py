@@ -18,7 +18,7 @@ from roundpipe.store.adopt import refuse_owned
 
 
 class Inner(nn.Module):
-    """A toy inside a module of its own, as a language model is inside one with a head."""
+    """A toy inside another module, as a language model is inside one with a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Dropping(Toy):
 
 
 class Cell:
-    """Mutable, and nothing that anybody could look into."""
+    """A mutable object of an unknown class."""
 
     def __init__(self) -> None:
         self.held: Any = None
@@ -81,7 +81,7 @@ class Opaque(Toy):
 
 
 class Memorising(Block):
-    """Keeps state on a module that all blocks share, past every argument."""
+    """Keeps state in a dict that all blocks share, not in arguments."""
 
     memory: ClassVar[dict[str, Tensor]] = {}
 
@@ -92,7 +92,7 @@ class Memorising(Block):
 
 
 class Bypassing(Toy):
-    """Calls the blocks it once kept by itself, past the tree it is given."""
+    """Calls blocks from a nested attribute, not from its module tree."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class NeverCalled(Toy):
 
 
 class Unrepeatable(Toy):
-    """Draws another path each time, outside of any generator we could turn back."""
+    """Takes another random path each time, from a generator that cannot be restored."""
 
     calls = 0
 
@@ -133,7 +133,7 @@ class Unrepeatable(Toy):
 
 
 class Restructuring(Toy):
-    """Puts in another module when it is first called, and its parameters have other names then."""
+    """Replaces a module at its first call; the parameters then have other names."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(self.head, nn.Sequential):
@@ -142,7 +142,7 @@ class Restructuring(Toy):
 
 
 class Observing(nn.Module):
-    """A linear map that keeps the largest number it has met."""
+    """A linear map with a buffer that holds the largest input so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a forward replaced on an inner module": (with_replaced_forward, "forward of its Toy was replaced on the instance"),
     "a forward replaced on a block": (with_replaced_block_forward, "replaced on the instance"),
     "layerdrop": (Dropping, r"the model drops layers at random \(layerdrop=0.1\); set it to 0"),
-    "an object nobody can look into": (Opaque, "a Cell, which nobody can look into, is handed to blocks.0"),
+    "an object of an unknown class": (Opaque, "blocks.0 receives a Cell object; only tensors, numbers, strings"),
     "state that blocks share in secret": (lambda: Toy(block=Memorising), "."),
     "blocks called past the tree": (Bypassing, "no repeated list of modules that its forward calls"),
     "no list": (NoList, "no repeated list of modules"),
@@ -186,7 +186,7 @@ def _no_memory() -> None:
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_split_is_refused_with_the_reason(why: str) -> None:
+def test_models_that_cannot_be_split_are_refused_with_the_reason(why: str) -> None:
     build, reason = REFUSED[why]
     torch.manual_seed(3)
     module = build()
@@ -221,7 +221,7 @@ def test_without_insisting_a_refused_model_is_wrapped_part_by_part(
         torch.testing.assert_close(param.grad, other.grad, msg=name)
 
 
-def test_layerdrop_is_nothing_in_evaluation(models: SplitModels) -> None:
+def test_layerdrop_does_not_matter_in_evaluation(models: SplitModels) -> None:
     torch.manual_seed(3)
     module = Dropping().eval()
     reference = copy.deepcopy(module)
@@ -229,7 +229,7 @@ def test_layerdrop_is_nothing_in_evaluation(models: SplitModels) -> None:
     torch.testing.assert_close(model(x=rows()), reference(rows()))
 
 
-def test_a_hook_on_an_inner_module_is_no_replaced_forward(models: SplitModels) -> None:
+def test_a_hook_on_an_inner_module_is_allowed(models: SplitModels) -> None:
     """Hooks are part of the model, and run."""
     torch.manual_seed(3)
     module = Inner()
@@ -241,8 +241,8 @@ def test_a_hook_on_an_inner_module_is_no_replaced_forward(models: SplitModels) -
     torch.testing.assert_close(model(x=rows()), reference(rows()))
 
 
-def test_a_plain_method_of_the_module_itself_may_be_its_forward(models: SplitModels) -> None:
-    """Bound to the module it is set on, it is bound to each copy anew."""
+def test_a_method_set_as_forward_on_its_own_instance_is_allowed(models: SplitModels) -> None:
+    """It is bound to the module, so it can be bound to each copy."""
     torch.manual_seed(3)
     module = Inner()
     module.toy.forward = module.toy.forward

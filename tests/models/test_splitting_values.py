@@ -1,4 +1,4 @@
-"""What blocks and the code between them hand to each other when a model is split: containers, choices, weights.
+"""Values passed between blocks and the code between them in a split model: containers, choices, weights.
 
 Compared with the plain model as in test_splitting.
 """
@@ -38,7 +38,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 class Sharing(Block):
-    """The first block writes keys and values for all later ones, every third writes them anew."""
+    """The first block writes keys and values for all later ones, every third block replaces them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_a_dict_deep_inside_an_argument_is_followed(models: SplitModels) -> None
 
 
 class ZeroSharing(Sharing):
-    """What it writes is zero at first: values do not show who reads it."""
+    """Writes zeros at first, so values do not show which block reads them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ MAPPINGS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MAPPINGS)
-def test_what_blocks_share_may_lie_in_any_mapping_and_be_zero(models: SplitModels, kind: str) -> None:
+def test_blocks_may_share_any_kind_of_mapping_and_values_of_zero(models: SplitModels, kind: str) -> None:
     build = type("SharedBy", (SharedBy,), {"make": staticmethod(MAPPINGS[kind])})
     model = check_split(models, seeded(build), {"x": rows()}, 2)
     for number, block in enumerate(model.blocks):
@@ -170,7 +170,7 @@ def test_what_blocks_share_may_lie_in_any_mapping_and_be_zero(models: SplitModel
 
 
 class TwoNames(Toy):
-    """One dict under two names: what is written by the one is read by the other."""
+    """Passes one dict under two names; a block writes to one and reads from the other."""
 
     class Block(Block):
         def forward(self, h: Tensor, old: Any = None, new: Any = None) -> Tensor:  # type: ignore[override]
@@ -188,7 +188,7 @@ class TwoNames(Toy):
 
 
 def test_a_dict_given_under_two_names_is_refused(models: SplitModels) -> None:
-    """In a layer they would be two."""
+    """In a layer they would be two dicts."""
     with pytest.raises(NotImplementedError, match="other values"):
         models.wrap(seeded(TwoNames), {"x": rows()})
 
@@ -256,7 +256,7 @@ def test_numbers_from_blocks_may_be_added_up_in_place(models: SplitModels) -> No
 
 
 class Echoing(Block):
-    """Hands its second input on as it is, the very object."""
+    """Returns its second input unchanged, as the same object."""
 
     def forward(self, h: Tensor, bias: Tensor | None = None) -> Any:
         return super().forward(h, bias), bias
@@ -274,7 +274,7 @@ class Echo(Toy):
         return self.head(h + bias)
 
 
-def test_a_block_may_return_an_input_as_it_is(models: SplitModels, num_devices: int) -> None:
+def test_a_block_may_return_an_input_unchanged(models: SplitModels, num_devices: int) -> None:
     check_split(models, seeded(Echo), {"x": rows()}, num_devices)
 
 
@@ -283,7 +283,7 @@ class Identity(Block):
         return h
 
 
-def test_a_block_that_does_nothing_at_all(models: SplitModels) -> None:
+def test_a_block_that_returns_its_input(models: SplitModels) -> None:
     module = seeded(Toy)
     module.blocks.insert(1, Identity())
     model = check_split(models, module, {"x": rows()}, 3)
@@ -313,7 +313,7 @@ def test_a_block_that_overwrites_its_input(models: SplitModels) -> None:
     check_split(models, seeded(Kept), {"x": rows()}, 2)
 
 
-# Dependence that leaves no trace in a graph.
+# Dependences that the autograd graph does not show.
 
 
 class Sorting(Toy):
@@ -330,7 +330,7 @@ class Sorting(Toy):
 
 
 class ChoosingOne(Toy):
-    """A block is told the largest column of the one before, one of two: by chance any value is right half the time."""
+    """Passes a block the index of the largest of two columns, which random values give correctly half of the time."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -367,8 +367,8 @@ CHOICES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 
 
 @pytest.mark.parametrize("kind", CHOICES)
-def test_integers_made_of_a_blocks_output_are_computed_anew_for_every_batch(models: SplitModels, kind: str) -> None:
-    """Whatever random numbers the calibration tries, and whatever batch it sees."""
+def test_integers_computed_from_a_blocks_output_are_computed_for_every_batch(models: SplitModels, kind: str) -> None:
+    """For any random numbers and any batch in calibration."""
     build, shares_blocks = CHOICES[kind]
     module = seeded(build)
     names = [name for name, _ in module.named_parameters() if name.startswith("blocks")] if shares_blocks else []
@@ -386,7 +386,7 @@ def test_integers_made_of_a_blocks_output_are_computed_anew_for_every_batch(mode
 
 
 class LateChoice(Toy):
-    """The epilogue takes one of two hidden states by their sums, which no gradient flows through."""
+    """The epilogue chooses one of two hidden states by their sums; no gradient flows through the choice."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -398,7 +398,7 @@ class LateChoice(Toy):
         return self.head(states[-1]) * (2.0 if is_larger else 1.0)
 
 
-def test_a_choice_in_the_end_by_an_early_hidden_state_is_made_on_its_values(models: SplitModels) -> None:
+def test_a_choice_in_the_epilogue_uses_the_values_of_an_early_hidden_state(models: SplitModels) -> None:
     module = seeded(LateChoice)
     for seed in range(6):
         torch.manual_seed(200 + seed)

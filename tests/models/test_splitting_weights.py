@@ -1,4 +1,4 @@
-"""Which weights and buffers the layers of a split model have: those their code reads, however it reads them.
+"""The layers of a split model have the weights and buffers that their code reads, however it reads them.
 
 Compared with the plain model as in test_splitting.
 """
@@ -72,7 +72,7 @@ READERS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 class ReadInSecret(Toy):
-    """Reads a parameter where autograd does not see it."""
+    """Reads a parameter without autograd."""
 
     read: Callable[[nn.Parameter], Any]
 
@@ -91,7 +91,7 @@ class ReadInSecret(Toy):
 
 
 @pytest.mark.parametrize("how", READERS)
-def test_a_parameter_read_where_autograd_does_not_see_it(models: SplitModels, how: str) -> None:
+def test_a_parameter_read_without_autograd(models: SplitModels, how: str) -> None:
     kind = type("ReadInSecret", (ReadInSecret,), {"read": staticmethod(READERS[how])})
     model = check_split(models, seeded(kind), {"x": rows()}, 2)
     assert model.scale.grad is None
@@ -107,7 +107,7 @@ class Tied(Toy):
         return nn.functional.linear(self.head(h), self.embed.weight)
 
 
-def test_the_weight_of_a_module_of_the_prologue_read_in_the_end(models: SplitModels, num_devices: int) -> None:
+def test_the_epilogue_reads_the_weight_of_a_module_of_the_prologue(models: SplitModels, num_devices: int) -> None:
     model = check_split(models, seeded(Tied), {"x": rows()}, num_devices, shared=["embed.weight"])
     assert layers_with(model, "embed.weight") == [0, 4]
 
@@ -149,7 +149,7 @@ def test_blocks_with_a_module_in_common(models: SplitModels) -> None:
 
 
 class Asking(Toy):
-    """Asks modules whose weights are elsewhere for dtype, device, shape and settings."""
+    """Reads dtype, device, shape and settings of modules whose weights are in other layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = next(self.parameters()).dtype
@@ -176,7 +176,7 @@ class Unused(Toy):
         self.nothing = nn.Parameter(torch.rand(2))
 
 
-def test_what_no_code_reads_is_kept_and_has_no_gradient(models: SplitModels) -> None:
+def test_a_parameter_that_no_code_reads_is_kept_and_has_no_gradient(models: SplitModels) -> None:
     model = check_split(models, seeded(Unused), {"x": rows()}, 3)
     assert model.never.weight.grad is None
     assert {"never.weight", "nothing"} <= set(dict(model.optim_named_parameters()))
@@ -244,7 +244,7 @@ class Normed(nn.Module):
         return h + self.norm(self.linear(h))
 
 
-def test_buffers_written_by_blocks_are_the_models(models: SplitModels, num_devices: int) -> None:
+def test_buffers_written_by_blocks_are_those_of_the_model(models: SplitModels, num_devices: int) -> None:
     module = seeded(lambda: Toy(block=Normed))
     model = check_split(models, module, {"x": rows(9)}, num_devices)
     assert int(model.blocks[0].norm.num_batches_tracked) == 9
@@ -308,7 +308,7 @@ class Counting(Toy):
 
 
 def test_a_buffer_that_the_models_own_code_writes_is_refused(models: SplitModels) -> None:
-    """The code runs again for each segment, and what it adds each time would add up."""
+    """The code runs again for each segment, so it would add to the buffer several times."""
     module = seeded(Counting)
     with pytest.raises(NotImplementedError, match="not split into layers"):
         models.wrap(module, {"x": rows()})
@@ -371,7 +371,7 @@ def test_a_block_that_is_used_outside_its_list_too(models: SplitModels) -> None:
 
 
 class Meter(nn.Module):
-    """Has a state and no weights."""
+    """A module with a buffer and without weights."""
 
     def __init__(self) -> None:
         super().__init__()

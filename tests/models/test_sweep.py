@@ -1,4 +1,4 @@
-"""The sweep finds what is wrong: its verdicts on gradients made up for the purpose."""
+"""The sweep's verdicts on made-up gradients: errors are found and named."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ def test_the_state_is_the_worse_of_two_runs(one_microbatch: Outcome, two_microba
     assert state_of_llama(*(result(verdict, 1 + index) for index, verdict in enumerate(verdicts))) == state
 
 
-def test_what_was_not_tested_says_for_want_of_what() -> None:
+def test_a_case_that_was_not_tested_names_the_missing_package() -> None:
     assert state_of_llama(result(None), result(None, 2)) == "not tested: needs timm"
 
 
-def test_of_what_was_tried_twice_the_last_counts() -> None:
+def test_the_last_result_of_a_case_counts() -> None:
     assert (
         state_of_llama(result(Verdict(Outcome.CRASH, reason="why")), result(Verdict(Outcome.BITWISE))) == "bit for bit"
     )

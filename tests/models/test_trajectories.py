@@ -1,6 +1,6 @@
 """The same script gives the same losses and weights on 1, 3 and 7 devices, and those of plain PyTorch.
 
-Twenty SGD steps with default settings over a data set of ragged labels whose last batch is short. Plain PyTorch runs
+Ten SGD steps with default settings over a data set of ragged labels whose last batch is short. Plain PyTorch runs
 whole batches, so sums are in another order and nothing else may differ. Losses and weights are of size 1, so they are
 off by a few roundings: 1e-12 in float64 (epsilon 2e-16) and 5e-6 in float32 (epsilon 1e-7) leave room for these and
 for nothing else. Another weighting of microbatches changes the very first loss by more than 1e-3, as a test shows.
@@ -21,7 +21,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 
 pytest.importorskip("transformers")
 
-NUM_STEPS = 20
+NUM_STEPS = 10
 NUM_ROWS, BATCH_SIZE = 45, 10  # five batches, the last of five rows
 RATE = 0.1
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
@@ -52,7 +52,7 @@ def data_set(seed: int) -> Batch:
 
 
 def batches() -> Iterator[Batch]:
-    """Twenty, over four epochs."""
+    """Ten, over two epochs."""
     rows = data_set(seed=5)
     for step in range(NUM_STEPS):
         start = step % 5 * BATCH_SIZE
@@ -99,24 +99,29 @@ def assert_same_course(found: Trajectory, expected: Trajectory, tolerance: float
         torch.testing.assert_close(found[1][name], tensor, atol=tolerance, rtol=0.0)
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
-    "causal_in_double": (causal, torch.float64),
-    "encoder_decoder_in_double": (lambda: small("t5"), torch.float64),
-    "causal_as_it_comes": (lambda: small("llama"), torch.float32),
-}
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param(causal, torch.float64, (1, 3, 7), id="causal_in_double"),
+    pytest.param(lambda: small("t5"), torch.float64, (3,), id="encoder_decoder_in_double"),
+    pytest.param(lambda: small("t5"), torch.float64, (1, 7), id="encoder_decoder_on_other_devices", marks=SLOW),
+    pytest.param(lambda: small("llama"), torch.float32, (7,), id="causal_as_it_comes"),
+    pytest.param(lambda: small("llama"), torch.float32, (1, 3), id="causal_on_other_devices", marks=SLOW),
+]
 
 
-@pytest.mark.parametrize(("build", "dtype"), CASES.values(), ids=CASES)
-def test_a_models_own_loss_on_any_number_of_devices(build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("build", "dtype", "device_counts"), CASES)
+def test_a_models_own_loss_on_any_number_of_devices(
+    build: Callable[[], nn.Module], dtype: torch.dtype, device_counts: tuple[int, ...]
+) -> None:
     plain = build().to(dtype)
-    modules = [copy.deepcopy(plain) for _ in range(3)]
+    modules = [copy.deepcopy(plain) for _ in device_counts]
     expected = train_plain(plain)
-    assert expected[0][-1] < expected[0][4] - 0.1, "nothing is learned"
-    for module, num_devices in zip(modules, (1, 3, 7), strict=True):
+    assert expected[0][-1] < expected[0][4] - 0.05, "nothing is learned"
+    for module, num_devices in zip(modules, device_counts, strict=True):
         assert_same_course(train_wrapped(module, num_devices), expected, TOLERANCE[dtype])
 
 
-def test_another_weighting_takes_another_course() -> None:
+def test_another_weighting_gives_other_losses() -> None:
     """Means of microbatches, equally weighed: the tolerances would not hide it."""
     plain = causal().double()
     module = copy.deepcopy(plain)

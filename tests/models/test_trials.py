@@ -1,4 +1,4 @@
-"""A trial that fails is a "no": what a model raises when something is tried out never reaches the user."""
+"""A trial that raises counts as "no": exceptions of a model during a trial do not reach the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roundpipe.split.determinism import refusing, succeeds
 
 
 class Pairwise(nn.Module):
-    """Of rows and columns alike in number its output looks as if each token were treated by itself."""
+    """With as many rows as columns its output looks as if the module were tokenwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_a_trial_that_raises_is_a_no_and_is_logged(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError])
-def test_interrupts_and_exhausted_memory_are_no_answer(error: type[BaseException]) -> None:
+def test_interrupts_and_exhausted_memory_reach_the_caller(error: type[BaseException]) -> None:
     def fails() -> bool:
         raise error
 
@@ -101,7 +101,7 @@ def test_interrupts_and_exhausted_memory_are_no_answer(error: type[BaseException
 
 
 @pytest.mark.parametrize("place", [(verify, "_find_tokenwise"), (splitter, "verify")], ids=["inside", "whole"])
-def test_an_examination_that_fails_is_a_refusal(
+def test_a_verification_that_raises_refuses_the_split(
     models: SplitModels, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]
 ) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -112,6 +112,6 @@ def test_an_examination_that_fails_is_a_refusal(
         models.wrap(Toy(block=Block), {"x": torch.ones(4, WIDTH)})
 
 
-def test_what_the_model_itself_raises_for_the_examples_reaches_the_user(models: SplitModels) -> None:
+def test_an_exception_of_the_model_for_the_examples_reaches_the_user(models: SplitModels) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         models.wrap(Toy(), {"x": torch.ones(4, WIDTH + 1)})

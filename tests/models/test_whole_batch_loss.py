@@ -1,4 +1,4 @@
-"""A model that computes its own loss gives that of the whole call, however the call is cut and whichever way it is run.
+"""A model that computes its own loss gives the loss of the whole call, for any number of microbatches and kind of call.
 
 The plain model on the whole batch is what counts. Models whose loss is computed in the dtype of their logits run in
 float64 and agree to its rounding; others, whose library computes the loss in float32, agree to that of float32.
@@ -14,12 +14,14 @@ import pytest
 import torch
 from small_models import (
     IGNORED,
+    ROUNDING,
     VOCAB,
     Batch,
     added_loss,
     assert_close_grads,
     labelled,
     livened,
+    lora,
     plain_loss,
     ragged,
     small,
@@ -34,7 +36,6 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 
 transformers = pytest.importorskip("transformers")
 
-ROUNDING = 2e-6  # of gradients in float32, against others summed in another order
 IN_DOUBLE = 1e-12  # of losses and gradients in float64
 NUM_ROWS = 10
 
@@ -77,12 +78,6 @@ def bart() -> nn.Module:
     return livened(transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART)).train())
 
 
-def lora() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
-    return livened(peft.get_peft_model(small("llama"), config))
-
-
 def uneven_labels() -> Tensor:
     """Rows with nine labels to one, and two without any: one microbatch of four or eight has none at all."""
     labels = tokens(NUM_ROWS, 9, seed=9)
@@ -109,7 +104,7 @@ Case = tuple[Callable[[], nn.Module], Callable[[], Batch]]
 COMPUTED_IN_FLOAT: dict[str, Case] = {
     "causal": (lambda: small("llama"), lambda: text(uneven_labels())),
     "causal_tied": (lambda: small("gpt2"), lambda: text(uneven_labels())),
-    "causal_with_adapters": (lora, lambda: text(uneven_labels())),
+    "causal_with_adapters": (lambda: lora(small("llama")), lambda: text(uneven_labels())),
     "causal_with_experts": (lambda: small("mixtral"), lambda: text(uneven_labels())),
     "shifted_by_the_user": (
         lambda: small("llama"),
@@ -171,7 +166,7 @@ def run_all_ways(model: RoundPipe, batch: Batch) -> list[tuple[Tensor, dict[str,
 
 
 def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], tolerance: float) -> None:
-    """Measured by the loss, and by the largest gradient."""
+    """Assert equality relative to the loss and to the largest gradient."""
     torch.testing.assert_close(found[0], expected[0], atol=0.0, rtol=tolerance)
     largest = max(float(grad.abs().max()) for grad in expected[1].values())
     for name, grad in expected[1].items():
@@ -179,7 +174,7 @@ def assert_close(found: tuple[Tensor, Any], expected: tuple[Tensor, Any], tolera
         torch.testing.assert_close(found[1][name], grad, atol=tolerance * largest, rtol=0.0)
 
 
-@pytest.mark.parametrize("num_devices", [1, 7])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize(("build", "make_batch"), COMPUTED_IN_DOUBLE.values(), ids=COMPUTED_IN_DOUBLE)
 def test_loss_and_gradients_are_those_of_the_whole_batch(
     build: Callable[[], nn.Module], make_batch: Callable[[], Batch], num_devices: int
@@ -197,7 +192,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(
     torch.testing.assert_close(evaluated, expected[0], atol=0.0, rtol=IN_DOUBLE)
 
 
-@pytest.mark.parametrize("num_devices", [1, 7])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 7])
 @pytest.mark.parametrize(("build", "make_batch"), COMPUTED_IN_FLOAT.values(), ids=COMPUTED_IN_FLOAT)
 def test_loss_and_gradients_in_float_are_those_of_the_whole_batch(
     build: Callable[[], nn.Module], make_batch: Callable[[], Batch], num_devices: int
@@ -255,7 +250,7 @@ def test_a_tuple_has_the_loss_of_the_whole_batch_in_front() -> None:
         assert_same(model.forward_backward(input_kwargs={**batch, "return_dict": False}), loss.detach())
 
 
-# What the switch says.
+# The option whole_batch_loss.
 
 
 def test_with_equally_many_labels_in_each_row_it_is_the_plain_loop_weighed_by_rows() -> None:
@@ -265,7 +260,7 @@ def test_with_equally_many_labels_in_each_row_it_is_the_plain_loop_weighed_by_ro
         assert_same_grads(model.original_model, plain)
 
 
-def test_without_the_switch_each_microbatch_has_a_mean_of_its_own() -> None:
+def test_without_whole_batch_loss_each_microbatch_has_its_own_mean() -> None:
     plain, batch = small("llama"), ragged("llama")
     with wrapped(copy.deepcopy(plain), 3) as model:
         loss = train_call(model, batch, 4, whole_batch_loss=False)
@@ -276,7 +271,7 @@ def test_without_the_switch_each_microbatch_has_a_mean_of_its_own() -> None:
         assert (loss / 4 - train_call(model, batch, 4)).abs() > 1e-3, "it would be equal"
 
 
-def test_with_a_loss_fn_each_microbatch_has_a_mean_of_its_own_unless_the_switch_is_on() -> None:
+def test_with_a_loss_fn_each_microbatch_has_its_own_mean_unless_whole_batch_loss_is_on() -> None:
     plain, batch = small("llama"), ragged("llama")
     with wrapped(copy.deepcopy(plain), 3) as model:
         added = added_loss(plain, batch, 4)
@@ -293,7 +288,7 @@ def test_with_a_loss_fn_each_microbatch_has_a_mean_of_its_own_unless_the_switch_
             torch.testing.assert_close(outputs.loss.detach(), in_outputs, atol=0.0, rtol=1e-6)
 
 
-def test_a_model_may_have_the_switch_for_all_its_calls() -> None:
+def test_whole_batch_loss_can_be_set_for_all_calls_of_a_model() -> None:
     plain, batch = small("llama"), ragged("llama")
     with wrapped(copy.deepcopy(plain), model_run_config=RoundPipeRunConfig(whole_batch_loss=False)) as model:
         assert_same(train_call(model, batch), added_loss(plain, batch), "loss")
@@ -303,7 +298,7 @@ def test_a_model_may_have_the_switch_for_all_its_calls() -> None:
 
 @pytest.mark.parametrize("switch", [None, True, False])
 @pytest.mark.parametrize("model_type", ["llama", "bert"])
-def test_a_call_without_labels_has_no_loss_and_no_complaint(model_type: str, switch: bool | None) -> None:
+def test_a_call_without_labels_has_no_loss_and_raises_nothing(model_type: str, switch: bool | None) -> None:
     plain, batch = small(model_type), {"input_ids": tokens(5, 7)}
     config = RoundPipeRunConfig(whole_batch_loss=switch)
     with wrapped(copy.deepcopy(plain)) as model:
@@ -321,7 +316,7 @@ def test_a_call_without_labels_has_no_loss_and_no_complaint(model_type: str, swi
 # Which labels count.
 
 
-def test_how_labels_are_counted_is_not_learned_from_a_batch_that_does_not_tell() -> None:
+def test_how_labels_are_counted_is_not_learned_from_an_ambiguous_batch() -> None:
     """In the first call no row begins with a label: shifted or not, as many count. In the second one all rows do."""
     plain = small("modernbert")
     first, second = labelled("modernbert", 2, 7), labelled("modernbert", 2, 7)
@@ -395,7 +390,7 @@ def num_labels(batch: Batch, model_type: str) -> int:
     return int((labels != IGNORED).sum())
 
 
-@pytest.mark.parametrize("num_microbatch", [1, 2, 4])
+@pytest.mark.parametrize("num_microbatch", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("model_type", ["llama", "bert", "t5"])
 def test_calls_with_the_number_of_all_their_labels_add_up_to_one_batch(model_type: str, num_microbatch: int) -> None:
     """Also where the loss of the model does not take that number."""
@@ -429,7 +424,7 @@ def routed_loss(plain: nn.Module, pieces: list[Batch], count: int, num_rows: int
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("num_microbatch", [1, 3, 4])
+@pytest.mark.parametrize("num_microbatch", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_loss_of_routers_is_weighed_by_rows(model_type: str, num_microbatch: int) -> None:
     plain, batch = small(model_type, **ROUTED), ragged(model_type)
     expected = routed_loss(plain, split(batch, num_microbatch), num_labels(batch, model_type), 6)
@@ -461,7 +456,7 @@ def test_the_loss_of_routers_counts_once_over_several_calls() -> None:
         assert_close((sum(losses), grads_of(model.original_model)), (expected, grads_of(plain)), ROUNDING)
 
 
-def test_a_call_that_turns_the_loss_of_routers_on_is_looked_at_anew() -> None:
+def test_a_call_that_turns_the_loss_of_routers_on_is_examined_again() -> None:
     plain, batch = small("mixtral", router_aux_loss_coef=0.3), ragged("mixtral")
     with wrapped(copy.deepcopy(plain), 3) as model:
         torch.testing.assert_close(train_call(model, batch, 4), plain(**batch).loss.detach(), atol=0.0, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""wrap_model_to_roundpipe on a model of transformers: what it becomes, what it looks like, what is refused."""
+"""wrap_model_to_roundpipe on a transformers model: how it is wrapped, its attributes, and what is refused."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def wrap(models: SplitModels) -> Callable[..., Any]:
     return wrap
 
 
-# What it becomes.
+# How a model is wrapped.
 
 
 @pytest.mark.parametrize("use_sequential_preset", [None, True])
-def test_a_language_model_is_split_without_being_told_anything(
+def test_a_language_model_is_split_without_options_or_examples(
     wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture, use_sequential_preset: bool | None
 ) -> None:
     reference = llama()
@@ -133,7 +133,7 @@ def with_foreign_forward() -> Any:
     return model
 
 
-def test_insisting_on_what_is_refused_says_why_and_what_to_do(wrap: Callable[..., Any]) -> None:
+def test_insisting_on_a_split_that_is_refused_says_why_and_what_to_do(wrap: Callable[..., Any]) -> None:
     with pytest.raises(NotImplementedError) as raised:
         wrap(with_foreign_forward(), use_sequential_preset=True)
     message = str(raised.value)
@@ -142,7 +142,7 @@ def test_insisting_on_what_is_refused_says_why_and_what_to_do(wrap: Callable[...
     assert "roundpipe.models.register" in message
 
 
-def test_what_is_refused_is_wrapped_part_by_part_with_a_warning(
+def test_a_model_that_is_refused_is_wrapped_part_by_part_with_a_warning(
     wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = wrap(with_foreign_forward())
@@ -150,24 +150,24 @@ def test_what_is_refused_is_wrapped_part_by_part_with_a_warning(
     assert "LlamaForCausalLM is wrapped part by part, for " in caplog.text
 
 
-def test_a_model_without_a_list_is_no_concern_of_the_splitter(
+def test_a_model_without_a_repeated_list_is_wrapped_without_a_warning(
     wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))).num_layers == 2
     assert not caplog.text
 
 
-def test_a_model_of_ones_own_is_split_when_an_example_is_given(wrap: Callable[..., Any]) -> None:
+def test_a_custom_model_is_split_when_an_example_is_given(wrap: Callable[..., Any]) -> None:
     with pytest.raises(NotImplementedError, match="example_inputs must be given"):
         wrap(Toy(), use_sequential_preset=True)
     assert type(wrap(Toy(), example_inputs={"x": rows()})) is RoundPipe
     assert type(wrap(Toy(), example_inputs=[{"x": rows()}])) is RoundPipe
 
 
-# What it looks like.
+# Attributes, state and printing.
 
 
-def test_attributes_are_the_models(wrap: Callable[..., Any]) -> None:
+def test_attributes_are_those_of_the_model(wrap: Callable[..., Any]) -> None:
     plain = llama()
     model = wrap(plain)
     assert model.original_model is plain
@@ -280,7 +280,7 @@ def test_a_replaced_module_is_refused(wrap: Callable[..., Any], what: str) -> No
         model.forward_backward((), tokens(), None, loss_of)
 
 
-# How it is given.
+# Models and inputs of unusual kinds.
 
 
 def test_gradient_checkpointing_is_turned_off(wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -317,7 +317,7 @@ def saved(tmp_path: Path) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize("pin_model", ["off", "register", "alloc"])
 def test_weights_in_a_memory_mapped_file(wrap: Callable[..., Any], saved: tuple[Path, Any], pin_model: str) -> None:
-    """Left where they are they can be trained, and the file stays as it is."""
+    """They can be trained in place, and the file does not change."""
     path, reference = saved
     before = (path / "model.safetensors").read_bytes()
     plain = transformers.LlamaForCausalLM.from_pretrained(path)
@@ -331,7 +331,7 @@ def test_weights_in_a_memory_mapped_file(wrap: Callable[..., Any], saved: tuple[
     assert (path / "model.safetensors").read_bytes() == before
 
 
-def test_positional_arguments_are_known_by_their_place(wrap: Callable[..., Any]) -> None:
+def test_positional_arguments_get_their_names(wrap: Callable[..., Any]) -> None:
     reference = llama()
     model = wrap(copy.deepcopy(reference))
     batch = tokens()
@@ -399,7 +399,7 @@ def test_kernels_that_are_not_installed(wrap: Callable[..., Any], monkeypatch: p
         wrap(llama(), liger_kernels=True)
 
 
-def test_an_example_the_model_cannot_take_raises_what_the_model_raises(wrap: Callable[..., Any]) -> None:
+def test_an_example_that_the_model_rejects_raises_the_models_exception(wrap: Callable[..., Any]) -> None:
     plain = llama()
     with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
         wrap(Toy(), example_inputs={"y": rows()})
@@ -420,7 +420,7 @@ def test_caches_are_refused_in_training(wrap: Callable[..., Any], name: str) -> 
         assert model(**tokens(), **given).past_key_values.get_seq_length() == 10
 
 
-# Its end.
+# Closing.
 
 
 def test_closing_gives_the_plain_model_back(wrap: Callable[..., Any]) -> None:

@@ -36,7 +36,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One model class, how to build it, and what a prototype of the splitter made of it; prints as its key."""
+    """One model class, how to build it, and the result of a prototype of the splitter; prints as its key."""
 
     key: str  # "llama:LlamaForCausalLM"; "+router" at the end: with the router loss
     class_name: str  # in transformers, like config_class
@@ -58,7 +58,7 @@ class Case:
         return self.key
 
     def build(self) -> tuple[nn.Module, Batch, Batch]:
-        """The model in train mode without dropout, its batch, and the batch of another shape; all made anew."""
+        """Build the model in train mode without dropout, its batch, and a batch of another shape."""
         return self.build_model(), decode_batch(self.inputs), decode_batch(self.inputs_other_shape)
 
     def build_model(self) -> nn.Module:
@@ -105,7 +105,7 @@ def decode(described: Any) -> Any:
 
 
 def seed_everything(seed: int) -> None:
-    """Initialisations draw from all three."""
+    """Seed the generators of Python, numpy and torch: initialisations draw from all three."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -570,7 +570,7 @@ def test_a_failed_forward_leaves_buffers_as_they_were(wrap: Wrap, net: Net, plac
     assert_same_state(model, net)
 
 
-def test_forward_backward_says_why_not_and_what_to_do(wrap: Wrap, net: Net) -> None:
+def test_forward_backward_is_refused_with_reason_and_advice(wrap: Wrap, net: Net) -> None:
     model = wrap(net)
     with pytest.raises(UsageError, match=r"net is an AutoRoundPipe.*Call the model, then backward\(\)"):
         model.forward_backward((batch(6, 3),))
@@ -700,7 +700,7 @@ def test_a_part_can_be_stepped_and_synchronized_for_all(wrap: Wrap, net: Net) ->
     assert_same_state(model, net)
 
 
-def test_a_model_nobody_holds_is_collected_with_its_thread() -> None:
+def test_an_unreferenced_model_is_collected_with_its_thread() -> None:
     def threads() -> int:
         return sum(thread.name == "roundpipe-optimizer" for thread in threading.enumerate())
 
@@ -713,7 +713,7 @@ def test_a_model_nobody_holds_is_collected_with_its_thread() -> None:
     del model
     gc.collect()
     assert face() is None
-    loss_of(net)  # whoever holds the plain model holds its parts
+    loss_of(net)  # a reference to the plain model keeps its parts alive
     del net
     gc.collect()
     assert part() is None

@@ -164,7 +164,7 @@ def held_model(models: Models, num_devices: int) -> tuple[Any, nn.Module, thread
 def test_forward_backward_returns_before_the_backward_is_finished(models: Models, num_devices: int) -> None:
     model, module, begun, may_go_on = held_model(models, num_devices)
     loss = model.forward_backward((batch(8, 5),), label=batch(8, 5), loss_fn=mse)
-    assert not may_go_on.is_set()  # nobody let the first layer's backward go on, and the loss is here
+    assert not may_go_on.is_set()  # the loss is here although the backward of the first layer is still held
     assert begun.wait(WAIT_S)
     assert module[0].linear.weight.grad is None
     may_go_on.set()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers_parity import (
+    DEVICE_COUNTS,
     Models,
     PendingForward,
     assert_same,
@@ -46,6 +47,7 @@ def with_two_inputs() -> nn.Sequential:
     return nn.Sequential(TwoInputs(), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 5))
 
 
+@pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
 def test_outputs_and_gradients_equal_the_reference(models: Models, num_devices: int) -> None:
     check_forward(models, seeded(mlp), num_devices, (batch(8, 5),))
 
@@ -125,6 +127,7 @@ def test_fused_and_plain_calls_add_to_the_same_gradients(models: Models, num_dev
 # Without grad.
 
 
+@pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_equals_the_reference_and_carries_no_graph(models: Models, num_devices: int, mode: Any) -> None:
     module = seeded(mlp)

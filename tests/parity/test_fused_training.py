@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers_parity import (
+    DEVICE_COUNTS,
     WAIT_S,
     Models,
     StalenessReference,
@@ -72,6 +73,7 @@ def train_both(
     assert_same_state(model.model, reference.module)
 
 
+@pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
 def test_loss_outputs_and_gradients_equal_the_reference(models: Models, num_devices: int) -> None:
     x, y = data(0)
     check_fused(models, seeded(mlp), num_devices, (x,), label=y, num_microbatch=4)
@@ -133,6 +135,7 @@ def test_calls_before_a_step_accumulate(models: Models, num_devices: int, event:
     train_both(model, reference, make_step(model, OPTIMIZERS["adam"]), [event] * 3, calls=3)
 
 
+@pytest.mark.parametrize("num_devices", DEVICE_COUNTS)
 def test_our_adam_takes_part_like_any_optimizer(models: Models, num_devices: int) -> None:
     module = seeded(mlp)
     model = models.wrap_copy(module, num_devices)

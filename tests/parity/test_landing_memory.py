@@ -53,12 +53,12 @@ def test_landing_memory_does_not_grow(step_fn: Callable[[torch.optim.Optimizer],
         counts.append(len(buffers._all))
     model.synchronize()
     free = sum(len(of_size) for of_size in buffers.free.values())
-    assert free == len(buffers._all), "nobody keeps any"
+    assert free == len(buffers._all), "every buffer is free"
     assert counts[-1] <= 2 * 4, "at most two generations of four layers"
     model.close()
 
 
-def test_a_gradient_is_given_up_under_the_lock_it_lands_under() -> None:
+def test_releasing_a_gradient_takes_the_lock_of_its_landing() -> None:
     """Otherwise one that lands in the very moment in which it is cleared would be kept for ever."""
     model = RoundPipe(seeded(low_net), optim_dtype=torch.float32)
     store = model._engine.store

@@ -120,7 +120,7 @@ def test_a_checkpoint_of_views_gives_memory_back_with_the_next_step(is_async: bo
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("look", ["clones", "views", "every step", "in the step"])
-def test_looking_changes_no_number(look: str, is_async: bool) -> None:
+def test_reading_copies_changes_no_number(look: str, is_async: bool) -> None:
     kept: list[Any] = []
     with wrapped() as model:
         training = Training(model, adam(model), is_async)

@@ -60,7 +60,7 @@ def test_losses_and_gradients_are_those_of_the_weighed_plain_loop(
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 10, 13])
-def test_they_are_those_of_the_whole_batch(models: Models, num_devices: int, num_rows: int) -> None:
+def test_the_mean_of_losses_equals_the_whole_batch(models: Models, num_devices: int, num_rows: int) -> None:
     module = seeded(mlp).double()
     x, y = batch(num_rows, 5).double(), batch(num_rows, 5, seed=8).double()
     expected = mse(module(x), y)
@@ -74,7 +74,7 @@ def test_they_are_those_of_the_whole_batch(models: Models, num_devices: int, num
 
 
 @pytest.mark.parametrize(("of_model", "of_call"), [(None, None), (None, "sum"), ("sum", None), ("mean", "sum")])
-def test_the_sum_is_the_plain_loop_as_ever(models: Models, of_model: str | None, of_call: str | None) -> None:
+def test_the_sum_of_losses_equals_the_plain_loop(models: Models, of_model: str | None, of_call: str | None) -> None:
     module, x, y = seeded(mlp), batch(10, 5), batch(10, 5, seed=8)
     reference = copy.deepcopy(module)
     expected = call_reference(reference, (x,), {}, y, mse, 4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from helpers_parity import (
 )
 from roundpipe import GradScaler, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, clip_grad_norm_
 from roundpipe.optim import Adam, AdamW
-from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel
+from roundpipe.optim.native.kernel import KernelParameter
 
 WIDTH, ROWS, NUM_MICROBATCH = 13, 8, 3
 SYNC, ASYNC = [False] * 4, [True] * 5
@@ -43,29 +43,19 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Step = Callable[[torch.optim.Optimizer, list[nn.Parameter]], object]
 
 
-@pytest.fixture(params=[1, 3], ids=["1dev", "3dev"])
+SLOW = pytest.mark.slow
+# Each kind of steps alone is slow: the mixed ones contain them, and test_a_bfloat16_model_with_our_optimizer runs all.
+ALL_STEPS = {"sync": SYNC, "async": ASYNC, "mixed": MIXED}
+
+
+@pytest.fixture(params=[pytest.param(1, marks=SLOW), 3], ids=["1dev", "3dev"])
 def num_devices(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(params=[SYNC, ASYNC, MIXED], ids=["sync", "async", "mixed"])
+@pytest.fixture(params=[pytest.param(SYNC, marks=SLOW), pytest.param(ASYNC, marks=SLOW), MIXED], ids=ALL_STEPS)
 def steps(request: pytest.FixtureRequest) -> list[bool]:
     return list(request.param)
-
-
-@pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelParameter]]:
-    """What the kernel was given: a test that never reaches it proves nothing."""
-    seen: list[KernelParameter] = []
-    real = OnePassKernel.adam
-
-    def adam(self: OnePassKernel, given: list[KernelParameter]) -> None:
-        seen.extend(given)
-        real(self, given)
-
-    monkeypatch.setattr(OnePassKernel, "adam", adam)
-    yield seen
-    seen.clear()
 
 
 def low_mlp(dtype: torch.dtype = BF16) -> nn.Sequential:
@@ -87,7 +77,7 @@ def plainly(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> Non
 
 
 class Masters(StalenessReference):
-    """As torch has it: a gradient that nobody clears is added to. `run_step` clears them, or does not."""
+    """As in torch, a gradient that is not cleared is added to. `run_step` decides whether it clears them."""
 
     def step(self, is_async: bool) -> None:
         for master, param in zip(self.masters, self.trainable, strict=True):
@@ -191,6 +181,15 @@ OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 # Plain training.
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "steps"),
+    [
+        pytest.param(1, SYNC, marks=SLOW),
+        pytest.param(1, ASYNC, marks=SLOW),
+        *[(1, MIXED), (3, SYNC), (3, ASYNC), (3, MIXED)],
+    ],
+    ids=["1dev-sync", "1dev-async", "1dev-mixed", "3dev-sync", "3dev-async", "3dev-mixed"],
+)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_bfloat16_model_with_our_optimizer(
     models: Models, num_devices: int, steps: list[bool], kind: str, updates: list[KernelParameter]
@@ -198,7 +197,7 @@ def test_a_bfloat16_model_with_our_optimizer(
     ours, plain, options = OPTIMIZERS[kind]
     made = pair(models, num_devices, lambda p: ours(p, **options), lambda p: plain(p, **options))
     made.train(steps)
-    assert all(copy.halves is not None for copy in made.copies), "nobody has looked at the values"
+    assert all(copy.halves is not None for copy in made.copies), "no copy has taken memory for its values"
     made.check()
     assert len(updates) == len(steps) * len(made.copies), "every update was the kernel's"
 
@@ -226,7 +225,7 @@ def test_copies_that_are_not_float32_are_torchs(
 
 
 @pytest.mark.parametrize("pin_model", ["register", "off"])
-def test_weights_left_where_they_lie(models: Models, steps: list[bool], pin_model: str) -> None:
+def test_weights_that_are_not_moved_train_the_same(models: Models, steps: list[bool], pin_model: str) -> None:
     made = pair(models, 3, our_adam, plain_adam, pin_model=pin_model)
     made.train(steps)
     made.check()
@@ -642,7 +641,7 @@ def test_deep_copies_and_pickles_of_copies(models: Models, steps: list[bool]) ->
     assert_same([twin.detach() for twin in twins], masters)
     with torch.no_grad():
         for twin in twins:
-            twin.fill_(9.0)  # is nobody's business
+            twin.fill_(9.0)  # must change neither the copy nor the model
     made.reference.synchronize()
     made.train(steps)
     made.check()

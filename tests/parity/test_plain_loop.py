@@ -284,7 +284,7 @@ def test_a_schedule_works_in_the_plain_loop(opened: list[Any]) -> None:
 
 
 @PRECISIONS
-def test_looking_at_gradients_changes_no_number(
+def test_reading_gradients_changes_no_number(
     opened: list[Any], dtype: torch.dtype, optim_dtype: torch.dtype | None
 ) -> None:
     def train(job: Job, look: Callable[[], object], *, is_async: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -415,7 +415,7 @@ def test_backward_fills_the_gradients_of_the_models_own_parameters(opened: list[
     assert_same([p.grad for p in job.network.parameters()], [p.grad for p in network.parameters()])
 
 
-def test_a_plain_step_keeps_split_masters_and_low_gradients(opened: list[Any]) -> None:
+def test_a_plain_step_keeps_halved_masters_and_low_precision_gradients(opened: list[Any]) -> None:
     """The plain loop costs no float32 gradients and no float32 masters where our optimizer works in one pass."""
     job = Job(opened, our_adamw, torch.bfloat16, torch.float32)
     train_plainly(job, our_clip)

@@ -1,4 +1,4 @@
-"""Random numbers of layers belong to (call, layer, microbatch), never to a device, and never to anybody else."""
+"""Random numbers of layers depend on call, layer and microbatch, and on no device and no other thread."""
 
 from __future__ import annotations
 

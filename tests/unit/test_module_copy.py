@@ -1,14 +1,15 @@
-"""A copy of a module tree runs the same code over other parameters or submodules, and never touches its original."""
+"""A copy of a module tree runs the same code over other parameters or submodules; the original does not change."""
 
 from __future__ import annotations
 
 import types
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roundpipe.module_copy import copy_tree, translated
+from roundpipe.module_copy import ModulePair, copy_tree, translated
 
 
 class Inner(nn.Module):
@@ -22,7 +23,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """Refers to its parts in many ways beside the usual one."""
+    """Refers to its parts in attributes of many kinds, besides as submodules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ def test_a_copy_is_another_tree_of_the_same_classes_over_the_same_tensors() -> N
     assert not {id(module) for module in copy.modules()} & {id(module) for module in model.modules()}
     assert [id(p) for p in copy.parameters()] == [id(p) for p in model.parameters()]
     assert [id(b) for b in copy.buffers()] == [id(b) for b in model.buffers()]
-    assert {(id(original), id(copied)) for original, copied in pairs} == {
+    assert {(id(pair.original), id(pair.copy)) for pair in pairs} == {
         (id(original), id(copied)) for original, copied in zip(model.modules(), copy.modules(), strict=True)
     }
 
@@ -100,24 +101,24 @@ def test_a_parameter_can_be_left_out() -> None:
     assert model.scale is not None
 
 
-def test_a_stand_in_takes_the_place_of_a_module_with_all_below_it() -> None:
+def test_a_stand_in_replaces_a_module_and_everything_below_it() -> None:
     model = Outer()
     stand_in = nn.Identity()
     copy, pairs = copy_tree(model, lambda module: stand_in if module is model.first else None)
     assert copy.first is copy.again is copy.in_list[0] is stand_in
     assert torch.equal(copy(X), model.second(X) * model.scale)
-    assert all(original not in (model.first, model.first.linear) for original, _ in pairs)
+    assert all(pair.original not in (model.first, model.first.linear) for pair in pairs)
 
 
 def test_a_stand_in_may_be_an_empty_list_of_modules() -> None:
-    """Which is false as a truth value."""
+    """An empty ModuleList is false, so the code must compare with None."""
     model = nn.ModuleDict({"blocks": nn.ModuleList([Inner()])})
     empty = nn.ModuleList()
     copy, _ = copy_tree(model, lambda module: empty if module is model["blocks"] else None)
     assert copy["blocks"] is empty
 
 
-def test_attributes_lead_to_the_copys_own_parts() -> None:
+def test_attributes_of_a_copy_refer_to_the_parts_of_the_copy() -> None:
     model = Outer()
     copy, _ = copy_tree(model)
     assert copy.in_list[0] is copy.first
@@ -156,7 +157,7 @@ def test_changing_a_copy_leaves_the_original_alone() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_only_what_refers_to_exchanged_things_is_translated() -> None:
+def test_only_attributes_that_refer_to_exchanged_objects_are_translated() -> None:
     model, copy, part, new = Inner(), Inner(), nn.Tanh(), nn.Tanh()
     exchanged = {id(part): new}
     assert translated(part, model, copy, exchanged) is new
@@ -165,3 +166,134 @@ def test_only_what_refers_to_exchanged_things_is_translated() -> None:
     assert translated(other := nn.Tanh(), model, copy, exchanged) is other
     for untouched in ([1], {"a": 2}, "text", copy.forward):
         assert translated(untouched, model, copy, exchanged) is untouched
+
+
+# Following attributes.
+
+
+def pair_of(model: nn.Module, **options: Any) -> ModulePair:
+    copy, pairs = copy_tree(model, **options)
+    return next(pair for pair in pairs if pair.copy is copy)
+
+
+def test_sync_copies_changed_new_and_deleted_attributes() -> None:
+    model: Any = Outer()
+    pair = pair_of(model)
+    copy: Any = pair.copy
+    assert not pair.sync()
+    model.numbers, model.extra = [3], "new"
+    del model.in_dict
+    model.in_list = [model.second]
+    assert pair.sync()
+    assert copy.numbers is model.numbers
+    assert copy.extra == "new"
+    assert not hasattr(copy, "in_dict")
+    assert copy.in_list[0] is copy.second is not model.second
+    assert not pair.sync()
+
+
+def test_sync_leaves_what_the_copy_has_set_unless_the_original_changes() -> None:
+    model: Any = Outer()
+    pair = pair_of(model)
+    copy: Any = pair.copy
+    copy.numbers, copy.cache = [9], torch.ones(1)
+    model.extra = 1
+    pair.sync()
+    assert copy.numbers == [9]
+    assert hasattr(copy, "cache")
+    model.numbers = [4]
+    pair.sync()
+    assert copy.numbers == [4]
+
+
+def test_names_that_are_not_followed_are_neither_copied_nor_written_back() -> None:
+    model: Any = Outer()
+    pair = pair_of(model, not_followed=frozenset(("training",)))
+    copy: Any = pair.copy
+    assert "training" not in copy.__dict__
+    copy.training = False
+    model.eval().train()
+    pair.sync()
+    pair.write_back()
+    pair.drop_changes()
+    assert not copy.training
+    assert model.training
+
+
+def test_plain_values_go_back_to_the_original_and_others_stay_with_the_copy() -> None:
+    model: Any = Outer()
+    pair = pair_of(model)
+    copy: Any = pair.copy
+    copy.count, copy.cache = 1, torch.ones(1)
+    pair.write_back()
+    assert model.count == 1
+    assert not hasattr(model, "cache")
+    copy.count = 2
+    pair.drop_changes()
+    assert copy.count == 1
+    assert hasattr(copy, "cache")
+    copy.other = "new"
+    pair.drop_changes()
+    assert not hasattr(copy, "other")
+
+
+def test_a_flag_that_is_set_and_reset_goes_back_each_time() -> None:
+    model: Any = Outer()
+    model.flag = False
+    pair = pair_of(model)
+    copy: Any = pair.copy
+    for flag in (False, True, False, False, True):
+        pair.sync()
+        pair.write_back()
+        copy.flag = flag
+        pair.write_back()
+        assert model.flag is flag
+
+
+def test_a_value_the_user_resets_after_it_was_written_back_reaches_the_copy() -> None:
+    model: Any = Outer()
+    model.flag = False
+    pair = pair_of(model)
+    copy: Any = pair.copy
+    copy.flag = True
+    pair.write_back()
+    model.flag = False
+    pair.sync()
+    assert copy.flag is False
+    copy.flag = True
+    pair.drop_changes()
+    assert copy.flag is False
+
+
+def test_a_snapshot_does_not_keep_a_replaced_cache_alive() -> None:
+    pair = pair_of(Outer())
+    copy: Any = pair.copy
+    copy.cache = torch.ones(1)
+    pair.drop_changes()
+    reference = weakref.ref(copy.cache)
+    copy.cache = None
+    assert reference() is None
+
+
+def test_changed_parts_are_named() -> None:
+    model: Any = Outer()
+    pair = pair_of(model)
+    assert pair.changed_parts() == []
+    model.scale = nn.Parameter(torch.ones(3))
+    model.third = nn.Tanh()
+    del model.again
+    assert pair.changed_parts() == ["again", "scale", "third"]
+
+
+def test_a_wrapper_is_left_out_of_the_copy() -> None:
+    model: Any = nn.ModuleDict({"wrapper": nn.ModuleDict({"inner": Inner()})})
+    inner = model["wrapper"]["inner"]
+    copy, pairs = copy_tree(model, unwrap=lambda module: inner if module is model["wrapper"] else module)
+    assert type(copy["wrapper"]) is Inner
+    assert [pair.original for pair in pairs if pair.copy is copy["wrapper"]] == [inner]
+
+
+def test_compiled_code_is_not_copied() -> None:
+    model: Any = Inner()
+    model._compiled_call_impl = lambda *args: 1 / 0
+    assert torch.equal(copy_tree(model)[0](X), model.forward(X))

@@ -1,4 +1,4 @@
-"""One lock, one condition: waits end when they should, say what they wait for, and never stay silent."""
+"""Monitor, Latch, shielded actions and the watchdog."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_wait_ends_when_the_state_has_changed() -> None:
     thread.join(WAIT_S)
 
 
-def test_what_is_ready_is_not_waited_for() -> None:
+def test_a_condition_that_is_ready_needs_no_wait() -> None:
     monitor = Monitor()
     with monitor:
         assert monitor.wait_until(lambda: True, "nothing", timeout_s=0.0)
@@ -78,7 +78,7 @@ def test_the_monitor_can_be_entered_again_and_knows_its_holder() -> None:
     assert not monitor.is_held()
 
 
-def test_a_long_wait_is_reported_with_all_that_wait(
+def test_a_long_wait_is_logged_with_all_waiting_threads(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ROUNDPIPE_WATCHDOG_S", "0.1")
@@ -96,21 +96,21 @@ def test_a_long_wait_is_reported_with_all_that_wait(
     thread.join(WAIT_S)
     reports = [record.getMessage() for record in caplog.records if "MainThread has waited" in record.getMessage()]
     assert len(reports) >= 2, "reported again after each further limit"
-    assert "for this thing; it goes on waiting" in reports[-1]
+    assert "for this thing; it continues to wait" in reports[-1]
     assert f"{THREAD_PREFIX}other waits for the other thing" in reports[-1]
     assert f"stack of {THREAD_PREFIX}other:" in reports[-1]
     assert "in other" in reports[-1]
     assert "stack of MainThread:" in reports[-1]
 
 
-def test_a_wait_that_is_over_is_not_reported_any_more() -> None:
+def test_a_finished_wait_is_not_logged() -> None:
     monitor = Monitor()
     with monitor:
         monitor.wait_until(lambda: False, "outer", timeout_s=0.01)
     assert monitor._waits == {}
 
 
-def test_an_inner_wait_hides_the_outer_one_only_while_it_lasts() -> None:
+def test_after_an_inner_wait_the_outer_one_is_listed_again() -> None:
     monitor = Monitor()
     seen: list[dict[int, str]] = []
 
@@ -124,8 +124,8 @@ def test_an_inner_wait_hides_the_outer_one_only_while_it_lasts() -> None:
     assert list(seen[-1].values()) == ["outer"]
 
 
-def test_a_service_thread_looks_again_by_itself() -> None:
-    """A change made on its own thread, by a finalizer between look and sleep, wakes nobody."""
+def test_idle_until_checks_its_condition_periodically() -> None:
+    """A finalizer may change the state on this thread between the check and the sleep; that wakes no thread."""
     monitor, state = Monitor(), {"looks": 0}
 
     def ready() -> bool:
@@ -156,17 +156,17 @@ def test_the_limit_is_read_from_the_environment(text: str, limit_s: float, monke
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
-def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_limit_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROUNDPIPE_WATCHDOG_S", text)
     with pytest.raises(ConfigError, match=text):
         watchdog_limit_s()
 
 
-def test_a_report_names_threads_that_are_gone_by_number() -> None:
+def test_a_report_names_ended_threads_by_their_id() -> None:
     assert "  1234567 waits for x" in stall_report("y", 1.0, {1234567: "x"})
 
 
-def test_threads_are_waited_for_together_and_not_forever() -> None:
+def test_end_threads_waits_for_all_threads_within_one_timeout() -> None:
     over = threading.Event()
     threads = [start(lambda: over.wait(WAIT_S)) for _ in range(5)]
     began = time.monotonic()
@@ -178,14 +178,14 @@ def test_threads_are_waited_for_together_and_not_forever() -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_monitor_is_entered_and_left_by_the_interpreter_alone() -> None:
-    """A Ctrl-C is raised between instructions of Python code: in a method of ours it would leave the lock taken."""
+def test_a_monitor_is_acquired_and_released_in_c_code() -> None:
+    """A KeyboardInterrupt is raised between instructions of Python code: there it would leak the lock."""
     lock = type(threading.RLock())
     assert Monitor.__enter__ is lock.__enter__
     assert Monitor.__exit__ is lock.__exit__
 
 
-def test_a_latch_wakes_those_who_wait() -> None:
+def test_a_latch_wakes_waiting_threads() -> None:
     latch, seen = Latch(), []
     assert not latch.wait(0.01)
     threads = [start(lambda: seen.append(latch.wait(WAIT_S))) for _ in range(3)]
@@ -197,7 +197,7 @@ def test_a_latch_wakes_those_who_wait() -> None:
     assert latch.wait(0.0)
 
 
-def test_a_wait_inside_of_a_monitor_that_was_entered_twice() -> None:
+def test_a_wait_releases_a_monitor_that_was_acquired_twice() -> None:
     monitor, state = Monitor(), {"ready": False}
 
     def change() -> None:
@@ -213,8 +213,8 @@ def test_a_wait_inside_of_a_monitor_that_was_entered_twice() -> None:
     thread.join(WAIT_S)
 
 
-def test_an_interrupted_wait_leaves_the_monitor_as_it_was() -> None:
-    """Signals come while the main thread sleeps, wakes and takes the lock that others hold most of the time."""
+def test_an_interrupted_wait_leaves_the_monitor_consistent() -> None:
+    """Signals arrive while the main thread sleeps, wakes up, and acquires a lock that other threads hold mostly."""
     monitor, over = Monitor(), threading.Event()
 
     def disturb() -> None:
@@ -258,7 +258,7 @@ def test_a_shielded_action_ends_before_the_interrupt_is_raised() -> None:
     assert ended == [True]
 
 
-def test_a_shielded_action_raises_its_own_error_and_runs_where_no_thread_can_be_started(
+def test_a_shielded_action_raises_its_own_error_and_runs_even_if_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail() -> None:

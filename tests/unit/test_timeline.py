@@ -1,4 +1,4 @@
-"""A timeline measures and draws its spans."""
+"""Timeline: times, shares and the text chart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TWO_DEVICES = Timeline(
 )
 
 
-def test_it_starts_with_its_first_span_and_ends_with_its_last():
+def test_a_timeline_starts_with_its_first_span_and_ends_with_its_last():
     assert (TWO_DEVICES.start_s, TWO_DEVICES.end_s, TWO_DEVICES.duration_s) == (1.0, 7.0, 6.0)
 
 
@@ -47,7 +47,7 @@ def test_the_empty_timeline_has_no_time_no_devices_and_no_text():
     assert (empty.busy_s("a"), empty.idle_share("a"), empty.to_text()) == (0.0, 0.0, "")
 
 
-def test_text_has_one_row_a_device_with_labels_where_tasks_start():
+def test_text_has_one_row_per_device_with_labels_where_tasks_start():
     assert TWO_DEVICES.to_text(columns=24) == "\n".join(
         [
             "b |F0------........B2------|",

@@ -1,12 +1,7 @@
-"""AutoRoundPipe: a model that runs on the host and some of whose submodules are RoundPipes.
+"""AutoRoundPipe: the wrapper of a model whose own forward runs on the host and calls RoundPipes among its submodules.
 
-Made by api.wrap. All RoundPipes inside it and the parameters outside them are stepped as one: an engine of its own
-keeps the outside parameters, which never travel, and the engines of the RoundPipes join it.
-
-The loss of a Hugging Face model, computed on a device although the model's own forward runs on the host.
-
-Used by api.wrap. A `PreTrainedModel` calls `self.loss_function(...)` on whole logits, which is slow on a CPU.
-Recognises such models by name: transformers is not imported.
+The RoundPipes inside and the parameters outside of them form one group. The outside parameters have an engine of their
+own and stay in host memory. transformers is recognised by class names and never imported.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe.api.engine import ModelEngine
-from roundpipe.api.proxy import ModelFace
+from roundpipe.api.proxy import ModelProxy
 from roundpipe.api.roundpipe import RoundPipe, call_site, check_options
 from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
@@ -33,59 +28,15 @@ from roundpipe.store import PinMode
 from roundpipe.store.adopt import refuse_owned
 from roundpipe.store.records import user_names
 
-
-class LossModule(nn.Module):
-    """A loss function as a module, so that a RoundPipe can run it."""
-
-    def __init__(self, loss_function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._loss_function = loss_function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._loss_function(*args, **kwargs)
-
-
-class DeviceLoss:
-    """What stands for the model's loss function. No nn.Module, so that it adds nothing to the model's modules."""
-
-    def __init__(self, run: nn.Module, plain: Callable[..., Any]) -> None:
-        self._run, self._plain = run, plain
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """A copy of the model has the plain loss function, and so has a pickle of it."""
-        return copy.deepcopy(self._plain, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return operator.itemgetter(0), ((self._plain,),)
-
-    def put_into(self, model: Any) -> None:
-        model.loss_function = self
-
-    def take_out_of(self, model: Any) -> None:
-        if model.loss_function is self:
-            model.loss_function = self._plain
-
-
-def loss_function_of(model: nn.Module) -> Callable[..., Any] | None:
-    """The loss function of a Hugging Face model; None for any other model, and for one without."""
-    if not any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__):
-        return None
-    loss_function = getattr(model, "loss_function", None)
-    return loss_function if callable(loss_function) else None
-
-
 logger = logging.getLogger("roundpipe")
 
 
-class AutoRoundPipe(ModelFace):
+class AutoRoundPipe(ModelProxy):
     """A model whose own forward runs on the CPU and calls the RoundPipes among its submodules.
 
-    Trains with forward(), backward() and step(); one step is one for all its parts. `wrap_model_to_roundpipe` makes one
-    and puts RoundPipes in place of submodules; made directly, it wraps no submodule and finds the RoundPipes that are
-    there. These must not have been called before.
+    Trains with forward(), backward() and step(). One step updates all its parts. `wrap_model_to_roundpipe` makes an
+    AutoRoundPipe and replaces submodules by RoundPipes. An AutoRoundPipe made directly wraps no submodule: it uses the
+    RoundPipes that the model contains. These must not have been called before.
 
     model: a module, with or without RoundPipes among its submodules.
     optim_dtype: dtype of the optimizer's copies of parameters outside of the RoundPipes; default each parameter's own.
@@ -108,7 +59,7 @@ class AutoRoundPipe(ModelFace):
         specs = parse_devices(devices) if devices is not None or not parts else parts[0]._engine.specs
         for part in parts:
             _refuse_to_join(part, specs)
-        refuse_owned(outside_of(model, parts))
+        refuse_owned(outside_of(model, parts))  # the parameters inside the parts are owned by the parts
         self._open(
             model,
             {part: part for part in parts},
@@ -123,7 +74,11 @@ class AutoRoundPipe(ModelFace):
     def _of_parts(
         cls, model: nn.Module, parts: Mapping[nn.Module, RoundPipe], loss: DeviceLoss | None, **options: Any
     ) -> AutoRoundPipe:
-        """`parts`: what stands for which submodule until it is closed; `advice`: a note for calls that fail."""
+        """An AutoRoundPipe over RoundPipes that are not in the model yet.
+
+        parts: the RoundPipe that replaces each submodule until the AutoRoundPipe is closed.
+        loss: replaces the model's loss function likewise.
+        """
         wrapped = cls.__new__(cls)
         wrapped._open(model, parts, loss, **options)
         return wrapped
@@ -140,6 +95,7 @@ class AutoRoundPipe(ModelFace):
         model_run_config: RoundPipeRunConfig,
         advice: str | None = None,
     ) -> None:
+        """The rest of `__init__`. `advice`: how to wrap the model better, for the log and for calls that fail."""
         if advice is not None:
             logger.warning("%s (%s): %s", name, type(model).__name__, advice)
         engine = ModelEngine(
@@ -148,16 +104,17 @@ class AutoRoundPipe(ModelFace):
             name=name,
             pool=shared_pool(specs),
             optim_dtype=optim_dtype,
-            pin_mode=PinMode.OFF,
+            pin_mode=PinMode.OFF,  # these weights are never uploaded
             pinner=host_pinner(specs),
         )
         for part in parts.values():
             part._engine.join(engine)
+        # The model is changed only after every part has joined: until then a failure leaves it as it was.
         _exchange(model, parts)
         if loss is not None:
             loss.put_into(model)
-        for store in engine.stepper.stores:
-            store.is_read_on_host = True  # those of parts, too: code between them may read any parameter
+        for store in engine.group.stores:
+            store.is_read_on_host = True  # stores of parts, too: code between the parts may read any parameter
         super().__init__(
             model,
             model,
@@ -182,13 +139,14 @@ class AutoRoundPipe(ModelFace):
         try:
             with merging_late():
                 return forward(lambda: merged_now(self.model(*args, **kwargs)))
+        # Errors of these types may come from code on the CPU between the parts; then the advice helps.
         except (ConfigError, TypeError, RuntimeError) as error:
             if self._advice is not None:
                 add_note(error, f"{self.name}: {self._advice}")
             raise
 
     def forward_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not possible here: see the error it raises."""
+        """Always raises UsageError: microbatches cannot be pipelined through a forward that runs on the host."""
         raise UsageError(
             f"{self.name} is an AutoRoundPipe: its forward is Python code on the CPU between several RoundPipes, so "
             "microbatches cannot be pipelined through forward and backward together. Call the model, then backward() "
@@ -196,7 +154,7 @@ class AutoRoundPipe(ModelFace):
         )
 
     def close(self) -> None:
-        """Finish pending work, let go of threads and pinned memory, and make the model the plain one it was."""
+        """Finish pending work, release threads and pinned memory, and make the model a plain module again."""
         super().close()
         _exchange(self.model, {part: module for module, part in self._parts.items()})
         if self._loss is not None:
@@ -207,8 +165,8 @@ class AutoRoundPipe(ModelFace):
 
 
 def _parts_of(model: nn.Module) -> list[RoundPipe]:
-    """The RoundPipes among the submodules of a model, each once."""
-    if isinstance(model, ModelFace):
+    """The RoundPipes among the submodules of a model, each once. Refuses wrappers inside wrappers."""
+    if isinstance(model, ModelProxy):
         raise UsageError(f"this model is a {type(model).__name__} already; it is trained as it is.")
     parts: list[RoundPipe] = []
     for path, module in model.named_modules():
@@ -223,8 +181,9 @@ def _parts_of(model: nn.Module) -> list[RoundPipe]:
 
 
 def _refuse_to_join(part: RoundPipe, specs: Sequence[DeviceSpec]) -> None:
+    """Raise if a RoundPipe cannot become a part of an AutoRoundPipe on these devices."""
     engine = part._engine
-    if engine.is_closed:
+    if engine.group.is_closed:
         raise ClosedError(f"{part.name}, a part of the model, was closed; wrap its module again.")
     if engine.is_joined:
         raise UsageError(f"{part.name} is a part of another AutoRoundPipe already; close that one first.")
@@ -245,19 +204,71 @@ def _shown(specs: Sequence[DeviceSpec]) -> str:
 
 
 def outside_of(model: nn.Module, parts: Container[nn.Module]) -> nn.Module:
-    """A module that holds, by reference, what lies in no part: every module left bare, without its submodules."""
+    """A module with the parameters and buffers that belong to no part.
+
+    It has one child per bare module, without submodules. Parameters are shared by reference.
+    """
     outside = nn.Module()
     for path, module in bare_modules(model, parts):
         shallow = nn.Module()
         shallow.__dict__["_parameters"] = module._parameters
-        shallow.__dict__["_buffers"] = dict(module._buffers)  # code on the host may add some as it likes
+        shallow.__dict__["_buffers"] = dict(module._buffers)  # a copy: code on the host may add buffers at any time
         outside._modules[path] = shallow
     return outside
 
 
-def _exchange(model: nn.Module, stands_for: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each value of `stands_for` wherever its key is a child of a bare module."""
-    for _, module in list(bare_modules(model, stands_for)):
+def _exchange(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace each key of `replacements` by its value wherever it is a child of a bare module."""
+    for _, module in list(bare_modules(model, replacements)):
         for name, child in module._modules.items():
-            if child is not None and child in stands_for:
-                module._modules[name] = stands_for[child]
+            if child is not None and child in replacements:
+                module._modules[name] = replacements[child]
+
+
+# The loss of a model of transformers.
+
+
+class LossModule(nn.Module):
+    """A loss function as a module, for a RoundPipe to run."""
+
+    def __init__(self, loss_function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._loss_function = loss_function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loss_function(*args, **kwargs)
+
+
+class DeviceLoss:
+    """Replaces `model.loss_function`, which is slow on a CPU, by a RoundPipe that computes the loss on a device.
+
+    Not an nn.Module: as one it would become a submodule of the model.
+    """
+
+    def __init__(self, run: nn.Module, plain: Callable[..., Any]) -> None:
+        self._run, self._plain = run, plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copies and pickles of the model contain the plain loss function."""
+        return copy.deepcopy(self._plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return operator.itemgetter(0), ((self._plain,),)
+
+    def put_into(self, model: Any) -> None:
+        model.loss_function = self
+
+    def take_out_of(self, model: Any) -> None:
+        if model.loss_function is self:
+            model.loss_function = self._plain
+
+
+def loss_function_of(model: nn.Module) -> Callable[..., Any] | None:
+    """The loss function of a model of transformers; None for other models."""
+    if not any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__):
+        return None
+    loss_function = getattr(model, "loss_function", None)
+    return loss_function if callable(loss_function) else None

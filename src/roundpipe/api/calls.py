@@ -1,20 +1,21 @@
-"""A call's values on their way in and out: microbatches to parcels, results to what the user gets.
+"""Turns a user's arguments into a Call, and the results of its run into what the user gets.
 
-Used by api.engine. Knows microbatches and runs, never devices or weights.
+Knows microbatches, bundles and runs; never devices, weights or plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from roundpipe.config import RecomputeGrain, ResolvedRunConfig
+from roundpipe.context import LayerPhase
 from roundpipe.devices import Event, wait_for_producers
-from roundpipe.errors import ModelChangedError, UsageError
+from roundpipe.errors import UsageError
 from roundpipe.microbatch import (
     Arriving,
     LossShares,
@@ -29,24 +30,43 @@ from roundpipe.microbatch import (
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.replica import LayerSettings
 from roundpipe.runtime.rng import Ambient
-from roundpipe.runtime.run import GradientParcel, Parcel, Recall, Run
-from roundpipe.runtime.transfer import check_movable
-from roundpipe.runtime.values import Bundle
-from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
+from roundpipe.runtime.run import Call, Costs, GradientParcel, Parcel, Recall, Run
+from roundpipe.runtime.transfer import Bundle, check_movable
+from roundpipe.store import LayerStore
 from roundpipe.timeline import Span, Timeline
 
 _LOSS_KINDS = {False: "a tensor", True: "a sequence"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A user call after its inputs are split and its losses weighed, before it is planned.
+
+    loss_fn: None in a call of forward().
+    wants_outputs: False if the user gets the loss alone.
+    """
+
+    batches: MicrobatchInputs
+    config: ResolvedRunConfig
+    seed: int
+    loss_fn: Callable[[Any, Any], Any] | None
+    wants_outputs: bool
+
+    def of_first_microbatch(self) -> Request:
+        return dataclasses.replace(self, batches=self.batches.first(), wants_outputs=False)
+
+
 def split_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedRunConfig
 ) -> MicrobatchInputs:
+    """Check a user's arguments and split them into microbatches. Runs the user's split functions, if there are any."""
     check_split_input(config.split_input)
     check_split_label(config.split_label)
     check_merge_output(config.merge_output)
-    by_us = [] if callable(config.split_input) else [args, kwargs]
-    by_us += [] if callable(config.split_label) else [label]
-    for leaf in tree_leaves(by_us):
+    # Values that a user's function splits may contain anything; the function's results are checked later.
+    split_by_us = [] if callable(config.split_input) else [args, kwargs]
+    split_by_us += [] if callable(config.split_label) else [label]
+    for leaf in tree_leaves(split_by_us):
         if isinstance(leaf, torch.Tensor):
             check_movable(leaf)
     return split_call(
@@ -60,49 +80,24 @@ def split_inputs(
 
 
 class CallInputs:
-    """The inputs of all microbatches, as bundles; tensors that require grad keep their place in the user's graph."""
+    """The inputs of a call, one bundle per microbatch.
+
+    requiring_grad: the input tensors through which gradients flow on into the user's autograd graph.
+    parcels: the inputs for the first task, detached from this graph.
+    """
 
     def __init__(self, batches: MicrobatchInputs) -> None:
-        self._labels = batches.labels
         self._bundles: list[Bundle] = []
-        self._events: list[tuple[Event, ...]] = []
+        self.parcels: list[Parcel] = []
         for args, kwargs in zip(batches.args, batches.kwargs, strict=True):
-            value, events = _unwrapped((tuple(args), dict(kwargs)))
-            self._bundles.append(Bundle.pack(value))
-            self._events.append(events)
-
-    @property
-    def any_requires_grad(self) -> bool:
-        return any(any(bundle.requires_grad) for bundle in self._bundles)
-
-    def shapes(self) -> Hashable:
-        """Of all tensors, labels not included."""
-        return tuple(tuple((t.shape, t.dtype) for t in bundle.tensors) for bundle in self._bundles)
-
-    def parcels(self) -> list[Parcel]:
-        wait_for_producers([tensor for bundle in self._bundles for tensor in bundle.tensors])
-        return [
-            Parcel(bundle.detached(), bundle.requires_grad, events)
-            for bundle, events in zip(self._bundles, self._events, strict=True)
-        ]
-
-    def label_bundles(self) -> list[Bundle]:
-        bundles = [Bundle.pack(_unwrapped(label, wait=True)[0]) for label in self._labels]
-        for bundle in bundles:
-            for tensor in bundle.tensors:
-                if tensor.requires_grad:
-                    raise UsageError(
-                        f"a label tensor of shape {tuple(tensor.shape)} requires grad; gradients flow to inputs only: "
-                        "detach() it, or pass it as an input of the model."
-                    )
-        wait_for_producers([tensor for bundle in bundles for tensor in bundle.tensors])
-        return bundles
-
-    def requiring_grad(self) -> list[torch.Tensor]:
-        return [tensor for bundle in self._bundles for tensor in bundle.tensors if tensor.requires_grad]
+            value, events = unwrapped((tuple(args), dict(kwargs)))
+            bundle = Bundle.pack(value)
+            self._bundles.append(bundle)
+            self.parcels.append(Parcel(bundle.detached(), bundle.requires_grad, events))
+        self.requiring_grad = [tensor for each in self._bundles for tensor in each.tensors if tensor.requires_grad]
 
     def select_gradients(self, parcels: Sequence[GradientParcel]) -> list[torch.Tensor | None]:
-        """Gradients in the order of `requiring_grad`, each on its input's device."""
+        """Gradients in the order of `requiring_grad`, each on the device of its input."""
         selected: list[torch.Tensor | None] = []
         for bundle, parcel in zip(self._bundles, parcels, strict=True):
             for event in parcel.events:
@@ -113,34 +108,99 @@ class CallInputs:
         return selected
 
     def backward(self, parcels: Sequence[GradientParcel]) -> None:
-        """Let the inputs' gradients flow on into the user's graph."""
-        pairs = zip(self.requiring_grad(), self.select_gradients(parcels), strict=True)
+        """Continue the backward pass from the inputs into the user's graph."""
+        pairs = zip(self.requiring_grad, self.select_gradients(parcels), strict=True)
         known = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
         if known:
             torch.autograd.backward([tensor for tensor, _ in known], [gradient for _, gradient in known])
 
 
-def new_recall(
-    store: LayerStore, tasks: Sequence[StageTask], config: ResolvedRunConfig, seed: int, shares: LossShares
-) -> Recall:
-    """What a call fixes when it begins, for whatever comes after its forward."""
-    recomputed = [task.layers for task in tasks if task.kind is TaskKind.BACKWARD]
-    by_layer = config.recompute_grain is RecomputeGrain.LAYER
-    layers = store.layers
-    return Recall(
-        seed=seed,
-        ambient=Ambient.capture(),
-        preserve_rng_state=config.preserve_rng_state,
-        grain=config.recompute_grain,
-        settings=[LayerSettings.of(layer) for layer in layers],
-        frozen_buffers={layer.layer_id: [b.frozen() for b in layer.buffers] for layer in layers if layer.buffers},
-        save_points=frozenset(i for stage in recomputed for i in (stage if by_layer else stage[:1])),
-        loss_shares=shares,
+def new_call(
+    store: LayerStore,
+    request: Request,
+    inputs: CallInputs,
+    tasks: tuple[StageTask, ...],
+    costs: Costs,
+    *,
+    schedule: Sequence[StageTask] = (),
+    phase: LayerPhase = LayerPhase.FORWARD,
+    is_probe: bool = False,
+) -> Call:
+    """A complete Call. `schedule`: all tasks of the user's call; its backward tasks decide which inputs are saved."""
+    loss_fn, parcels = request.loss_fn, inputs.parcels
+    signature: Hashable = None  # only training calls are compared: see Recovery.all_are_proven
+    if loss_fn is not None and not is_probe:
+        shapes = tuple(tuple((t.shape, t.dtype) for t in parcel.bundle.tensors) for parcel in parcels)
+        signature = (tasks, costs.tail, request.config.recompute_grain, shapes)
+    return Call(
+        tasks=tasks,
+        recall=_new_recall(store, request, schedule),
+        costs=costs,
+        inputs=parcels,
+        forward_phase=phase,
+        labels=() if loss_fn is None else _label_bundles(request.batches),
+        loss_fn=loss_fn,
+        wants_outputs=request.wants_outputs,
+        signature=signature,
+        is_probe=is_probe,
     )
 
 
+def _new_recall(store: LayerStore, request: Request, schedule: Sequence[StageTask]) -> Recall:
+    config, layers = request.config, store.layers
+    recomputed = [task.layers for task in schedule if task.kind is TaskKind.BACKWARD]
+    # A backward task recomputes its stage from the stage's input, or each layer from the layer's input.
+    by_layer = config.recompute_grain is RecomputeGrain.LAYER
+    return Recall(
+        seed=request.seed,
+        ambient=Ambient.capture(),
+        preserve_rng_state=config.preserve_rng_state,
+        grain=config.recompute_grain,
+        # Copies: what the user or another call changes later must not reach the backward pass of this call.
+        settings=[LayerSettings.of(layer) for layer in layers],
+        frozen_buffers={layer.layer_id: [b.frozen() for b in layer.buffers] for layer in layers if layer.buffers},
+        save_points=frozenset(i for stage in recomputed for i in (stage if by_layer else stage[:1])),
+        loss_shares=request.batches.shares,
+    )
+
+
+def _label_bundles(batches: MicrobatchInputs) -> list[Bundle]:
+    """The labels of all microbatches, with their tensors filled."""
+    bundles = [Bundle.pack(unwrapped(label, wait=True)[0]) for label in batches.labels]
+    tensors = [tensor for bundle in bundles for tensor in bundle.tensors]
+    for tensor in tensors:
+        if tensor.requires_grad:
+            raise UsageError(
+                f"a label tensor of shape {tuple(tensor.shape)} requires grad; gradients flow to inputs only: "
+                "detach() it, or pass it as an input of the model."
+            )
+    wait_for_producers(tensors)
+    return bundles
+
+
+def unwrapped(value: Any, *, wait: bool = False) -> tuple[Any, tuple[Event, ...]]:
+    """The value without the `Arriving` wrappers of packed data, and the events after which its tensors are filled.
+
+    wait: wait for the events instead of returning them.
+    """
+    leaves, spec = tree_flatten(value)
+    arriving = [leaf for leaf in leaves if isinstance(leaf, Arriving)]
+    if not arriving:
+        return value, ()
+    bare = tree_unflatten([leaf.value if isinstance(leaf, Arriving) else leaf for leaf in leaves], spec)
+    events: list[Any] = [leaf.event for leaf in arriving if leaf.event is not None]
+    if not wait:
+        return bare, tuple(events)
+    for event in events:
+        event.wait()
+    return bare, ()
+
+
+# Results.
+
+
 def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
-    """The losses of all microbatches added up in their order, on the CPU."""
+    """The sum of the microbatches' losses, in their order, on the CPU; a list if loss_fn returns a sequence."""
     totals: list[torch.Tensor] = []
     is_sequence = run.losses[0][0]
     for microbatch in range(run.num_microbatch):
@@ -158,22 +218,23 @@ def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
                 f"loss_fn returned {len(losses)} losses for microbatch {microbatch} but {len(totals)} before; it must "
                 "return the same number for each."
             )
+        # In the order of the microbatches: a floating-point sum depends on its order.
         totals = [total + loss for total, loss in zip(totals, losses, strict=True)] if totals else losses
     return totals if is_sequence else totals[0]
 
 
 def merged(outputs: Sequence[Parcel], config: ResolvedRunConfig, shares: LossShares) -> Any:
-    """The outputs as the user asked for them: put together, or packed by microbatch without waiting."""
-    values = [_moved(parcel, config) for parcel in outputs]
+    """The outputs of all microbatches, merged; with merge_output=False as packed data, without waiting for them."""
+    values = [_on_output_device(parcel, config) for parcel in outputs]
     if config.merge_output is False:
-        return pack_outputs(values, [parcel.events[0] for parcel in outputs])
+        return pack_outputs(values, [parcel.events[0] for parcel in outputs])  # an output has exactly one event
     for parcel in outputs:
         for event in parcel.events:
             event.wait()
     return merge_outputs(values, config.merge_output, shares)
 
 
-def _moved(parcel: Parcel, config: ResolvedRunConfig) -> Any:
+def _on_output_device(parcel: Parcel, config: ResolvedRunConfig) -> Any:
     if config.output_device.type == "cpu":
         return parcel.bundle.unpack()
     for event in parcel.events:
@@ -181,55 +242,8 @@ def _moved(parcel: Parcel, config: ResolvedRunConfig) -> Any:
     return parcel.bundle.map(lambda tensor: tensor.to(config.output_device)).unpack()
 
 
-def _unwrapped(value: Any, *, wait: bool = False) -> tuple[Any, tuple[Event, ...]]:
-    """The value without the wrappers of packed data, and the events after which its tensors are filled."""
-    events: list[Any] = []
-
-    def unwrap(leaf: Any) -> Any:
-        if not isinstance(leaf, Arriving):
-            return leaf
-        if leaf.event is not None:
-            events.append(leaf.event)
-        return leaf.value
-
-    bare = tree_map(unwrap, value, is_leaf=lambda node: isinstance(node, Arriving))
-    if wait:
-        for event in events:
-            event.wait()
-        events = []
-    return bare, tuple(events)
-
-
-def require_grad_mode(config: ResolvedRunConfig) -> None:
-    if not config.requires_grad:
-        raise UsageError(
-            "forward_backward() needs gradients, but they are off (torch.no_grad() or requires_grad=False); "
-            "call forward() for inference."
-        )
-
-
-def owned_records(
-    named: Sequence[tuple[str, nn.Parameter]], stores: Sequence[LayerStore], model_name: str
-) -> dict[int, tuple[LayerStore, ParameterRecord]]:
-    """Where each parameter lives, by id."""
-    owned = {id(record.param): (store, record) for store in stores for record in store.parameters}
-    for name, param in named:
-        if id(param) not in owned:
-            raise ModelChangedError(
-                f"{model_name}: parameter {name!r} was added after wrapping; close() the model, then wrap it again."
-            )
-    return owned
-
-
-def one_by_one(named: Sequence[tuple[str, OptimizerCopy]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each copy may give its memory back before the next one is looked at, as when all are saved."""
-    for name, copy in named:
-        yield name, copy
-        copy.rest_between_steps()
-
-
 def timeline_of(run: Run) -> Timeline:
-    """What ran when, as the devices measured it."""
+    """The times of all tasks of a run, as the devices measured them. Waits until the run has finished."""
     run.wait_until_finished()
     spans = [Span(s.device, s.label, s.microbatch, s.start.seconds(), s.end.seconds()) for s in run.spans]
     return Timeline(tuple(sorted(spans, key=lambda span: span.start_s)))

@@ -1,7 +1,7 @@
-"""Everything behind one wrapped model: its store, its share of the pool, its optimizer thread, its calls.
+"""Carries out the calls of one wrapped model: splits inputs, plans, runs, and returns results.
 
-Owned by api.model.RoundPipe, and outlives it only until its finalizer has closed it. Methods are the verbs of the
-public API; each enters `call_lock` and begins with `_begin_call`.
+Owns the model's store, its planner and its share of the device pool. What models stepped together have in common is
+their Group's. Knows neither the wrapper that the user holds nor how a layer runs on a device.
 """
 
 from __future__ import annotations
@@ -10,47 +10,76 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from roundpipe.api.calls import (
     CallInputs,
+    Request,
     merged,
-    new_recall,
-    one_by_one,
-    owned_records,
-    require_grad_mode,
+    new_call,
     split_inputs,
     summed_losses,
     timeline_of,
 )
 from roundpipe.api.failures import restoring_grad_mode
+from roundpipe.api.group import Group
 from roundpipe.api.loss_weights import OwnLoss, weighed
-from roundpipe.api.member import Member
-from roundpipe.api.planner import CallKind, Scheduler
-from roundpipe.api.split_model import SplitModel
+from roundpipe.api.plain_loop import PlainLoop
+from roundpipe.api.planner import CallKind, Planner
+from roundpipe.api.split_model import PreparedCall, SplitModel
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.context import LayerPhase, announce_step, current_iteration
-from roundpipe.devices import HostPinner
-from roundpipe.errors import StaleGraphError
+from roundpipe.devices import HostPinner, wait_for_producers
+from roundpipe.errors import ModelChangedError, StaleGraphError, UsageError
 from roundpipe.microbatch import MicrobatchInputs
 from roundpipe.monitor import shielded
 from roundpipe.plan import ModelProfile, RunType, StageTask, TaskKind
 from roundpipe.runtime.autograd import attach
 from roundpipe.runtime.pool import DevicePool
 from roundpipe.runtime.rng import draw_call_seed
-from roundpipe.runtime.run import GradientParcel, Recall, Run
+from roundpipe.runtime.run import Call, GradientParcel, Parcel, Recall, Run, RunCancelled
 from roundpipe.split.replay import CallOrderChanged
-from roundpipe.store import LayerStore, PinMode
+from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord, PinMode
 from roundpipe.timeline import Timeline
 
 logger = logging.getLogger("roundpipe")
-_PROBE_SEED = 0  # what it draws is not looked at, and the user's generator must not notice
+_PROBE_SEED = 0  # a probe must not draw from the user's generator, and its random values do not matter
+_LossFn = Callable[[Any, Any], Any]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-class ModelEngine(Member):
+def _call(
+    *, of_group: bool
+) -> Callable[[Callable[Concatenate[ModelEngine, _P], _T]], Callable[Concatenate[ModelEngine, _P], _T]]:
+    """Make a method a call: it holds the group's call lock, and earlier failures are raised before it runs.
+
+    of_group: the call concerns the parameters and gradients of all members, not only this model's.
+    """
+
+    def decorate(function: Callable[Concatenate[ModelEngine, _P], _T]) -> Callable[Concatenate[ModelEngine, _P], _T]:
+        @functools.wraps(function)
+        def call(self: ModelEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            group, is_enabled = self.group, torch.is_grad_enabled()
+            try:
+                with group.call_lock(self.name) as is_outermost:
+                    group.begin_call(self.name, is_outermost, group.members if of_group else (self,))
+                    return function(self, *args, **kwargs)
+            except BaseException:
+                torch._C._set_grad_enabled(is_enabled)  # see restoring_grad_mode
+                raise
+
+        return call
+
+    return decorate
+
+
+class ModelEngine:
+    """One wrapped model at work. Its public methods are the verbs of the API."""
+
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -61,404 +90,477 @@ class ModelEngine(Member):
         optim_dtype: torch.dtype | None,
         pin_mode: PinMode,
         pinner: HostPinner,
+        split_model: SplitModel | None = None,
+        own_loss: OwnLoss | None = None,
     ) -> None:
+        """split_model: the model that `layers` were split from, if there is one.
+        own_loss: how to weigh the loss that a model of transformers computes itself.
+        """
+        self.name = name
+        self.specs = pool.specs
         self.num_devices = pool.num_devices
-        store = LayerStore(
+        self.split_model = split_model
+        self.own_loss = own_loss
+        self.store = LayerStore(
             layers, names, optim_dtype=optim_dtype, pin_mode=pin_mode, pinner=pinner, monitor=pool.monitor
         )
-        super().__init__(name, store, pool)
-        self.split_model: SplitModel | None = None  # what is split into the layers, if anything is
-        self.own_loss: OwnLoss | None = None  # of a model of transformers
+        self.group = Group(name, self, PlainLoop)
+        self.is_joined = False  # whether the group is that of another model
+        self.is_unreachable = False
+        self.num_writes = 0
+        self._pool = pool
+        self._planner = Planner(self.store, pool, name)
+        self._last_run: Run | None = None  # for timeline()
 
-    # The calls.
+    # Training.
 
-    @restoring_grad_mode
-    def forward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        config: ResolvedRunConfig,
-        additions: Mapping[str, Any] = {},
-    ) -> Any:
-        """`additions`: keyword arguments for every microbatch, whatever the inputs are cut into."""
-        with self.call_lock() as is_outermost:
-            self._begin_call(is_outermost)
-            without_label = dataclasses.replace(config, split_label=None)
-            batches = self._lock.run_user_code(lambda: split_inputs(args, kwargs, None, without_label))
-            batches = self._weighed(batches.with_kwargs(additions), config, None)
-            if config.requires_grad:
-                self._check_training()
-            self._admit(batches, config.requires_grad)
-            carry_out = self._forward_with_grad if config.requires_grad else self._infer
-            seed = draw_call_seed()
-            return self._until_it_fits(
-                lambda: carry_out(batches, config, seed), batches, with_grad=config.requires_grad, may_repeat=True
-            )
+    @_call(of_group=False)
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig) -> Any:
+        """Run the model on a batch; with grad, the outputs can be backpropagated."""
+        config = dataclasses.replace(config, split_label=None)
+        request = self._request(args, kwargs, None, config)
+        carry_out = self._forward_with_grad if config.requires_grad else self._infer
+        return self._until_it_fits(carry_out, request, may_repeat=True)
 
-    @restoring_grad_mode
+    @_call(of_group=False)
     def forward_backward(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         label: Any,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: _LossFn,
         return_outputs: bool,
         config: ResolvedRunConfig,
-        additions: Mapping[str, Any] = {},
     ) -> Any:
-        with self.call_lock() as is_outermost:
-            self._begin_call(is_outermost)
-            require_grad_mode(config)
-            batches = self._lock.run_user_code(lambda: split_inputs(args, kwargs, label, config))
-            batches = self._weighed(batches.with_kwargs(additions), config, loss_fn)
-            self._check_training()
-            self._admit(batches, True)
-            seed = draw_call_seed()
-            self.store.masters.training_begins()
-            return self._until_it_fits(
-                lambda: self._train(batches, loss_fn, return_outputs, config, seed),
-                batches,
-                with_grad=True,
-                may_repeat=not self._has_gradients(),  # a failed call drops them
+        """Run forward, loss and backward of a batch; return the loss, and the outputs if they are wanted."""
+        if not config.requires_grad:
+            raise UsageError(
+                "forward_backward() needs gradients, but they are off (torch.no_grad() or requires_grad=False); "
+                "call forward() for inference."
             )
+        request = self._request(args, kwargs, label, config, loss_fn, return_outputs)
+        self.store.masters.training_begins()
+        # A failed call drops all gradients gathered since the last step, so it can be repeated only if it is the first.
+        return self._until_it_fits(self._train, request, may_repeat=not self.group.recovery.has_gradients())
 
-    @restoring_grad_mode
+    @_call(of_group=True)
     def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
-        with self.call_lock() as is_outermost:
-            self._begin_call(is_outermost, *self._members)
-            for member in self._members:
-                member.store.gradients.conceal()
-                member._steps_are_exact = not is_async
-            announce_step(self.stepper.iteration)
-            # An asynchronous step has the next iteration's time: it need not begin before its gradients are whole.
-            may_overlap = not is_async and self._recovery.all_are_proven()
-            job = self.stepper.issue(step_fn, is_async, may_overlap)
+        """Hand `step_fn` to the optimizer thread; wait until it has run unless `is_async`."""
+        group, stepper = self.group, self.group.stepper
+        group.expect_step(is_exact=not is_async)
+        announce_step(stepper.iteration)
+        # A synchronous step gains time if it starts before all gradients have landed. An asynchronous one has the whole
+        # next iteration and need not.
+        may_overlap = not is_async and group.recovery.all_are_proven()
+        job = stepper.issue(step_fn, is_async, may_overlap)
+        try:
+            if is_async:
+                return
             try:
-                if is_async:
-                    return
-                try:
-                    self.stepper.wait_for(job)
-                except BaseException:
-                    self.stepper.forsake(job)
-                    raise
-                job.raise_error()
-                self.raise_failures("the step was not carried out")
-            finally:
-                self.end_host_graphs()
+                stepper.wait_for(job)
+            except BaseException:
+                stepper.forsake(job)
+                raise
+            job.raise_error()
+            group.recovery.raise_failures("the step was not carried out")
+        finally:
+            group.end_host_graphs()
 
-    @restoring_grad_mode
+    @_call(of_group=True)
     def synchronize(self) -> None:
-        with self.call_lock() as is_outermost:
-            self._begin_call(is_outermost, *self._members)
-            self.show_newest()
-            self.end_host_graphs()
+        """Wait for everything; then parameters hold the newest weights and `.grad` the gathered gradients."""
+        self.group.show_newest()
+        self.group.end_host_graphs()
 
-    @restoring_grad_mode
-    def wait_for_visible_weights(self) -> None:
-        """Until the weights in host memory are of one version: the one calls read now."""
-        with self.call_lock() as is_outermost:
-            self._begin_call(is_outermost, *self._members)
-            self._wait_for_visible_weights()
+    @_call(of_group=True)
+    def zero_grad(self) -> None:
+        """Drop the gradients gathered since the last step."""
+        group, stepper = self.group, self.group.stepper
+        for store in group.stores:
+            store.wait_until_landed(stepper.generation)
+        group.recovery.raise_failures("gradients were dropped")
+        stepper.wait_until_idle()  # a running step still uses gradients of the copies
+        group.recovery.drop_gradients(stepper.generation)
+        for store in group.stores:
+            for copy in store.masters.existing():
+                copy.drop_gradient()
 
     @restoring_grad_mode
     def host_forward(self, forward: Callable[[], Any]) -> Any:
-        """Run a forward on the host that calls other members and reads this engine's parameters where they lie.
+        """Return `forward()`, which runs on the host, calls other members and reads this model's parameters.
 
-        Gradients that autograd has put on the latter stay with it until a step takes them, so that they are summed in
-        its order.
+        Unlike other calls this one does not adopt gradients in `.grad`: autograd goes on summing into them, in its own
+        order, until a step takes them.
         """
-        with self.call_lock() as is_outermost:
-            self._surface_failures(is_outermost)
-            self._plain_loop.leave()
-            self.store.check_unchanged()
-            self._follow_writes()
-            self._wait_for_visible_weights()
+        group = self.group
+        with group.call_lock(self.name) as is_outermost:
+            group.begin_call(self.name, is_outermost, ())
+            self.follow_user(adopts_gradients=False)
+            group.stepper.show_visible()
             if torch.is_grad_enabled():
-                self._check_training()
-            return self._recovery.undoing_buffers(
-                [member.store for member in self._members], lambda: self._lock.run_user_code(forward)
-            )
+                group.check_training()
+            return group.recovery.undoing_buffers(group.stores, lambda: group.lock.run_user_code(forward))
 
-    @restoring_grad_mode
-    def zero_grad(self) -> None:
-        with self.call_lock() as is_outermost:
-            self._begin_call(is_outermost, *self._members)
-            for member in self._members:
-                member.store.wait_until_landed(self.stepper.generation)
-            self.raise_failures("gradients were dropped")
-            self.stepper.wait_until_idle()  # a step that runs has gradients in hand
-            self._recovery.drop_gradients(self.stepper.generation)
-            for member in self._members:
-                for copy in member.store.masters.existing():
-                    copy.drop_gradient()
+    # Around training.
+
+    @_call(of_group=True)
+    def wait_for_visible_weights(self) -> None:
+        """Wait until all parameters in host memory are of one version: the version that calls read now."""
+        self.group.stepper.show_visible()
 
     def show_gradients_without_copies(self) -> None:
-        """Fill `.grad` of the parameters where no optimizer copies exist: code that clips gradients looks there."""
-        is_busy = self.is_closed or self.is_entered() or current_iteration() is not None
-        if is_busy or any(member.store.masters.exist for member in self._members):
+        """Fill `.grad` of the parameters if no optimizer copies exist: code that clips gradients looks there."""
+        group = self.group
+        is_busy = group.is_closed or group.lock.is_held() or current_iteration() is not None
+        if is_busy or any(store.masters.exist for store in group.stores) or not group.recovery.has_gradients():
             return
-        if self._has_gradients():
-            with self.call_lock() as is_outermost:
-                self._begin_call(is_outermost, *self._members)
-                for member in self._members:
-                    member.store.wait_until_landed(self.stepper.generation)
-                    member.store.gradients.expose()
+        with group.call_lock(self.name) as is_outermost:
+            group.begin_call(self.name, is_outermost, group.members)
+            for store in group.stores:
+                store.wait_until_landed(group.stepper.generation)
+                store.gradients.expose()
 
     @restoring_grad_mode
     def named_masters(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-        """The optimizer's copies of those parameters that require grad, made where they do not exist yet."""
-        self._refuse_inherited()
-        owned = owned_records(named, [member.store for member in self._members], self.name)
+        """The optimizer's copies of the named parameters that require grad. Makes copies that do not exist yet."""
+        group = self.group
+        if group.is_inherited:
+            group.raise_inherited(self.name)
+        owned = self._owned_records(named)
         wanted = [(name, *owned[id(param)]) for name, param in named if param.requires_grad]
-        if any(record.master is None for _, _, record in wanted) and not self.stepper.is_current_thread():
-            with self.call_lock() as is_outermost:
-                self._begin_call(is_outermost, *self._members)
-                self._check_training()
+        # In step_fn the calling thread is the optimizer's, which may make copies without entering a call.
+        if any(record.master is None for _, _, record in wanted) and not group.stepper.is_current_thread():
+            with group.call_lock(self.name) as is_outermost:
+                group.begin_call(self.name, is_outermost, group.members)
+                group.check_training()
                 for _, store, record in wanted:
                     store.masters.of(record)
-        return one_by_one([(name, store.masters.of(record)) for name, store, record in wanted])
+        return _one_by_one([(name, store.masters.of(record)) for name, store, record in wanted])
 
+    def _owned_records(
+        self, named: Sequence[tuple[str, nn.Parameter]]
+    ) -> dict[int, tuple[LayerStore, ParameterRecord]]:
+        """Store and record of each parameter, by its id."""
+        owned = {id(record.param): (store, record) for store in self.group.stores for record in store.parameters}
+        for name, param in named:
+            if id(param) not in owned:
+                raise ModelChangedError(
+                    f"{self.name}: parameter {name!r} was added after wrapping; close() the model, then wrap it again."
+                )
+        return owned
+
+    @_call(of_group=False)
     def planning_profile(self) -> ModelProfile:
-        with self.call_lock() as is_outermost:
-            self._begin_call(is_outermost)
-            return self._scheduler.profile()
+        """Sizes and times of the layers, as far as they are known."""
+        return self._planner.profile()
 
+    @_call(of_group=False)
     def timeline(self) -> Timeline:
-        """What ran when in the most recent call, as the devices measured it."""
-        with self.call_lock() as is_outermost:
-            self._begin_call(is_outermost)
-            run = self._last_run
-            if run is None:
-                return Timeline(())
-            return timeline_of(run)
+        """When each task of the most recent call ran, as the devices measured it."""
+        return Timeline(()) if self._last_run is None else timeline_of(self._last_run)
 
-    # Parts of a call.
+    # The life of a member: see group.Member.
 
-    def _weighed(
-        self, batches: MicrobatchInputs, config: ResolvedRunConfig, loss_fn: Callable[[Any, Any], Any] | None
-    ) -> MicrobatchInputs:
-        """The microbatches and how much the loss of each counts."""
-        return weighed(batches, config, self.own_loss, loss_fn, self._come_to_rest)
+    @property
+    def was_used(self) -> bool:
+        """Whether the model was called or stepped."""
+        return self._last_run is not None or self.group.stepper.steps_issued > 0
 
-    def _admit(self, batches: MicrobatchInputs, with_grad: bool) -> None:
-        """Let a model that is split into layers know what call is coming, so that it has a plan for it."""
-        if self.split_model is None:
-            return
-        with torch.set_grad_enabled(with_grad):
-            unknown = self.split_model.unknown_calls(batches)
+    def join(self, lead: ModelEngine) -> None:
+        """Move into the group of `lead`. Only before the first call."""
+        assert not self.is_joined
+        assert not self.was_used
+        alone, self.group, self.is_joined = self.group, lead.group, True
+        lead.group.add(self)
+        lead.group.stop_requested |= alone.stop_requested
+        alone.dissolve()
+
+    def follow_user(self, *, adopts_gradients: bool = True) -> None:
+        """Adopt values that the user wrote into parameters and `.grad`; refuse a model that was rebuilt."""
+        self.learn()
+        store = self.store
+        store.check_unchanged()
+        written = store.written_by_user()
+        if written:
+            self.num_writes += 1
+            self.group.recovery.wait_for_runs()  # their uploads may read the memory that is about to change
+            self.group.stepper.wait_until_idle()
+            store.adopt_written(written)
+        touched = store.gradients.touched_by_user() if adopts_gradients else []
+        if touched:
+            store.wait_until_landed(self.group.stepper.generation)
+            store.gradients.adopt_touched(touched)
+
+    def learn(self) -> None:
+        for run in self.group.recovery.take_finished(self.store):
+            self._planner.learn(run)
+
+    def plan_smaller(self) -> bool:
+        return self._planner.plan_smaller()
+
+    @restoring_grad_mode
+    def close(self) -> None:
+        """Finish pending work of the group and release its threads and pinned memory. Can be repeated."""
+        self.group.close(self.name)
+
+    def abort(self) -> None:
+        """Close the group without finishing anything, once none of its models can be reached any more."""
+        self.is_unreachable = True
+        self.group.abort(self.name)
+
+    def release(self) -> None:
+        self._last_run = None
+        self.store.close()
+        # A pool closes when its last model has released it.
+        for attribute in ("_pool", "_planner"):
+            self.__dict__.pop(attribute, None)
+
+    # From arguments to a request.
+
+    def _request(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: Any,
+        config: ResolvedRunConfig,
+        loss_fn: _LossFn | None = None,
+        wants_outputs: bool = True,
+    ) -> Request:
+        """Split the arguments into microbatches and weigh their losses; make sure that the model can run them."""
+        prepared = PreparedCall(args, kwargs, config)
+        if self.split_model is not None:
+            prepared = self.split_model.prepared(args, kwargs, config, is_for_loss_alone=not wants_outputs)
+        config = prepared.config
+        split = functools.partial(split_inputs, prepared.args, prepared.kwargs, label, config)
+        batches = self.group.lock.run_user_code(split).with_kwargs(prepared.additions)
+        batches = weighed(batches, config, self.own_loss, loss_fn, self.group.wait_until_quiet)
+        if config.requires_grad:
+            self.group.check_training()
+        if self.split_model is not None:
+            self._split_for(batches, config)
+        return Request(batches, config, draw_call_seed(), loss_fn, wants_outputs)
+
+    def _split_for(self, batches: MicrobatchInputs, config: ResolvedRunConfig) -> None:
+        """Split the model again if it has no split plan for this form of call."""
+        split_model = self.split_model
+        assert split_model is not None
+        with torch.set_grad_enabled(config.requires_grad):
+            unknown = split_model.unknown_calls(batches)
             if unknown:
-                self._come_to_rest()  # its modules run on the host now, on weights nobody may be writing
+                # Learning runs the model's modules on the host: no step may be writing their weights.
+                self.group.wait_until_quiet()
                 try:
-                    has_changed = self.split_model.learn(unknown)
-                except BaseException:  # some of them may have been learned
-                    self._rearrange(self.split_model.layers)
+                    has_changed = split_model.learn(unknown)
+                except BaseException:  # earlier calls of `unknown` may have changed the layers
+                    self._rearrange(split_model.layers)
                     raise
                 if has_changed:
-                    self._rearrange(self.split_model.layers)
+                    self._rearrange(split_model.layers)
 
     def _rearrange(self, layers: Sequence[nn.Module]) -> None:
+        """Replace the layers by others over the same parameters."""
+        stepper = self.group.stepper
+
         def rearrange() -> None:
-            self.store.rearrange(layers, visible=self.stepper.visible_version, newest=self.stepper.steps_issued)
-            self._scheduler = Scheduler(self.store, self._pool, self.name)
+            self.store.rearrange(layers, visible=stepper.visible_version, newest=stepper.steps_issued)
+            self._planner = Planner(self.store, self._pool, self.name)
             self._last_run = None
 
         shielded(rearrange)
 
-    def _until_it_fits(
-        self, carry_out: Callable[[], Any], batches: MicrobatchInputs, *, with_grad: bool, may_repeat: bool
-    ) -> Any:
-        """Planned smaller each time it runs out of device memory, and split by more than its form where that misled.
+    # From a request to a result.
 
-        Where it may not be repeated, that is for the next time.
+    def _until_it_fits(self, carry_out: Callable[[Request], _T], request: Request, *, may_repeat: bool) -> _T:
+        """Return `carry_out(request)`; repeat it with a smaller plan or another split plan where that may help.
+
+        Where the call may not be repeated, it raises and the next call uses the other plan.
         """
+        config, batches = request.config, request.batches
         while True:
             try:
-                return carry_out()
+                return carry_out(request)
             except CallOrderChanged as error:
-                with torch.set_grad_enabled(with_grad):
+                with torch.set_grad_enabled(config.requires_grad):
                     has_other_plan = self.split_model is not None and self.split_model.distrust(batches)
                 if not has_other_plan or not may_repeat:
-                    raise error.__cause__ or error from None  # the failure may well be the model's own
-                logger.info("%s: this call is split in a way of its own: %s", self.name, error)
-                self._admit(batches, with_grad)
+                    raise error.__cause__ or error from None  # the failure may be the model's own
+                logger.info("%s: splitting the model again, for this call: %s", self.name, error)
+                self._split_for(batches, config)
             except torch.OutOfMemoryError as error:
-                if not (self._scheduler.plan_smaller() and may_repeat):
+                if not (self._planner.plan_smaller() and may_repeat):
                     raise
                 logger.warning("%s: trying again with a smaller plan: %s", self.name, str(error).split(". ")[0])
 
-    def _train(
-        self,
-        batches: MicrobatchInputs,
-        loss_fn: Callable[[Any, Any], Any],
-        return_outputs: bool,
-        config: ResolvedRunConfig,
-        seed: int,
-    ) -> Any:
-        kind = CallKind.of(RunType.FUSED, batches, config, self._steps_are_exact)
-        tasks = self._schedule(kind, batches, config, loss_fn)
-        recall = new_recall(self.store, tasks, config, seed, batches.shares)
-        run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD)
-        run.loss_fn, run.wants_outputs = loss_fn, return_outputs
-        inputs = CallInputs(batches)
-        run.labels = inputs.label_bundles()
-        run.signature = (tasks, run.tail, config.recompute_grain, inputs.shapes())
+    def _train(self, request: Request) -> Any:
+        """forward_backward: one run with forward, fused and backward tasks."""
+        group, planner = self.group, self._planner
+        kind = CallKind.of(RunType.FUSED, request, is_exact=group.steps_are_exact)
+        tasks = planner.schedule(kind, request, self._probe)
+        costs = planner.costs(kind, tasks)
+        inputs = CallInputs(request.batches)
+        call = new_call(self.store, request, inputs, tasks, costs, schedule=tasks)
 
-        def finish() -> Any:
+        def finish(run: Run) -> Any:
             run.wait_for_losses()
             losses = summed_losses(run)
-            parcels = run.take_outputs() if return_outputs else []
-            self._recovery.commit_buffers(run)
-            outputs = (
-                self._lock.run_user_code(lambda: merged(parcels, config, batches.shares)) if return_outputs else None
-            )
-            if inputs.any_requires_grad or (self._scheduler.memory_is_limited and not self._recovery.is_proven(run)):
-                run.wait_until_finished()  # the first of its kind may run out of memory, and is then repeated
+            parcels = run.take_outputs() if request.wants_outputs else []
+            group.recovery.commit_buffers(run)
+            outputs = self._merged(parcels, request) if request.wants_outputs else None
+            # The first call of its kind may still run out of memory. It can be repeated only before it has returned.
+            may_not_fit = planner.limit_bytes is not None and not group.recovery.is_proven(run)
+            if inputs.requiring_grad or may_not_fit:
+                run.wait_until_finished()
                 run.check()
-            if inputs.any_requires_grad:
+            if inputs.requiring_grad:
                 gradients = [run.input_gradients[j] for j in range(run.num_microbatch)]
-                self._lock.run_user_code(lambda: inputs.backward(gradients))
-            return (losses, outputs) if return_outputs else losses
+                group.lock.run_user_code(lambda: inputs.backward(gradients))
+            return (losses, outputs) if request.wants_outputs else losses
 
-        return self._carry_out(run, inputs, finish)
+        return self._carry_out(call, finish)
 
-    def _has_gradients(self) -> bool:
-        """Whether anything was gathered since the last step, or is on its way."""
-        pending = self._recovery.is_gathering(self.stepper.generation)
-        return pending or any(member.store.gradients.has_any() for member in self._members)
+    def _infer(self, request: Request) -> Any:
+        """forward without grad."""
+        kind = CallKind.of(RunType.INFER, request)
+        tasks = self._planner.schedule(kind, request, self._probe)
+        costs = self._planner.costs(kind, tasks)
+        call = new_call(self.store, request, CallInputs(request.batches), tasks, costs, phase=LayerPhase.INFERENCE)
 
-    def _probe(
-        self,
-        kind: CallKind,
-        batches: MicrobatchInputs,
-        config: ResolvedRunConfig,
-        loss_fn: Callable[[Any, Any], Any] | None,
-    ) -> None:
-        """Run the first microbatch forward, one layer at a time, to see what activations take; nothing of it stays."""
-        self._recovery.wait_for_runs()  # one of them may have measured just what the plan needs
-        self._learn()
-        if not self._scheduler.is_blind(kind):
-            return
-        tasks = self._scheduler.probe_tasks(with_loss=loss_fn is not None)
-        recall = new_recall(self.store, (), config, _PROBE_SEED, batches.shares)
-        run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD, is_probe=True)
-        inputs = CallInputs(batches.first())
-        run.loss_fn, run.wants_outputs, run.labels = loss_fn, False, inputs.label_bundles()
-
-        def finish() -> None:
-            run.wait_until_finished()
-            run.check()
-
-        self._carry_out(run, inputs, finish)
-        self._last_run = None
-        self._learn()
-
-    def _infer(self, batches: MicrobatchInputs, config: ResolvedRunConfig, seed: int) -> Any:
-        kind = CallKind.of(RunType.INFER, batches, config)
-        recall = new_recall(self.store, (), config, seed, batches.shares)
-        run = self._new_run(self._schedule(kind, batches, config), kind, recall, LayerPhase.INFERENCE)
-
-        def finish() -> Any:
+        def finish(run: Run) -> Any:
             outputs = run.take_outputs()
-            self._recovery.commit_buffers(run)
-            return self._lock.run_user_code(lambda: merged(outputs, config, batches.shares))
+            self.group.recovery.commit_buffers(run)
+            return self._merged(outputs, request)
 
-        return self._carry_out(run, CallInputs(batches), finish)
+        return self._carry_out(call, finish)
 
-    def _forward_with_grad(self, batches: MicrobatchInputs, config: ResolvedRunConfig, seed: int) -> Any:
-        kind = CallKind.of(RunType.TRAIN, batches, config)
-        tasks = self._schedule(kind, batches, config)
+    def _forward_with_grad(self, request: Request) -> Any:
+        """forward with grad: runs the forward tasks now; autograd runs the backward tasks through `_backward`."""
+        kind = CallKind.of(RunType.TRAIN, request)
+        tasks = self._planner.schedule(kind, request, self._probe)
         forward_tasks = tuple(task for task in tasks if task.kind is TaskKind.FORWARD)
-        recall = new_recall(self.store, tasks, config, seed, batches.shares)
-        run = self._new_run(forward_tasks, kind, recall, LayerPhase.FORWARD)
-        inputs = CallInputs(batches)
+        costs = self._planner.costs(kind, forward_tasks)
+        inputs = CallInputs(request.batches)
+        call = new_call(self.store, request, inputs, forward_tasks, costs, schedule=tasks)
 
-        def finish() -> Any:
+        def finish(run: Run) -> Any:
             outputs = run.take_outputs()
-            self._recovery.commit_buffers(run)
+            self.group.recovery.commit_buffers(run)
             with_grad = [t for p in outputs for t, flag in zip(p.bundle.tensors, p.requires_grad, strict=True) if flag]
-            # The node of the outputs keeps this alive. It must not reach the run: a run that fails keeps its exception,
-            # whose frames keep the outputs, and no collector sees a cycle that goes through autograd's graph.
+            # The autograd node of the outputs keeps this partial alive, so it must not refer to the run: a failed run
+            # keeps its exception, whose frames keep the outputs, and the garbage collector does not see a cycle through
+            # an autograd graph.
             backward = functools.partial(
                 self._backward,
                 kind,
                 tasks[len(forward_tasks) :],
-                recall,
-                (run.version, self._num_writes),
+                call.recall,
+                (run.version, self.num_writes),
                 inputs,
                 [p.requires_grad for p in outputs],
             )
-            attached = iter(attach(with_grad, inputs.requiring_grad(), backward))
+            attached = iter(attach(with_grad, inputs.requiring_grad, backward))
             for j, parcel in enumerate(outputs):
                 pairs = zip(parcel.bundle.tensors, parcel.requires_grad, strict=True)
                 outputs[j] = parcel.with_tensors([next(attached) if flag else tensor for tensor, flag in pairs])
-            return self._lock.run_user_code(lambda: merged(outputs, config, batches.shares))
+            return self._merged(outputs, request)
 
-        return self._carry_out(run, inputs, finish)
+        return self._carry_out(call, finish)
 
-    @restoring_grad_mode
+    @_call(of_group=False)
     def _backward(
         self,
         kind: CallKind,
-        tasks: Sequence[StageTask],
+        tasks: tuple[StageTask, ...],
         recall: Recall,
         weights_read: tuple[int, int],
         inputs: CallInputs,
         output_flags: Sequence[tuple[bool, ...]],
         gradients: tuple[torch.Tensor | None, ...],
     ) -> list[torch.Tensor | None]:
-        """Called by autograd with the gradients of all microbatches' outputs; returns those of the inputs."""
-        with self.call_lock() as is_outermost:
-            self._begin_call(is_outermost)
-            if weights_read != (self.stepper.visible_version, self._num_writes):
-                raise StaleGraphError(
-                    f"{self.name}: the weights were updated between this forward (version {weights_read[0]}) and "
-                    f"its backward (version {self.stepper.visible_version}); call backward() before step()."
-                )
-            run = self._new_run(tasks, kind, recall, LayerPhase.FORWARD)
-            given = iter(gradients)
-            parcels = [GradientParcel(tuple(next(given) if flag else None for flag in flags)) for flags in output_flags]
+        """The backward pass of `_forward_with_grad`, called by autograd; returns the gradients of the inputs.
 
-            def finish() -> list[torch.Tensor | None]:
-                run.wait_until_finished()
-                run.check()
-                self.store.gradients.expose()  # as autograd fills `.grad`
-                return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
+        weights_read: version and `num_writes` of the weights that the forward pass has read.
+        output_flags: per microbatch, which output tensors require grad; `gradients` holds theirs, one after the other.
+        """
+        visible_version = self.group.stepper.visible_version
+        if weights_read != (visible_version, self.num_writes):
+            raise StaleGraphError(
+                f"{self.name}: the weights were updated between this forward (version {weights_read[0]}) and "
+                f"its backward (version {visible_version}); call backward() before step()."
+            )
+        given = iter(gradients)
+        parcels = [GradientParcel(tuple(next(given) if flag else None for flag in flags)) for flags in output_flags]
+        call = Call(tasks, recall, self._planner.costs(kind, tasks), parcels)
 
-            try:
-                return self._carry_out(run, parcels, finish)
-            except torch.OutOfMemoryError:
-                self._scheduler.plan_smaller()
-                raise
+        def finish(run: Run) -> list[torch.Tensor | None]:
+            run.wait_until_finished()
+            run.check()
+            self.store.gradients.expose()  # autograd fills `.grad` in a plain model, too
+            return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
 
-    def _schedule(
-        self,
-        kind: CallKind,
-        batches: MicrobatchInputs,
-        config: ResolvedRunConfig,
-        loss_fn: Callable[[Any, Any], Any] | None = None,
-    ) -> tuple[StageTask, ...]:
-        return self._scheduler.schedule(kind, config, lambda: self._probe(kind, batches, config, loss_fn))
+        try:
+            return self._carry_out(call, finish)
+        except torch.OutOfMemoryError:
+            self._planner.plan_smaller()
+            raise
 
-    def _new_run(
-        self,
-        tasks: Sequence[StageTask],
-        kind: CallKind,
-        recall: Recall,
-        phase: LayerPhase,
-        *,
-        is_probe: bool = False,
-    ) -> Run:
-        run = Run(
+    def _probe(self, kind: CallKind, request: Request) -> None:
+        """Measure the activations of a call: see [Note: a blind planner]. Changes no state of the model."""
+        self.group.recovery.wait_for_runs()  # one of them may have measured what the plan needs
+        self.learn()
+        if not self._planner.is_blind(kind):
+            return
+        tasks = self._planner.probe_tasks(with_loss=request.loss_fn is not None)
+        request = dataclasses.replace(request.of_first_microbatch(), seed=_PROBE_SEED)
+        inputs, costs = CallInputs(request.batches), self._planner.costs(kind, tasks)
+
+        def finish(run: Run) -> None:
+            run.wait_until_finished()
+            run.check()
+
+        self._carry_out(new_call(self.store, request, inputs, tasks, costs, is_probe=True), finish)
+        self._last_run = None
+        self.learn()
+
+    def _merged(self, outputs: Sequence[Parcel], request: Request) -> Any:
+        return self.group.lock.run_user_code(lambda: merged(outputs, request.config, request.batches.shares))
+
+    def _carry_out(self, call: Call, finish: Callable[[Run], _T]) -> _T:
+        """Start a run of the call and return `finish(run)`. A failure until then, here or on a worker, ends the run."""
+        stepper, recovery = self.group.stepper, self.group.recovery
+        run = self._last_run = Run(
             self.store,
-            tasks,
-            1 if is_probe else kind.num_microbatch,
-            recall,
-            forward_phase=phase,
-            version=self.stepper.visible_version,
-            generation=self.stepper.generation,
-            iteration=self.stepper.iteration,
-            on_failure=self._recovery.run_failed,
-            is_probe=is_probe,
+            call,
+            version=stepper.visible_version,
+            generation=stepper.generation,
+            iteration=stepper.iteration,
+            on_failure=recovery.run_failed,
         )
-        self._scheduler.prepare(run, kind)
-        return run
+        own: BaseException | None = None
+        try:
+            recovery.watch(run)
+            run.check()
+            run.announce()
+            self._pool.submit(run)
+            # The workers upload weights while this waits for kernels of the user that still compute the inputs.
+            wait_for_producers([t for p in call.inputs if isinstance(p, Parcel) for t in p.bundle.tensors])
+            for microbatch, parcel in enumerate(call.inputs):
+                run.post(run.first_task_index, microbatch, parcel)
+            result = finish(run)
+            run.has_returned = True  # if a Ctrl-C comes before this, the next call cleans up
+            return result
+        except RunCancelled:
+            pass
+        except BaseException as error:
+            run.fail(error)
+            own = error
+        # Outside the handlers: there Python would make RunCancelled the context of the failure.
+        self._last_run = None
+        recovery.raise_failures(None, own, run)
+        raise AssertionError(f"{run!r} was cancelled without a failure")
+
+
+def _one_by_one(named: Sequence[tuple[str, OptimizerCopy]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the copies; each may release memory before the next one is used, as when all are saved to a file."""
+    for name, copy in named:
+        yield name, copy
+        copy.rest_between_steps()

@@ -1,30 +1,20 @@
-"""Keeps watch over the runs of models that are stepped together: what failed, what must be undone, what is finished.
+"""Watches the runs of models that are stepped together and restores their state when a run fails.
 
-Owned by api.member, one for a group. After a failure weights, buffers and optimizer state are as before the failed call
-(but see Stepper.half_done), gradients gathered since the last step are gone, and the next call works.
-
-The lock that serialises calls into models that are stepped together, and what may enter it twice.
-
-[Note: calls inside calls]
-A call must not begin while another is half done on the same thread: a signal handler, a finalizer or a hook would wait
-for what only the interrupted call can do, or change what it has just read. Such a call is refused. Some calls run the
-user's code on the calling thread at points where nothing is half done: split and merge functions, a forward on the
-host, autograd behind the inputs. They do so through `run_user_code`, and there other calls are welcome.
+After a failure, weights, buffers and optimizer state are as before the failed call (exception: Stepper.half_done), the
+gradients gathered since the last step are dropped, and the next call works. Knows runs and stores, never a device.
 """
 
 from __future__ import annotations
 
-import _thread
 import functools
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from roundpipe.errors import ClosedError, UsageError, add_note
+from roundpipe.errors import ClosedError, add_note
 from roundpipe.monitor import Monitor
 from roundpipe.optim.stepper import Stepper
 from roundpipe.runtime.run import Run
@@ -33,50 +23,20 @@ from roundpipe.store import BufferRecord, LayerStore
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-
-class CallLock(_thread.RLock):  # type: ignore[misc]
-    """Entered and left by C code alone, see [Note: locks and Ctrl-C]."""
-
-    runs_user_code = False  # the call that holds the lock lets others in
-
-    def for_call(self, name: str) -> AbstractContextManager[bool]:
-        """What to enter around a call of the model `name`; gives True if no other call is around it."""
-        if not self._is_owned():  # type: ignore[attr-defined]
-            return self
-        if not self.runs_user_code:
-            raise UsageError(
-                f"{name} was called while another call into it is in progress on the same thread, as from a signal "
-                "handler or a finalizer; only set a flag there (model.request_stop() is one) and call the model when "
-                "the present call has returned."
-            )
-        return _InnerCall(self)
-
-    def run_user_code(self, function: Callable[[], Any]) -> Any:
-        self.runs_user_code = True
-        try:
-            return function()
-        finally:
-            self.runs_user_code = False
-
-
-class _InnerCall(AbstractContextManager[bool]):
-    """The lock is held by the outer call; it is closed to others while the inner one runs."""
-
-    def __init__(self, lock: CallLock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> bool:
-        self._lock.runs_user_code = False
-        return False
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._lock.runs_user_code = True
+logger = logging.getLogger("roundpipe")
+IN_BACKGROUND = "it happened in the background after the call that caused it had returned"
+_UNWIND_S = 1.0  # longest wait of a failed call for workers that are inside user code
+_STATE_RESTORED = (
+    "weights, buffers and optimizer state are as before this call; gradients gathered since the last optimizer step "
+    "were dropped"
+)
 
 
 def restoring_grad_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Give the calling thread its grad mode back when the call raises.
+    """Restore the grad mode of the calling thread if the function raises.
 
-    `torch.no_grad()` is left by Python code: a Ctrl-C inside of it leaves gradients off. What restores them here is C.
+    `torch.no_grad()` restores the grad mode in Python code, so a Ctrl-C inside of it can leave gradients disabled. The
+    setter used here is C code, which a signal handler cannot interrupt.
     """
 
     @functools.wraps(function)
@@ -91,67 +51,60 @@ def restoring_grad_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-def raise_as_it_came(error: BaseException) -> NoReturn:
-    """Raise an exception of another thread; what is being handled here (our own signal) is not its context."""
-    context = error.__context__
-    try:
-        raise error
-    finally:
-        BaseException.__setattr__(error, "__context__", context)  # even of one that calls itself frozen
-
-
-logger = logging.getLogger("roundpipe")
-_UNWIND_S = 1.0  # how long a failed call waits for workers that are inside user code
-_PUT_RIGHT = (
-    "weights, buffers and optimizer state are as before this call; gradients gathered since the last optimizer step "
-    "were dropped"
-)
-
-
 class Recovery:
-    def __init__(self, stepper: Stepper, monitor: Monitor) -> None:
+    """The runs of one group that are in progress, or finished and not yet evaluated, and how to undo them."""
+
+    def __init__(self, stepper: Stepper, monitor: Monitor, on_out_of_memory: Callable[[], None]) -> None:
+        """`on_out_of_memory`: called before an out-of-memory error of the background is raised."""
         self._stepper = stepper
+        self._on_out_of_memory = on_out_of_memory
         self._monitor = monitor
         self._runs: list[Run] = []
-        self.num_runs = 0  # watched so far
+        self.num_runs = 0  # runs watched so far
+        # By run number: the buffers that the run wrote, with their earlier values.
         self._written: dict[int, list[tuple[BufferRecord, torch.Tensor | None]]] = {}
+        # Gradients of this and later generations must be dropped before the next call begins.
         self._drop_generation: int | None = None
-        self._failed_by_themselves: set[int] = set()  # numbers of runs; others were only dragged along
-        self._dragging = False
-        self._proven: set[Hashable] = set()  # signatures of runs that have come through
+        self._failed_on_their_own: set[int] = set()  # numbers of runs that were not cancelled because of another run
+        self._is_cancelling = False
+        self._proven: set[Hashable] = set()  # (store, signature) of runs that finished without a failure
+
+    # Watching runs.
 
     def watch(self, run: Run) -> None:
+        """Add a run that is about to start. Cancels it if an earlier run has failed and is not cleaned up yet."""
         with self._monitor:
             self.num_runs += 1
             self._runs.append(run)
             for other in self._runs:
-                if other.failed and other.trains:  # since the caller looked last: nothing has been put right yet
-                    self._drag_along(other)
+                if other.failed and other.trains:
+                    self._cancel_dependent(other)
 
     def run_failed(self, run: Run) -> None:
-        """Called under the monitor by the first thread that meets the failure."""
-        if not run.trains or self._dragging or run not in self._runs:
+        """Cancel the steps and runs that depend on a failed run. Runs under the monitor, on any thread."""
+        if not run.trains or self._is_cancelling or run not in self._runs:
             return
-        self._failed_by_themselves.add(run.number)
+        self._failed_on_their_own.add(run.number)
         self._stepper.abandon(run.generation)
-        self._drag_along(run)
+        self._cancel_dependent(run)
 
-    def _drag_along(self, bad: Run) -> None:
-        """Later runs stand on sand, and what others of this generation gather is lost: end them."""
+    def _cancel_dependent(self, bad: Run) -> None:
+        """Cancel runs of this and later generations: their gradients or weights depend on the failed run."""
         assert bad.failure is not None
-        self._dragging = True
+        self._is_cancelling = True
         try:
             for other in self._runs:
                 if other is not bad and other.trains and other.generation >= bad.generation:
                     other.fail(bad.failure)
         finally:
-            self._dragging = False
+            self._is_cancelling = False
 
     def wait_for_runs(self) -> None:
         for run in list(self._runs):
             run.wait_until_finished()
 
     def take_finished(self, store: LayerStore) -> list[Run]:
+        """Return the runs of one model that finished without a failure, and forget how to undo them."""
         with self._monitor:
             finished = [
                 run for run in self._runs if run.store is store and run.finished and run.has_returned and not run.failed
@@ -163,36 +116,39 @@ class Recovery:
                 self._proven.add((run.store, run.signature))
         return finished
 
-    def all_are_proven(self) -> bool:
-        """Whether every run on its way is like one that has come through before.
-
-        An optimizer that works while such a run goes on can hardly be left half way by its failure.
-        """
-        with self._monitor:
-            return all(run.finished or (run.store, run.signature) in self._proven for run in self._runs)
-
     def is_proven(self, run: Run) -> bool:
-        """Whether a run like it has come through before."""
+        """Whether an equal run has finished without a failure before."""
         return (run.store, run.signature) in self._proven
 
-    def is_gathering(self, generation: int) -> bool:
-        """Whether gradients of that generation are on their way."""
-        with self._monitor:
-            return any(run.trains and run.generation == generation for run in self._runs)
+    def all_are_proven(self) -> bool:
+        """Whether every unfinished run equals one that finished without a failure.
 
-    def forget_finished(self) -> None:
-        self._runs.clear()
-        self._written.clear()
+        Then an optimizer may update early layers while such a run still goes on: the run is unlikely to fail and leave
+        the update half done.
+        """
+        with self._monitor:
+            return all(run.finished or self.is_proven(run) for run in self._runs)
+
+    def has_gradients(self) -> bool:
+        """Whether gradients were gathered since the last step, or may still arrive."""
+        generation = self._stepper.generation
+        with self._monitor:
+            is_gathering = any(run.trains and run.generation == generation for run in self._runs)
+        return is_gathering or any(store.gradients.has_any() for store in self._stepper.stores)
 
     def cancel_all(self, error: BaseException) -> None:
         for run in list(self._runs):
             if not run.finished:
                 run.fail(error)
 
+    def forget_all(self) -> None:
+        self._runs.clear()
+        self._written.clear()
+
     # Buffers.
 
     def commit_buffers(self, run: Run) -> None:
-        """The forward part is done: what layers wrote into buffers becomes the host's, until the run turns out bad."""
+        """Write the buffers that the run's layers changed to host memory, and remember the earlier values."""
         undo = self._written.setdefault(run.number, [])
         for layer_id, values in run.buffer_results.items():
             values.event.wait()
@@ -201,7 +157,7 @@ class Recovery:
                 record.write(value)
 
     def undoing_buffers(self, stores: Sequence[LayerStore], function: Callable[[], Any]) -> Any:
-        """Call the function; if it raises, roll back what it has written into buffers."""
+        """Return `function()`. Roll back buffer writes if it raises."""
         records = [record for store in stores for layer in store.layers for record in layer.buffers]
         before = [record.frozen() for record in records]
         try:
@@ -215,13 +171,14 @@ class Recovery:
     # Failures.
 
     def settle_interrupted(self) -> None:
-        """Put right what calls have left that were interrupted so that they could not do it themselves.
+        """Clean up after calls that a Ctrl-C ended before they could clean up themselves.
 
-        No call is in progress. The caller has got an exception from them: nothing is raised again.
+        Only while no call is in progress. Raises nothing: the user has got the exception that ended those calls.
         """
-        if all(run.has_returned for run in self._runs):
+        interrupted = [run for run in self._runs if not run.has_returned]
+        if not interrupted:
             return
-        for run in [run for run in self._runs if not run.has_returned]:
+        for run in interrupted:
             run.fail(run.failure or RuntimeError("the call was interrupted"))
         with self._monitor:
             causes = [run.failure for run in self._runs if not run.has_returned]
@@ -229,50 +186,57 @@ class Recovery:
         self._clean_up(failed)
 
     def drop_gradients(self, generation: int) -> None:
-        """Forget what calls of this generation have gathered; what an interrupt leaves the next call drops."""
+        """Drop what calls of this generation have gathered. After an interrupt the next call completes this."""
         self._drop_generation = generation
         self._drop_overdue_gradients()
 
     def raise_failures(self, remark: str | None, own: BaseException | None = None, run: Run | None = None) -> None:
-        """Raise what went wrong since the last look, once, after putting everything right.
+        """Raise the failures since the last look, each once, after the state is restored.
 
-        `own`: what the caller itself met, raised even if it is not the failure of any run. `run`: the one that the
-        caller carries out; others whose calls have not returned are theirs to settle.
+        remark: a note for the exception.
+        own: the exception that the caller met, raised even if no run has failed with it.
+        run: the run of the calling thread. With it, failures of calls that have not returned yet are raised as well;
+            without it, they are left to those calls.
         """
-        self._drop_overdue_gradients()
+        if self._drop_generation is not None:
+            self._drop_overdue_gradients()
         with self._monitor:
             failed = [one for one in self._runs if one.failed and (one.has_returned or run is not None)]
-        errors = [run.failure for run in failed if run.failure is not None] + ([own] if own is not None else [])
+        errors = [one.failure for one in failed if one.failure is not None] + ([own] if own is not None else [])
         if errors:
             lost_gradients = self._clean_up(failed)
-            # An interrupt goes first; it must not be taken for a failure that one can go on from.
+            # KeyboardInterrupt and SystemExit go first: a handler of ordinary failures must not hide them.
             first = next((error for error in errors if not isinstance(error, Exception)), errors[0])
             for other in {id(error): error for error in errors if error is not first}.values():
-                logger.error("this failed too", exc_info=other)
+                logger.error("a second failure, beside the one that is raised", exc_info=other)
             if lost_gradients:
                 half_done, self._stepper.half_done = self._stepper.half_done, None
-                add_note(first, half_done or _PUT_RIGHT)
+                add_note(first, half_done or _STATE_RESTORED)
             if remark:
                 add_note(first, remark)
-            raise_as_it_came(first)
-        with self._monitor:
-            of_steps, self._stepper.errors = self._stepper.errors, []
-        for other in of_steps[1:]:
-            logger.error("another optimizer step failed too", exc_info=other)
-        if of_steps:
-            raise_as_it_came(of_steps[0])
+            if run is None and isinstance(first, torch.OutOfMemoryError):
+                self._on_out_of_memory()
+            _raise_unchanged(first)
+        if self._stepper.errors:
+            with self._monitor:
+                of_steps, self._stepper.errors = self._stepper.errors, []
+            for other in of_steps[1:]:
+                logger.error("another optimizer step failed, beside the one whose error is raised", exc_info=other)
+            if run is None and isinstance(of_steps[0], torch.OutOfMemoryError):
+                self._on_out_of_memory()
+            _raise_unchanged(of_steps[0])
 
     def log_failures(self, when: str) -> None:
-        """For failures that nobody will ask for any more."""
+        """Log the failures that no later call can raise."""
         failures = [run.failure for run in self._runs if run.has_returned and run.failure is not None]
         errors = failures + self._stepper.errors
         for error in {id(error): error for error in errors if not isinstance(error, ClosedError)}.values():
             logger.error("a failure in the background came to light %s", when, exc_info=error)
 
     def _clean_up(self, failed: Sequence[Run]) -> bool:
-        """Put right what failed runs have done; returns whether gradients were lost. Takes at most `_UNWIND_S`.
+        """Undo what failed runs have done; returns whether gradients were lost. Takes at most `_UNWIND_S`.
 
-        A run is forgotten last: what is interrupted before is repeated by the next call.
+        Runs leave the list last: if an interrupt comes before that, the next call cleans up again.
         """
         deadline = time.monotonic() + _UNWIND_S
         for run in failed:
@@ -281,25 +245,32 @@ class Recovery:
         trained = [run for run in failed if run.trains]
         if trained:
             self._drop_generation = min(run.generation for run in trained)
-        with self._monitor:  # one that has failed meanwhile stays for the next call to meet
+        with self._monitor:  # runs that failed in the meantime stay in the list for the next call
             self._runs = [run for run in self._runs if run not in failed]
         for run in failed:
             self._written.pop(run.number, None)
-        self._failed_by_themselves -= {run.number for run in failed}
+        self._failed_on_their_own -= {run.number for run in failed}
         if trained:
             self._drop_overdue_gradients(max(deadline - time.monotonic(), 0.0))
         return bool(trained)
 
     def _undo_writes(self, failed: Sequence[Run]) -> None:
-        """The youngest first. A call before the one that failed was only dragged along: what it wrote stays."""
-        first_bad = min(self._failed_by_themselves & {run.number for run in failed}, default=0)
+        """Restore buffers, the youngest write first.
+
+        A training run before the first one that failed on its own was only cancelled: its writes stay.
+        """
+        first_bad = min(self._failed_on_their_own & {run.number for run in failed}, default=0)
         for run in reversed(failed):
             if run.number >= first_bad or not run.trains:
                 for record, before in reversed(self._written.get(run.number, [])):
                     record.write(before)
 
     def _drop_overdue_gradients(self, timeout_s: float | None = None) -> None:
-        """Steps issued before the failed call still take theirs first; what is left then belongs to failed calls."""
+        """Drop gradients of `_drop_generation`, after earlier steps have taken theirs.
+
+        Steps that were issued before the failed call still run. What is left after them belongs to failed calls. After
+        a timeout `_drop_generation` stays set, and the next call continues here.
+        """
         generation = self._drop_generation
         if generation is None:
             return
@@ -316,3 +287,12 @@ class Recovery:
                 store.gradients.drop()
             self._stepper.losses_are_dropped()
             self._drop_generation = None
+
+
+def _raise_unchanged(error: BaseException) -> NoReturn:
+    """Raise an exception of another thread without the exception handled here as its context."""
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        BaseException.__setattr__(error, "__context__", context)  # works for frozen exception classes, too

@@ -1,11 +1,7 @@
-"""The wrapped model as the user holds it: what RoundPipe and AutoRoundPipe have in common.
+"""What RoundPipe and AutoRoundPipe have in common: a wrapper that looks like the module it wraps.
 
-It looks like the module it wraps and hands every call to its engine. Knows neither layers nor how a forward runs.
-
-Loads a state dict as a whole or not at all.
-
-Called by api.face. torch copies what fits before it tells what does not, so the loading is rehearsed first: torch's own
-code, hooks included, with copies that do nothing.
+Attributes, parameters and state dicts are those of the wrapped module. Every call goes to the engine. Knows neither
+layers nor how a forward runs.
 """
 
 from __future__ import annotations
@@ -23,9 +19,17 @@ from roundpipe.api.engine import ModelEngine
 from roundpipe.context import on_optimizer_side
 from roundpipe.errors import ArgumentTypeError, UsageError
 
+# nn.Module keeps its content in these attributes. The proxy shares them with the wrapped model, so that all names and
+# keys are the model's.
+_CONTENT = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_load_state_dict_post_hooks")
+
 
 class _Rehearsal(TorchFunctionMode):
-    """Inside it `tensor.copy_(...)` leaves the tensor as it is."""
+    """Makes `tensor.copy_(...)` do nothing.
+
+    torch's load_state_dict copies what fits before it raises for what does not. Running it once in this mode raises
+    the same errors, hooks included, and changes no tensor.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,27 +37,17 @@ class _Rehearsal(TorchFunctionMode):
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
 
 
-def load_whole(module: nn.Module, state_dict: Any, strict: bool) -> Any:
-    """`module.load_state_dict(state_dict, strict)`; where it raises, no value has changed."""
-    with _Rehearsal():
-        module.load_state_dict(state_dict, strict)
-    return module.load_state_dict(state_dict, strict)
-
-
-# nn.Module keeps its content in these; the face shares them with the wrapped model, so that all keys are the model's.
-_CONTENT = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_load_state_dict_post_hooks")
-
-
-class ModelFace(nn.Module):
-    """Has few attributes of its own; all others are read from and written to the wrapped model."""
+class ModelProxy(nn.Module):
+    """A module that reads all attributes but a few from the wrapped model, and writes them there."""
 
     model: nn.Module  # the module that runs
     original_model: nn.Module  # the module the user handed in
     name: str
     _engine: ModelEngine
-    _fixed: frozenset[str]
+    _fixed: frozenset[str]  # own attributes, which the user cannot set
 
     def __init__(self, model: nn.Module, original_model: nn.Module, engine: ModelEngine, **attributes: Any) -> None:
+        """`attributes`: further attributes of the proxy itself."""
         super().__init__()
         own = self.__dict__
         own.pop("training")  # read from the wrapped model
@@ -63,7 +57,7 @@ class ModelFace(nn.Module):
         self._share_content_of(original_model)
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Let attributes, parameter names and state_dict keys be those of `original_model`."""
+        """Take attributes, parameter names and state_dict keys from `original_model`."""
         if not isinstance(original_model, nn.Module):
             raise ArgumentTypeError(f"original_model must be an nn.Module, got {type(original_model).__name__}.")
         self.__dict__["original_model"] = original_model
@@ -85,7 +79,7 @@ class ModelFace(nn.Module):
         self._engine.step(functools.partial(step_fn, *args, **kwargs), is_async)
 
     def synchronize(self) -> None:
-        """Wait for everything. Then parameters are the optimizer's, and `.grad` holds what is not yet consumed."""
+        """Wait for all calls and steps. Parameters then hold the newest weights, `.grad` the gradients not yet used."""
         self._engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -93,19 +87,19 @@ class ModelFace(nn.Module):
         self._engine.zero_grad()
 
     def request_stop(self) -> None:
-        """Ask the training loop to end; it looks at `stop_requested` after each step.
+        """Set `stop_requested`, which a training loop checks after each step.
 
-        Safe at any moment, from a signal handler or another thread: it takes no lock and interrupts nothing.
+        Safe at any moment, in a signal handler or on another thread: it takes no lock and interrupts nothing.
         """
-        self._engine.request_stop()
+        self._engine.group.request_stop()
 
     @property
     def stop_requested(self) -> bool:
         """Whether `request_stop()` was called, on this model or on one that is stepped together with it."""
-        return self._engine.stop_requested
+        return self._engine.group.stop_requested
 
     def close(self) -> None:
-        """Finish pending work and let go of threads and pinned memory; the weights stay in the wrapped model."""
+        """Finish pending work and release threads and pinned memory; the weights stay in the wrapped model."""
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -114,7 +108,7 @@ class ModelFace(nn.Module):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # The optimizer's side.
+    # Parameters.
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """The optimizer's copies of the parameters that require grad."""
@@ -124,13 +118,13 @@ class ModelFace(nn.Module):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names, as `named_parameters()` gives them, with the optimizer's copies."""
+        """The names of `named_parameters()` with the optimizer's copies of the parameters that require grad."""
         return self._engine.named_masters(list(self._own_named_parameters(prefix, True, remove_duplicate)))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters; inside `OptimizerCtx` and step_fn the optimizer's copies."""
+        """The model's parameters; the optimizer's copies inside `OptimizerCtx` and step_fn."""
         own = self._own_named_parameters(prefix, recurse, remove_duplicate)
         if on_optimizer_side():
             return self._engine.named_masters(list(own))
@@ -145,30 +139,36 @@ class ModelFace(nn.Module):
     # Looking like the wrapped model.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped model's, with its keys: the weights that calls read now. `synchronize()` first for the newest."""
-        if not self._engine.is_closed:
+        """The state dict of the wrapped model, with the weights that calls read now.
+
+        They are one step old while an asynchronous step is pending. Call `synchronize()` first for the newest.
+        """
+        if not self._engine.group.is_closed:
             self._engine.wait_for_visible_weights()
         return self._target().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As on the wrapped model, but all or nothing; the optimizer's copies follow."""
+        """Load a state dict into the wrapped model and the optimizer's copies. If it raises, no value has changed."""
         if assign:
             raise UsageError(
                 "load_state_dict(assign=True) would replace parameters that live in RoundPipe's memory; load without "
                 "assign, or load into the model before wrapping it."
             )
         self._engine.synchronize()
-        result = load_whole(self._target(), state_dict, strict)
+        with _Rehearsal():
+            self._target().load_state_dict(state_dict, strict)
+        result = self._target().load_state_dict(state_dict, strict)
         self._engine.synchronize()
         return result
 
     def train(self, mode: bool = True) -> Self:
+        """Set training mode in the module that runs and in the user's module, which may be two modules."""
         for module in {id(m): m for m in (self.model, self._target())}.values():
             module.train(mode)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Part of load_state_dict() of a module that contains this one."""
+        """Called by load_state_dict() of a module that contains this one."""
         self._target()._load_from_state_dict(*args)
 
     def __getattr__(self, name: str) -> Any:
@@ -184,15 +184,13 @@ class ModelFace(nn.Module):
                 f"{name!r} of a {type(self).__name__} cannot be set; wrap the model again with what you want."
             )
         elif name in self.__dict__:
-            super().__setattr__(name, value)  # what nn.Module keeps for itself, such as the kind of its hooks
+            super().__setattr__(name, value)  # attributes that nn.Module keeps itself, such as hooks
         else:
             setattr(self._target(), name, value)
 
     def __delattr__(self, name: str) -> None:
         if name in self._fixed:
-            raise UsageError(
-                f"{name!r} of a {type(self).__name__} cannot be deleted; close() it to let go of the model."
-            )
+            raise UsageError(f"{name!r} of a {type(self).__name__} cannot be deleted; close() it to free the model.")
         delattr(self._target(), name)
 
     def __dir__(self) -> list[str]:
@@ -200,8 +198,8 @@ class ModelFace(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         raise UsageError(
-            "a RoundPipe cannot be moved or cast (.to(), .cuda(), .half(), ...): weights live in host memory and visit "
-            "devices by themselves. Cast the model before wrapping it, choose devices with devices=[...], and the "
+            "a RoundPipe cannot be moved or cast (.to(), .cuda(), .half(), ...): weights stay in host memory and are "
+            "uploaded when needed. Cast the model before wrapping it, choose devices with devices=[...], and the "
             "optimizer's precision with optim_dtype."
         )
 
@@ -209,7 +207,7 @@ class ModelFace(nn.Module):
         asked: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype, _, memory_format = asked
         if device == torch.device("cpu") and dtype is None and memory_format is None:
-            return self  # it is there
+            return self  # already there
         return self._apply(lambda tensor: tensor)
 
     def cpu(self) -> Self:

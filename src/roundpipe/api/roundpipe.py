@@ -1,7 +1,4 @@
-"""RoundPipe: the wrapped model as the user holds it.
-
-What it shares with AutoRoundPipe is in api.face; here are its calls and the checks of its arguments.
-"""
+"""RoundPipe: the wrapper of a model that runs as a sequence of layers. Its calls, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NoReturn, TypeGuard
 
 import torch
 from torch import nn
 
 from roundpipe.api.engine import ModelEngine
 from roundpipe.api.loss_weights import OwnLoss, outputs_alone
-from roundpipe.api.proxy import ModelFace
-from roundpipe.api.split_model import PreparedCall, SplitModel
+from roundpipe.api.proxy import ModelProxy
+from roundpipe.api.split_model import SplitModel
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.devices import host_pinner, parse_devices, require_device
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
@@ -32,7 +29,7 @@ from roundpipe.store.records import user_names
 from roundpipe.timeline import Timeline
 
 
-class RoundPipe(ModelFace):
+class RoundPipe(ModelProxy):
     """Wraps a model so that it trains with its weights in host memory, pipelined over a pool of devices.
 
     model: an nn.Sequential becomes one layer per child, anything else one layer.
@@ -46,7 +43,7 @@ class RoundPipe(ModelFace):
     num_layers: int
     model_run_config: RoundPipeRunConfig
     _layers: tuple[nn.Module, ...]
-    _merges_late: bool  # inside the forward of an AutoRoundPipe its unmerged outputs are tensors: see LateMerge
+    _merges_late: bool  # whether unmerged outputs become LateMerge tensors inside the forward of an AutoRoundPipe
 
     def __init__(
         self,
@@ -64,9 +61,11 @@ class RoundPipe(ModelFace):
 
     @classmethod
     def _over(cls, model: nn.Module, original_model: nn.Module, names: Mapping[int, str], **options: Any) -> RoundPipe:
-        """One that runs `model`, which was made of the parameters of `original_model`.
+        """A RoundPipe that runs `model`, whose parameters are those of `original_model`.
 
-        `names`: see roundpipe.store.records; those of the module the user has wrapped, of which this may be a part.
+        names: paths of parameters and modules by id, in the module that the user wraps. `original_model` may be a part
+            of that module.
+        options: see `_open`.
         """
         wrapped = cls.__new__(cls)
         wrapped._open(model, original_model, names, **options)
@@ -84,11 +83,16 @@ class RoundPipe(ModelFace):
         *,
         devices: Sequence[str | torch.device] | str | None = None,
         merges_late: bool = False,
+        split_model: SplitModel | None = None,
     ) -> None:
+        """The rest of `__init__`, also for models that run as other modules than the user's.
+
+        split_model: the model that the layers of `model` were split from, if there is one.
+        """
         pin_mode = to_pin_mode(pin_model)
         specs = parse_devices(devices)
         layers = _layers_of(model)
-        refuse_owned(original_model)
+        refuse_owned(original_model)  # before the engine moves any weight
         engine = ModelEngine(
             layers,
             names,
@@ -97,6 +101,8 @@ class RoundPipe(ModelFace):
             optim_dtype=optim_dtype,
             pin_mode=pin_mode,
             pinner=host_pinner(specs),
+            split_model=split_model,
+            own_loss=_own_loss_of(original_model) if split_model is None else split_model.own_loss,
         )
         super().__init__(
             model,
@@ -108,7 +114,6 @@ class RoundPipe(ModelFace):
             _layers=tuple(layers),
             _merges_late=merges_late,
         )
-        self._learn_of_loss(original_model)
 
     # Training.
 
@@ -117,13 +122,13 @@ class RoundPipe(ModelFace):
     ) -> Any:
         """Run the model on a batch; with grad the result can be backpropagated."""
         config = self._resolve(roundpipe_run_config)
-        if is_merging_late():
+        if is_merging_late():  # arguments may be LateMerge tensors of other parts: take their microbatches as they are
             args, kwargs = as_microbatches((args, kwargs), config.num_microbatch)
-        call = self._prepared(args, kwargs, config, is_for_loss_alone=False)
         try:
-            outputs = self._engine.forward(call.args, call.kwargs, call.config, call.additions)
-        finally:
-            self._follow_layers()
+            outputs = self._engine.forward(args, kwargs, config)
+        finally:  # a call that failed may have split the model again, too
+            if self._engine.split_model is not None:
+                self._follow_layers(self._engine.split_model)
         merges_late = self._merges_late and is_merging_late() and roundpipe_run_config.merge_output is None
         return merge_late(outputs) if merges_late else outputs
 
@@ -136,13 +141,13 @@ class RoundPipe(ModelFace):
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
     ) -> Any:
-        """Forward, loss and backward of every microbatch; returns the loss of the batch (and the merged outputs).
+        """Run forward, loss and backward of every microbatch; return the loss, or (loss, outputs).
 
-        That is the sum of what loss_fn returns, weighed as the run config's loss_reduction says. Without loss_fn a
-        model that computes its own loss returns it for the whole batch, see whole_batch_loss.
+        The loss is the sum of what loss_fn returns for the microbatches, weighed as the run config's loss_reduction
+        says. Without loss_fn it is the loss that the model computes itself, for the whole batch (see whole_batch_loss).
 
-        Returns when the losses are known; the rest of the backward goes on behind it, and whatever needs the
-        gradients waits for them.
+        Returns when the losses are known. The rest of the backward pass goes on in the background, and everything that
+        needs the gradients waits for them.
         """
         if not isinstance(input_args, tuple | list):
             raise ArgumentTypeError(
@@ -158,105 +163,98 @@ class RoundPipe(ModelFace):
         if not isinstance(return_outputs, bool):
             raise ArgumentTypeError(f"return_outputs must be True or False, got {return_outputs!r}.")
         config = self._resolve(run_config)
-        call = self._prepared(input_args, dict(input_kwargs), config, is_for_loss_alone=not return_outputs)
         try:
             return self._engine.forward_backward(
-                call.args, call.kwargs, label, loss_fn, return_outputs, call.config, call.additions
+                tuple(input_args), dict(input_kwargs), label, loss_fn, return_outputs, config
             )
         finally:
-            self._follow_layers()
-
-    def _prepared(
-        self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig, *, is_for_loss_alone: bool
-    ) -> PreparedCall:
-        split_model = self._engine.split_model
-        if split_model is None:
-            return PreparedCall(tuple(args), kwargs, config)
-        return split_model.prepared(args, kwargs, config, is_for_loss_alone=is_for_loss_alone)
+            if self._engine.split_model is not None:
+                self._follow_layers(self._engine.split_model)
 
     # Around training.
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Let attributes, parameter names and state_dict keys be those of `original_model`."""
+        """Take attributes, parameter names and state_dict keys from `original_model`."""
         super().set_original_model(original_model)
-        self._learn_of_loss(original_model)
+        self._engine.own_loss = _own_loss_of(original_model)
 
     def close(self) -> None:
-        """Finish pending work and let go of threads and pinned memory; the weights stay in the wrapped model."""
+        """Finish pending work and release threads and pinned memory; the weights stay in the wrapped model."""
         super().close()
         if self._engine.split_model is not None:
             self._engine.split_model.take_out()
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped model's own `generate`, with every forward run on the devices; caches stay there."""
+        """Run the wrapped model's own `generate` with every forward on the devices; caches stay there."""
         split_model = self._engine.split_model
         if split_model is None:
             raise UsageError(
                 f"{self.name} cannot generate: only models of transformers that are split into layers can. Generate "
                 "with the plain model (its .model) after synchronize()."
             )
-        self._engine.wait_for_visible_weights()
+        self._engine.wait_for_visible_weights()  # code of generate() on the host may read parameters
         return split_model.generating(self.forward).generate(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped model's own `save_pretrained`, on weights that are up to date."""
+        """Run the wrapped model's own `save_pretrained` on the newest weights."""
         self._engine.synchronize()
         return self._target().save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
-    def _be_split(self, split_model: SplitModel) -> None:
-        """The layers are what the original model was split into."""
-        self._engine.split_model = split_model
-        self._engine.own_loss = split_model.own_loss
-
-    def _learn_of_loss(self, model: nn.Module) -> None:
-        """The engine weighs the loss that a model of transformers computes itself by what that is a mean over."""
-        self._engine.own_loss = OwnLoss(model) if has_pretrained(model) else None
-
-    def _follow_layers(self) -> None:
-        """A call of a form that was not met before may have changed what the model is split into."""
-        split_model = self._engine.split_model
-        if split_model is not None and list(self._layers) != list(split_model.layers):
-            layers = tuple(split_model.layers)
+    def _follow_layers(self, split_model: SplitModel) -> None:
+        """Show the layers of the split model: a call of a new form may have changed them."""
+        layers = tuple(split_model.layers)
+        if layers != self._layers:
+            # `__setattr__` protects these attributes.
             self.__dict__.update(model=nn.Sequential(*layers), _layers=layers, num_layers=len(layers))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refused, but for a part of an AutoRoundPipe: the copy of a module that contains it is a plain module."""
+        """Copy the plain module if this is a part of an AutoRoundPipe that is being copied; otherwise raise."""
         if memo and self._engine.is_joined:
             return copy.deepcopy(self.original_model, memo)
         return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused, but for a part of an AutoRoundPipe, which is pickled as the plain module."""
+        """Pickle the plain module if this is a part of an AutoRoundPipe; otherwise raise."""
         if self._engine.is_joined:
-            return operator.itemgetter(0), ((self.original_model,),)  # loads without this package
+            return operator.itemgetter(0), ((self.original_model,),)  # the pickle loads without this package
         return super().__reduce_ex__(protocol)
 
     def timeline(self) -> Timeline:
-        """What ran when in the most recent call, measured on the devices."""
+        """When each task of the most recent call ran, as the devices measured it."""
         return self._engine.timeline()
 
     def planning_profile(self) -> ModelProfile:
-        """What is known of the layers' sizes and times, for `ModelExecutePlan.auto`."""
+        """Sizes and times of the layers as far as they are known, for `ModelExecutePlan.auto`."""
         return self._engine.planning_profile()
 
     def extra_repr(self) -> str:
         return f"name={self.name!r}, layers={self.num_layers}, devices={self._engine.num_devices}"
 
     def _resolve(self, call: RoundPipeRunConfig) -> ResolvedRunConfig:
+        """Overlay the options of a call on the model's and the defaults. Refuses a model whose layers were replaced."""
         config = resolve(call, self.model_run_config, self._engine.num_devices)
         require_device(config.output_device, "output_device")
-        _refuse_other_layers(self.name, self._layers, _layers_of(self.model))
+        # Devices run copies of the layers that were wrapped, so a layer put in later would be ignored.
+        present = [self.model] if self._layers[0] is self.model else list(self.model._modules.values())
+        if len(present) != len(self._layers) or not all(map(operator.is_, present, self._layers)):
+            _raise_other_layers(self.name, self._layers, _layers_of(self.model))
         return config
 
 
+def _own_loss_of(model: nn.Module) -> OwnLoss | None:
+    return OwnLoss(model) if has_pretrained(model) else None
+
+
 def check_arguments(model: object, optim_dtype: object, name: object, model_run_config: object) -> None:
+    """Check the options of a wrapper, and that the model contains no other wrapper."""
     check_options(model, optim_dtype, name, model_run_config)
     assert isinstance(model, nn.Module)
     _refuse_wrapped(model)
 
 
 def check_options(model: object, optim_dtype: object, name: object, model_run_config: object) -> None:
+    """Check the types of the options that all wrappers have."""
     if not isinstance(model, nn.Module):
         hint = f" the class {model.__name__}; make one: {model.__name__}(...)" if isinstance(model, type) else ""
         raise ArgumentTypeError(f"RoundPipe wraps an nn.Module, got {type(model).__name__}{hint}.")
@@ -273,10 +271,10 @@ def check_options(model: object, optim_dtype: object, name: object, model_run_co
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    if isinstance(model, ModelFace):
+    if isinstance(model, ModelProxy):
         raise UsageError(f"this model is a {type(model).__name__} already; wrap the plain module (its .model).")
     for path, module in model.named_modules():
-        if isinstance(module, ModelFace):
+        if isinstance(module, ModelProxy):
             raise UsageError(
                 f"submodule {path!r} of the model is a RoundPipe already ({module.name!r}); build the model of plain "
                 "modules (its .model) and wrap the whole."
@@ -291,11 +289,12 @@ def to_pin_mode(pin_model: object) -> PinMode:
 
 
 def is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether running its children one after the other is all the model does: a subclass may do something else."""
+    """Whether the model only runs its children one after the other. A subclass with its own forward does more."""
     return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """The children of a plain nn.Sequential; any other model is one layer."""
     if not is_chain(model):
         return [model]
     layers = list(model)
@@ -304,18 +303,18 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _refuse_other_layers(name: str, wrapped: Sequence[nn.Module], present: Sequence[nn.Module]) -> None:
+def _raise_other_layers(name: str, wrapped: Sequence[nn.Module], present: Sequence[nn.Module]) -> NoReturn:
     advice = "change the model before wrapping it, or close() and wrap it again."
     if len(wrapped) != len(present):
         raise ModelChangedError(
             f"{name}: the model has {len(present)} layers now but had {len(wrapped)} when it was wrapped; {advice}"
         )
-    for layer_id, (then, now) in enumerate(zip(wrapped, present, strict=True)):
-        if then is not now:
-            raise ModelChangedError(
-                f"{name}: layer {layer_id}, a {type(then).__name__}, was replaced after wrapping by another module "
-                f"({type(now).__name__}); {advice}"
-            )
+    pairs = enumerate(zip(wrapped, present, strict=True))
+    layer_id, (then, now) = next((layer_id, pair) for layer_id, pair in pairs if pair[0] is not pair[1])
+    raise ModelChangedError(
+        f"{name}: layer {layer_id}, a {type(then).__name__}, was replaced after wrapping by another module "
+        f"({type(now).__name__}); {advice}"
+    )
 
 
 def call_site() -> str:

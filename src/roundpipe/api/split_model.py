@@ -1,8 +1,7 @@
-"""A model of repeated blocks as a RoundPipe over the layers it is split into.
+"""Prepares calls for a model of repeated blocks that is split into layers.
 
-Used by api.wrap and api.model. Calls reach the layers as the model's own forward would get them; here they are made fit
-for microbatches: inputs whose rows are not samples are cut by what they belong to, and caches are asked for only where
-somebody can use them.
+The layers receive what the model's own forward would receive. Before a call is split into microbatches, it gets a rule
+for inputs whose rows are not samples, and use_cache=False where a cache would be useless. Knows no device.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from roundpipe.split.plan import KeepLogits
 from roundpipe.split.splitter import ModelSplitter
 from roundpipe.split.transformers import is_cache, is_pretrained
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedCall:
-    """`additions`: keyword arguments that every microbatch gets, after the inputs have been cut."""
+    """A call before it is split. `additions`: further keyword arguments that every microbatch gets as they are."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -40,7 +39,7 @@ class PreparedCall:
 
 
 class SplitModel:
-    """What an engine and a RoundPipe know of a split model. `layers` changes when a call needs others."""
+    """A model and the layers that it is split into. A call of a new form can change `layers`."""
 
     def __init__(self, model: nn.Module, splitter: ModelSplitter) -> None:
         self._model = model
@@ -50,9 +49,9 @@ class SplitModel:
         parameters = inspect.signature(model.forward).parameters
         by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self._parameters = [name for name, parameter in parameters.items() if parameter.kind is by_position]
-        # An adapter around a model hands on what it does not know itself.
-        hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        inner = next((module for module in model.modules() if is_pretrained(module)), model) if hands_on else model
+        # An adapter around a model passes arguments on that it does not know: then the inner model decides.
+        passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        inner = next((module for module in model.modules() if is_pretrained(module)), model) if passes_on else model
         self._takes_use_cache = "use_cache" in {*parameters, *inspect.signature(inner.forward).parameters}
 
     @property
@@ -60,18 +59,17 @@ class SplitModel:
         return self._splitter.layers
 
     def take_out(self) -> None:
-        """The model is to be the plain one it was."""
+        """Make the model a plain module again."""
         self._splitter.take_out()
 
-    # Before a call is cut into microbatches.
+    # Before a call is split into microbatches.
 
     def prepared(
         self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig, *, is_for_loss_alone: bool
     ) -> PreparedCall:
-        """A call as it is to be cut: in one microbatch where a cache is filled, else each input by what it is.
+        """A call with named arguments and a rule for splitting them; in one microbatch if it fills a cache.
 
-        Positional arguments get their names, by which inputs are known. `is_for_loss_alone`: unless the config says so,
-        nobody will look at anything else it returns.
+        is_for_loss_alone: the user gets only the loss, so large logits need not be kept.
         """
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         args = tuple(args)[len(self._parameters) :]
@@ -89,7 +87,7 @@ class SplitModel:
         return PreparedCall(args, kwargs, config, self._additions(kwargs, config, is_for_loss_alone))
 
     def _additions(self, kwargs: dict[str, Any], config: ResolvedRunConfig, is_for_loss_alone: bool) -> dict[str, Any]:
-        """What each microbatch gets beside its share of the inputs."""
+        """Keyword arguments that each microbatch gets beside its share of the inputs."""
         additions: dict[str, Any] = {}
         if self._takes_use_cache and "use_cache" not in kwargs:
             additions["use_cache"] = False
@@ -102,14 +100,14 @@ class SplitModel:
     # Generating.
 
     def generating(self, forward: Callable[..., Any]) -> Any:
-        """A model like the wrapped one whose forward is `forward`, so that its library's own loop runs on devices."""
+        """A model like the wrapped one that calls `forward`: its own `generate` then runs on the devices."""
         inner = next((m for m in self._model.modules() if is_pretrained(m) and hasattr(m, "generate")), None)
         if inner is None:
             raise UsageError(f"{type(self._model).__name__} has no generate().")
 
         @functools.wraps(type(inner).forward)
         def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with torch.random.fork_rng(devices=()):  # sampling draws what it would draw without us
+            with torch.random.fork_rng(devices=()):  # sampling then draws the same numbers as in the plain model
                 return forward(*args, **kwargs)
 
         cls: Any = type(inner)
@@ -117,18 +115,18 @@ class SplitModel:
         stand_in.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "forward"})
         return stand_in
 
-    # Before it is scheduled.
+    # Before a call is planned.
 
-    def unknown_calls(self, batches: MicrobatchInputs) -> list[Call]:
-        """Microbatches of a form that no plan was made for yet."""
+    def unknown_calls(self, batches: MicrobatchInputs) -> list[_Arguments]:
+        """The microbatches of a form of call that has no split plan yet."""
         self._splitter.refresh()
         return [call for call in _calls(batches) if not self._splitter.knows(*call)]
 
-    def learn(self, calls: Sequence[Call]) -> bool:
-        """Plan for calls like these; returns whether the layers have changed. Only while nothing runs."""
+    def learn(self, calls: Sequence[_Arguments]) -> bool:
+        """Make split plans for calls like these; returns whether the layers have changed. Only while nothing runs."""
         changed = False
         for call in calls:
-            if not self._splitter.knows(*call):  # an earlier one may have been of its form
+            if not self._splitter.knows(*call):  # an earlier call may have had the same form
                 try:
                     changed = self._splitter.learn(*call) or changed
                 except ModelSplitError as error:
@@ -140,7 +138,10 @@ class SplitModel:
         return changed
 
     def distrust(self, batches: MicrobatchInputs) -> bool:
-        """The plan of these calls was not theirs after all: whether they can be planned for by more than their form."""
+        """Distinguish these calls by more than their form from now on, because their split plan was wrong.
+
+        Returns False if no more details can be distinguished.
+        """
         return True in [self._splitter.distrust(*call) for call in _calls(batches)]
 
 
@@ -148,7 +149,8 @@ def _in_one_piece(args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch:
     return [args], [kwargs]
 
 
-def _calls(batches: MicrobatchInputs) -> list[Call]:
+def _calls(batches: MicrobatchInputs) -> list[_Arguments]:
+    """The arguments of each microbatch, without our own additions and the wrappers of packed data."""
     return [
         (tuple(map(_arrived, args)), {name: _arrived(v) for name, v in kwargs.items() if name != KEEPS_LOGITS})
         for args, kwargs in zip(batches.args, batches.kwargs, strict=True)

@@ -1,6 +1,7 @@
-"""wrap_model_to_roundpipe: from any model to a RoundPipe, or to an AutoRoundPipe of several.
+"""wrap_model_to_roundpipe: makes a RoundPipe, or an AutoRoundPipe with several RoundPipes, of any model.
 
-The rules are api.wrap_rules'; here they are carried out.
+A model is wrapped, in this order of preference, by its preset, as layers that it is split into, or part by part by the
+rules of api.wrap_rules.
 """
 
 from __future__ import annotations
@@ -35,104 +36,18 @@ from roundpipe.store.adopt import refuse_owned, refuse_special_tensors, require_
 from roundpipe.store.records import user_names
 
 logger = logging.getLogger("roundpipe")
-_PRESET_USED = "%s: using the preset for %s; pass use_sequential_preset=False to do without, True to expect it"
 _OPTIONS = ("devices", "optim_dtype", "pin_model")
 _SPLIT_OPTIONS = ("example_inputs", "liger_kernels")
 _ADVICE = (
-    "it is wrapped part by part, and its own forward runs on the CPU between the parts. Give "
-    "wrap_model_to_roundpipe(..., example_inputs={...}), the keyword arguments of a call, and it is split into layers "
-    "that compute exactly what it computes, all on the devices"
+    "it is wrapped part by part, and its own forward runs on the CPU between the parts. To run the whole model on the "
+    "devices, give wrap_model_to_roundpipe(..., example_inputs={...}), the keyword arguments of a call: then it is "
+    "split into layers that compute exactly what it computes"
 )
-
-
-def wrap_model_to_roundpipe(
-    model: nn.Module,
-    use_sequential_preset: bool | None = None,
-    lower_threshold: int = 16 * 1024,
-    upper_threshold: int | None = None,
-    skip_modules: Container[nn.Module] = [],
-    override_config: dict[nn.Module, RoundPipeRunConfig] = {},
-    model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
-    name: str | None = None,
-    **roundpipe_kwargs: Any,
-) -> RoundPipe | AutoRoundPipe:
-    """Wrap a model of any shape: by its preset, else submodule by submodule, each as it suits its type and size.
-
-    use_sequential_preset: False ignores presets, True insists on one.
-    lower_threshold: bytes. A module whose own parameters take as much is wrapped as a whole; a whole module below it
-        runs in one microbatch.
-    upper_threshold: bytes. A module is wrapped as a whole up to this size. Default: the model's size / (devices + 1).
-    skip_modules: modules left as they are; they run on the CPU.
-    override_config: run options of single modules, over everything else.
-    model_run_config: run options of all RoundPipes made.
-    name: shown in logs and errors; default the file and line of this call. Parts are named below it.
-    roundpipe_kwargs: optim_dtype, pin_model, devices: as for `RoundPipe`; and for models that are split into layers:
-        example_inputs: keyword arguments of a call, or a list of such, that the model is split for at once; calls of
-            another form are planned for when the first one comes.
-        liger_kernels: True to let a model of transformers use the kernels of the package liger-kernel on GPUs.
-
-    Returns a RoundPipe where the model is wrapped as a whole, else an AutoRoundPipe: the model itself, with RoundPipes
-    in place of submodules until it is closed.
-    """
-    thresholds = {"lower_threshold": lower_threshold}
-    if upper_threshold is not None:
-        thresholds["upper_threshold"] = upper_threshold
-    _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
-    check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
-    refuse_owned(model)
-    refuse_special_tensors(model)  # here already: a model that is split runs before its layers are checked
-    options = dict(roundpipe_kwargs, name=name or call_site())
-    split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
-    config = override_config.get(model, AS_USUAL).over(model_run_config)
-    preset = None if use_sequential_preset is False else find_preset(model)
-    if preset is not None:
-        if use_sequential_preset is None:
-            logger.info(_PRESET_USED, options["name"], type(model).__name__)
-        return _wrap_preset(model, preset, config, options)
-    if use_sequential_preset is not False:
-        try:
-            return _wrap_split(model, split_options, config, options)
-        except ModelSplitError as error:
-            if use_sequential_preset:
-                raise NotImplementedError(
-                    f"there is no preset for {type(model).__name__}, and it is not split into layers: {error}. Leave "
-                    "use_sequential_preset out, register a preset with roundpipe.models.register, or build an "
-                    "nn.Sequential."
-                ) from error
-            if has_pretrained(model) or split_options.example_inputs:
-                logger.warning("%s: %s is wrapped part by part, for %s", options["name"], type(model).__name__, error)
-    if upper_threshold is None:
-        upper_threshold = size_bytes(model) // (len(parse_devices(options.get("devices"))) + 1)
-    parts = WrapRules(lower_threshold, upper_threshold, skip_modules).parts(model)
-    _warn_of_unused(model, parts, skip_modules, override_config)
-    _warn_of_one_piece(parts, override_config)
-    if [part.module for part in parts] == [model]:
-        config = override_config.get(model, AS_USUAL).over(parts[0].config).over(model_run_config)
-        return RoundPipe(model, model_run_config=config, **options)
-    is_meant = use_sequential_preset is False or bool(split_options.example_inputs) or has_pretrained(model)
-    advice = _ADVICE if not is_meant and block_paths(model) else None
-    return _wrap_parts(model, parts, override_config, model_run_config, options, advice)
-
-
-def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, options: dict[str, Any]) -> RoundPipe:
-    sequential = preset(model)
-    if not isinstance(sequential, nn.Sequential):
-        raise ArgumentTypeError(
-            f"the preset for {type(model).__name__} must return an nn.Sequential, got {type(sequential).__name__}."
-        )
-    given, made = dict(model.named_parameters()), set(sequential.parameters())
-    lost = [key for key, param in given.items() if param not in made]
-    if lost or len(given) != len(made):
-        raise ConfigError(
-            f"the preset for {type(model).__name__} returned an nn.Sequential with other parameters than the model's "
-            f"({len(made)} instead of {len(given)}; not in it: {', '.join(lost[:5]) or 'none'}); it must reuse them."
-        )
-    return RoundPipe._over(sequential, model, user_names(model), model_run_config=config, **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitOptions:
-    """What the user says of how a model is split; checked when it is made."""
+    """The user's options for splitting a model, checked at construction."""
 
     example_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     liger_kernels: bool
@@ -153,24 +68,136 @@ class SplitOptions:
         return [given] if isinstance(given, Mapping) else list(given)
 
 
+def wrap_model_to_roundpipe(
+    model: nn.Module,
+    use_sequential_preset: bool | None = None,
+    lower_threshold: int = 16 * 1024,
+    upper_threshold: int | None = None,
+    skip_modules: Container[nn.Module] = [],
+    override_config: dict[nn.Module, RoundPipeRunConfig] = {},
+    model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
+    name: str | None = None,
+    **roundpipe_kwargs: Any,
+) -> RoundPipe | AutoRoundPipe:
+    """Wrap any model: by its preset, as layers that it is split into, or submodule by submodule.
+
+    use_sequential_preset: False always wraps submodule by submodule; True raises where that would be needed.
+    lower_threshold: bytes. A module whose own parameters take at least this is wrapped as a whole. A module that is
+        wrapped as a whole and takes less runs in one microbatch.
+    upper_threshold: bytes. A module that takes at most this is wrapped as a whole. Default: model size / (devices + 1).
+    skip_modules: modules that are not wrapped; they run on the CPU.
+    override_config: run options of single modules; they override all others.
+    model_run_config: run options of all RoundPipes that are made.
+    name: shown in logs and errors; default the file and line of this call. Names of parts begin with it.
+    roundpipe_kwargs: optim_dtype, pin_model and devices, as for `RoundPipe`; and for models that are split into layers:
+        example_inputs: keyword arguments of a call, or a list of such dicts. The model is split for these calls now.
+            For calls of another form it is split again when the first one is made.
+        liger_kernels: True to let a model of transformers use the kernels of the package liger-kernel on GPUs.
+
+    Returns a RoundPipe if the model is wrapped as a whole. Otherwise returns an AutoRoundPipe: the model itself, in
+    which RoundPipes replace submodules until it is closed.
+    """
+    thresholds = {"lower_threshold": lower_threshold}
+    if upper_threshold is not None:
+        thresholds["upper_threshold"] = upper_threshold
+    _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
+    check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
+    refuse_owned(model)
+    refuse_special_tensors(model)  # before splitting, which runs the model
+    options = dict(roundpipe_kwargs, name=name or call_site())
+    split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
+    if use_sequential_preset is not False:
+        config = override_config.get(model, AS_USUAL).over(model_run_config)
+        wrapped = _wrap_as_layers(model, split_options, config, options, is_required=use_sequential_preset is True)
+        if wrapped is not None:
+            return wrapped
+    if upper_threshold is None:
+        upper_threshold = size_bytes(model) // (len(parse_devices(options.get("devices"))) + 1)
+    parts = WrapRules(lower_threshold, upper_threshold, skip_modules).parts(model)
+    _warn_of_unused(model, parts, skip_modules, override_config)
+    _warn_of_one_microbatch(parts, override_config)
+    if [part.module for part in parts] == [model]:
+        config = override_config.get(model, AS_USUAL).over(parts[0].config).over(model_run_config)
+        return RoundPipe(model, model_run_config=config, **options)
+    # Without an explanation so far, say how a model of repeated blocks would be wrapped better.
+    is_explained = use_sequential_preset is False or bool(split_options.example_inputs) or has_pretrained(model)
+    advice = _ADVICE if not is_explained and block_paths(model) else None
+    return _wrap_parts(model, parts, override_config, model_run_config, options, advice)
+
+
+def _wrap_as_layers(
+    model: nn.Module,
+    split_options: SplitOptions,
+    config: RoundPipeRunConfig,
+    options: dict[str, Any],
+    *,
+    is_required: bool,
+) -> RoundPipe | None:
+    """A RoundPipe over the layers of the model's preset, or over those it is split into.
+
+    Returns None if the model has no preset and cannot be split; raises then if `is_required`.
+    """
+    model_type = type(model).__name__
+    preset = find_preset(model)
+    if preset is not None:  # registered by the user, so it goes before splitting
+        if not is_required:
+            logger.info(
+                "%s: using the preset for %s; pass use_sequential_preset=False to do without, True to require it",
+                options["name"],
+                model_type,
+            )
+        return _wrap_preset(model, preset, config, options)
+    try:
+        return _wrap_split(model, split_options, config, options)
+    except ModelSplitError as error:
+        if is_required:
+            raise NotImplementedError(
+                f"there is no preset for {model_type}, and it is not split into layers: {error}. Leave "
+                "use_sequential_preset out, register a preset with roundpipe.models.register, or build an "
+                "nn.Sequential."
+            ) from error
+        if has_pretrained(model) or split_options.example_inputs:
+            logger.warning("%s: %s is wrapped part by part, for %s", options["name"], model_type, error)
+        return None
+
+
+def _wrap_preset(model: nn.Module, preset: Convert, config: RoundPipeRunConfig, options: dict[str, Any]) -> RoundPipe:
+    """A RoundPipe over the preset's nn.Sequential, which must consist of the model's parameters."""
+    sequential = preset(model)
+    if not isinstance(sequential, nn.Sequential):
+        raise ArgumentTypeError(
+            f"the preset for {type(model).__name__} must return an nn.Sequential, got {type(sequential).__name__}."
+        )
+    # A parameter that the preset leaves out would silently not be trained.
+    given, made = dict(model.named_parameters()), set(sequential.parameters())
+    lost = [key for key, param in given.items() if param not in made]
+    if lost or len(given) != len(made):
+        raise ConfigError(
+            f"the preset for {type(model).__name__} returned an nn.Sequential with other parameters than the model's "
+            f"({len(made)} instead of {len(given)}; not in it: {', '.join(lost[:5]) or 'none'}); it must reuse them."
+        )
+    return RoundPipe._over(sequential, model, user_names(model), model_run_config=config, **options)
+
+
 def _wrap_split(
     model: nn.Module, split_options: SplitOptions, config: RoundPipeRunConfig, options: dict[str, Any]
 ) -> RoundPipe:
-    """The model as layers over its own parameters; its own code runs between its blocks."""
+    """A RoundPipe over the layers that the model is split into. Raises ModelSplitError if it cannot be split."""
     examples = split_options.examples()
     if not examples and not has_pretrained(model):
-        raise ModelSplitError("of a model that is not one of transformers, example_inputs must be given")
-    # Before the first byte: weights on the meta device are made next, and the model runs before its layers are known.
+        raise ModelSplitError("for a model that is not one of transformers, example_inputs must be given")
+    # Checked first: the next steps allocate weights that are on the meta device, and run the model. Children go before
+    # their parents, since the layers are not known yet and each of them moves on its own.
     _check_memory(list(reversed(list(model.modules()))), options)
     fill_from_meta(model)
     stop_checkpointing(model)
     kernels = FusedKernels(model) if split_options.liger_kernels else None
     splitter = ModelSplitter(model, kernels)
-    with torch.enable_grad():
+    with torch.enable_grad():  # the grad mode is part of a form of call: examples are training calls
         for example in examples:
             splitter.learn((), dict(example))
         if not examples and not splitter.learn_by_guess():
-            logger.info("%s: what %s is split into is settled by its first call", options["name"], type(model).__name__)
+            logger.info("%s: the first call decides how %s is split into layers", options["name"], type(model).__name__)
     logger.info(
         "%s: %s is split into %d layers; pass use_sequential_preset=False to do without, True to insist",
         options["name"],
@@ -178,9 +205,9 @@ def _wrap_split(
         len(splitter.layers),
     )
     layers = nn.Sequential(*splitter.layers)
-    wrapped = RoundPipe._over(layers, model, user_names(model), model_run_config=config, **options)
-    wrapped._be_split(SplitModel(model, splitter))
-    return wrapped
+    split_model = SplitModel(model, splitter)
+    names = user_names(model)
+    return RoundPipe._over(layers, model, names, model_run_config=config, split_model=split_model, **options)
 
 
 def _wrap_parts(
@@ -191,9 +218,10 @@ def _wrap_parts(
     options: dict[str, Any],
     advice: str | None,
 ) -> AutoRoundPipe:
-    """All RoundPipes are made before the model is changed: what fails leaves it as it was.
+    """An AutoRoundPipe in which a RoundPipe replaces each part.
 
-    `advice`: how the model would be wrapped better, for the log and for calls that fail.
+    Makes all RoundPipes before it changes the model, so that a failure leaves the model unchanged.
+    advice: how to wrap the model better, for the log and for calls that fail.
     """
     optim_dtype, name = options.get("optim_dtype"), options["name"]
     modules = [part.module for part in parts]
@@ -207,7 +235,7 @@ def _wrap_parts(
             part.module,
             part.module,
             names,
-            # Where the user asks for packed data, the model's forward gets packed data.
+            # If the user sets merge_output=False for this module, the model's forward gets packed data, not tensors.
             merges_late=part.config.merge_output is False and own.merge_output is None,
             **dict(options, name=f"{name}.{part.path}", model_run_config=own.over(part.config).over(base)),
         )
@@ -216,6 +244,7 @@ def _wrap_parts(
     try:
         for part in parts:
             make(part, model_run_config)
+        # The loss function of transformers gets whole logits and would be slow on the host.
         plain_loss = loss_function_of(model)
         loss = plain_loss and DeviceLoss(make(Part("loss_function", LossModule(plain_loss), IN_ONE_PIECE)), plain_loss)
         return AutoRoundPipe._of_parts(
@@ -229,13 +258,13 @@ def _wrap_parts(
             advice=advice,
         )
     except BaseException:
-        for wrapped in made.values():
+        for wrapped in made.values():  # then the parameters have no owner, and the user can wrap them again
             wrapped.close()
         raise
 
 
 def _check_memory(modules: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
-    """Refuse training that cannot fit; `modules` move one by one, each with what no earlier one has."""
+    """Raise if training does not fit into host memory. Each of `modules` counts the tensors of no earlier one."""
     pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
     trains = torch.is_grad_enabled()
     require_training_memory(modules, options.get("optim_dtype"), pin_mode, trains=trains, warns_of_async=False)
@@ -248,6 +277,7 @@ def _check(
     override_config: object,
     roundpipe_kwargs: Mapping[str, object],
 ) -> None:
+    """Check the arguments that only wrap_model_to_roundpipe has."""
     if use_sequential_preset not in (None, True, False):
         raise ArgumentTypeError(f"use_sequential_preset must be True, False or None, got {use_sequential_preset!r}.")
     for name, value in thresholds.items():
@@ -274,15 +304,15 @@ def _check(
         )
 
 
-def _warn_of_one_piece(parts: Sequence[Part], override_config: Mapping[nn.Module, RoundPipeRunConfig]) -> None:
-    """Layers whose batch is not in the first dimension of all they take and return are not cut along it."""
+def _warn_of_one_microbatch(parts: Sequence[Part], override_config: Mapping[nn.Module, RoundPipeRunConfig]) -> None:
+    """Warn of parts that run in one microbatch because a layer has its batch in another dimension than the first."""
     found = {part.path: layer_with_batch_elsewhere(part.module) for part in parts}
-    told = {part.path for part in parts if override_config.get(part.module, AS_USUAL).num_microbatch is not None}
-    paths = [path or "the model" for path, layer in found.items() if layer is not None and path not in told]
+    overridden = {part.path for part in parts if override_config.get(part.module, AS_USUAL).num_microbatch is not None}
+    paths = [path or "the model" for path, layer in found.items() if layer is not None and path not in overridden]
     if paths:
         logger.warning(
             "%s: run in one microbatch, because %s has its batch in another dimension than the first, in its inputs, "
-            "outputs or states; override_config={module: RoundPipeRunConfig(num_microbatch=...)} cuts it all the same",
+            "outputs or states; override_config={module: RoundPipeRunConfig(num_microbatch=...)} splits it anyway",
             ", ".join(paths[:3]) + (" and others" if len(paths) > 3 else ""),
             ", ".join(sorted({type(layer).__name__ for layer in found.values() if layer is not None})),
         )
@@ -294,12 +324,13 @@ def _warn_of_unused(
     skip_modules: Container[nn.Module],
     override_config: Mapping[nn.Module, RoundPipeRunConfig],
 ) -> None:
-    """What the user said of single modules and what will not come true."""
+    """Warn of entries in skip_modules and override_config that have no effect."""
     for part in parts:
         for path, module in part.module.named_modules(prefix=part.path):
             if module in skip_modules:
                 logger.warning(
-                    "%r is in skip_modules but inside %r, which is wrapped as a whole: it is not left out; skip that",
+                    "%r is in skip_modules but inside %r, which is wrapped as a whole, so it is not skipped; skip "
+                    "the whole instead",
                     path,
                     part.path or "the model",
                 )
@@ -308,4 +339,4 @@ def _warn_of_unused(
     for module in override_config:
         if module not in wrapped:
             place = paths.get(module, f"a {type(module).__name__} outside the model")
-            logger.warning("override_config of %r is not used: it becomes no RoundPipe of its own", place)
+            logger.warning("override_config of %r is not used: this module does not become a RoundPipe", place)

@@ -1,10 +1,20 @@
 """Decides which submodules of a model become RoundPipes, by the rules of `wrap_model_to_roundpipe`.
 
-Called by api.wrap. Looks at sizes, types and sharing only: changes nothing and starts nothing.
+Considers sizes, types and shared parameters. Changes no module and starts nothing.
 
-[Note: one owner] A parameter belongs to one RoundPipe, or to none. Where the rules would put one parameter into two
-RoundPipes, or into one and outside of all, the smallest module that contains all its places and has a forward becomes
-one single-layer RoundPipe instead.
+The rules, the first that applies to a module:
+
+    is in skip_modules                                stays as it is
+    is an nn.Sequential                               becomes a RoundPipe with one layer per child
+    has a forward, and its own parameters take
+    lower_threshold or more, or all its parameters
+    take upper_threshold or less                      becomes a RoundPipe with one layer
+    is an nn.ModuleList                               each element with a forward becomes a RoundPipe
+    any other                                         the rules apply to its children
+
+[Note: one owner] A parameter belongs to at most one RoundPipe. If these rules would put a parameter into two
+RoundPipes, or into one and outside of all, then the smallest module that contains all places of the parameter and has a
+forward becomes a RoundPipe with one layer.
 """
 
 from __future__ import annotations
@@ -23,12 +33,12 @@ logger = logging.getLogger("roundpipe")
 
 AS_USUAL = RoundPipeRunConfig()
 IN_ONE_PIECE = RoundPipeRunConfig(num_microbatch=1)
-UNMERGED = RoundPipeRunConfig(merge_output=False)  # in the forward of the whole model: see LateMerge
+UNMERGED = RoundPipeRunConfig(merge_output=False)  # the forward of the whole model gets LateMerge tensors
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A module that becomes a RoundPipe. `path`: its place below the root, dotted; empty for the root itself."""
+    """A module that becomes a RoundPipe. `path`: its dotted name in the root; empty for the root itself."""
 
     path: str
     module: nn.Module
@@ -37,26 +47,30 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class WrapRules:
+    """The options of the rules: see the top of this module."""
+
     lower_threshold: int
     upper_threshold: int
     skip_modules: Container[nn.Module]
 
     def parts(self, root: nn.Module) -> list[Part]:
-        """What becomes a RoundPipe: the root alone, or submodules of it none of which contains another."""
+        """The modules that become RoundPipes: the root alone, or submodules none of which contains another."""
         parts = self._parts(root, "")
+        # What [Note: one owner] could not resolve inside the root: a ModuleList, for example, has no forward.
         shared = shared_parameter(root, parts)
         if shared is not None:
             raise OwnershipError(
                 f"{shared[0]!r} and {shared[1]!r} are one parameter, but no module with a forward contains both; a "
-                "parameter can be in one RoundPipe only: give them parameters of their own, or skip both modules."
+                "parameter can be in one RoundPipe only: give each its own parameter, or skip both modules."
             )
         return parts
 
     def _parts(self, module: nn.Module, path: str) -> list[Part]:
+        """The parts in one module. `path`: its dotted name in the root."""
         if module in self.skip_modules:
             return []
         if is_chain(module):
-            return [Part(path, module, _cut(module))] if len(module) else []
+            return [Part(path, module, _config_of(module))] if len(module) else []
         own_bytes, total_bytes = size_bytes(module, recurse=False), size_bytes(module)
         if has_forward(module) and (own_bytes >= self.lower_threshold or total_bytes <= self.upper_threshold):
             return [self._whole(module, path)]
@@ -67,28 +81,29 @@ class WrapRules:
         return self._with_one_owner(module, path, unique(parts))
 
     def _whole(self, module: nn.Module, path: str) -> Part:
-        small = size_bytes(module) < self.lower_threshold
-        return Part(path, module, IN_ONE_PIECE if small else _cut(module))
+        # In a small module the work of splitting and merging would exceed the gain.
+        is_small = size_bytes(module) < self.lower_threshold
+        return Part(path, module, IN_ONE_PIECE if is_small else _config_of(module))
 
     def _elements(self, elements: nn.ModuleList, path: str) -> list[Part]:
-        """One RoundPipe each; an element hands packed microbatches on if what follows it is a RoundPipe as well."""
+        """The parts in a list of modules. An element followed by another RoundPipe passes its outputs on unmerged."""
         children = [(name, child) for name, child in elements._modules.items() if child is not None]
         wrapped = [child not in self.skip_modules and can_run(child) for _, child in children]
         parts = []
         for i, (name, child) in enumerate(children):
             if wrapped[i]:
-                followed = any(wrapped[i + 1 : i + 2])
-                config = _cut(child)
-                parts.append(Part(join(path, name), child, UNMERGED.over(config) if followed else config))
+                is_followed = any(wrapped[i + 1 : i + 2])
+                config = _config_of(child)
+                parts.append(Part(join(path, name), child, UNMERGED.over(config) if is_followed else config))
             else:
                 parts += self._parts(child, join(path, name))
         return parts
 
     def _with_one_owner(self, module: nn.Module, path: str, parts: list[Part]) -> list[Part]:
-        """`parts` of the module, or the module as a whole: see [Note: one owner]."""
+        """The given parts of the module, or the module as one part: see [Note: one owner]."""
         shared = shared_parameter(module, parts)
         if shared is None or not has_forward(module):
-            return parts
+            return parts  # without a forward the module cannot run as a whole; its parent decides
         first, second = (join(path, name) for name in shared)
         for name, inner in module.named_modules():
             if inner in self.skip_modules:
@@ -98,7 +113,7 @@ class WrapRules:
                     "share the parameter as well, or do not skip this one."
                 )
         logger.warning(
-            "%s is wrapped as one layer, since %r and %r in it are one parameter", path or "the model", first, second
+            "%s is wrapped as one layer because %r and %r in it are one parameter", path or "the model", first, second
         )
         return [self._whole(module, path)]
 
@@ -108,18 +123,20 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def can_run(module: nn.Module) -> bool:
+    """Whether the module can be a RoundPipe: it has a forward and is not an empty nn.Sequential."""
     return has_forward(module) and not (is_chain(module) and len(module) == 0)
 
 
-def _cut(module: nn.Module) -> RoundPipeRunConfig:
+def _config_of(module: nn.Module) -> RoundPipeRunConfig:
+    """One microbatch if the module cannot be split along the first dimension, else the defaults."""
     return AS_USUAL if layer_with_batch_elsewhere(module) is None else IN_ONE_PIECE
 
 
 def layer_with_batch_elsewhere(module: nn.Module) -> nn.Module | None:
-    """The layer of torch for which the module cannot be cut along the first dimension of its inputs and outputs.
+    """The first layer of torch.nn in the module that has its batch in another dimension than the first, or None.
 
-    Recurrent layers have their batch elsewhere in their states, others unless they are made with batch_first=True.
-    Modules of the user's are not looked into: what they take and return need not be what their layers do.
+    These are recurrent layers, because of their states, and layers made with batch_first=False. The function does not
+    look into classes of the user: their inputs and outputs need not be those of the layers inside.
     """
     for layer in list(module) if is_chain(module) else [module]:
         if type(layer).__module__.startswith("torch.nn.") and not is_chain(layer):
@@ -130,7 +147,7 @@ def layer_with_batch_elsewhere(module: nn.Module) -> nn.Module | None:
 
 
 def size_bytes(module: nn.Module, recurse: bool = True) -> int:
-    """Of its parameters, each once."""
+    """Bytes of the module's parameters, each counted once."""
     return sum(param.nbytes for param in module.parameters(recurse))
 
 
@@ -139,20 +156,20 @@ def join(path: str, name: str) -> str:
 
 
 def unique(parts: list[Part]) -> list[Part]:
-    """A module that occurs several times is one part; it merges its outputs if it must in one of its places."""
+    """The parts with each module once. A module in several places merges its outputs if one of the places needs it."""
     found: dict[nn.Module, Part] = {}
     for part in parts:
         first = found.setdefault(part.module, part)
-        if first.config.merge_output is False:
+        if first.config.merge_output is False:  # unmerged so far: this place may need merged outputs
             found[part.module] = dataclasses.replace(part, path=first.path)
     return list(found.values())
 
 
 def shared_parameter(root: nn.Module, parts: Collection[Part]) -> tuple[str, str] | None:
-    """Two names, below `root`, of a parameter that would have two owners; None where each has one."""
+    """Two names, in `root`, of a parameter that would have two owners; None if there is no such parameter."""
     wrapped = {part.module for part in parts}
     holders: list[tuple[nn.Module | None, nn.Module]] = [(module, module) for module in wrapped]
-    holders += [(None, module) for _, module in bare_modules(root, wrapped)]
+    holders += [(None, module) for _, module in bare_modules(root, wrapped)]  # None: outside of all parts
     owners: dict[nn.Parameter, nn.Module | None] = {}
     for owner, module in holders:
         for param in module.parameters(recurse=owner is not None):
@@ -165,7 +182,7 @@ def shared_parameter(root: nn.Module, parts: Collection[Part]) -> tuple[str, str
 def bare_modules(
     root: nn.Module, wrapped: Container[nn.Module], path: str = "", seen: set[nn.Module] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The root and its submodules with their paths, each once, but for the wrapped ones and what is in them."""
+    """The bare modules with their paths: the root and its submodules, each once, that are in no wrapped module."""
     seen = set() if seen is None else seen
     if root in seen or root in wrapped:
         return

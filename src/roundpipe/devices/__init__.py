@@ -1,4 +1,7 @@
-"""The only home of device APIs: a small protocol, CUDA and virtual CPU devices behind it."""
+"""Devices: a small protocol, implemented by CUDA devices and by virtual CPU devices.
+
+All calls of device APIs such as torch.cuda are in this package.
+"""
 
 from roundpipe.devices.discover import (
     DeviceSpec,

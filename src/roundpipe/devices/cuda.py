@@ -1,6 +1,6 @@
-"""CUDA devices. The only file that names torch.cuda.
+"""CUDA devices: streams, events, copies and memory of one GPU. No other module names torch.cuda.
 
-Opened by devices.discover; spoken to through devices.interface by everybody else.
+Implements the protocol of devices.interface. Knows no layer and no schedule.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -20,13 +21,13 @@ from roundpipe.monitor import wait_for_event
 
 logger = logging.getLogger("roundpipe")
 
-# Workers that share a GPU share its generator: a layer's random stream owns it while the layer's kernels are launched.
+# One lock per GPU: workers that share a GPU share its random generator, and a layer holds the lock while it launches.
 _generator_locks: dict[int, threading.Lock] = {}
-# Libraries keep a workspace for every stream they have seen, so streams of closed devices are used again.
+# Streams of closed devices, kept for reuse: libraries (cuBLAS) keep a workspace for every stream they have seen.
 _free_streams: dict[int, list[dict[StreamKind, torch.cuda.Stream]]] = {}
 _shared_guard = threading.Lock()
 _LONGEST_DELAY_CYCLES = 1_000_000  # about half a millisecond
-_MEMORY_SHARE = 0.92  # of the memory we may use; the rest is for fragmentation and library workspaces
+_MEMORY_SHARE = 0.92  # of the usable memory; the rest covers fragmentation and library workspaces
 
 
 def device_count() -> int:
@@ -38,6 +39,8 @@ def synchronize_current_stream(device: torch.device) -> None:
 
 
 class CudaEvent:
+    """A torch.cuda.Event with the watchdog's wait. `where` names device and stream in its report."""
+
     def __init__(self, event: torch.cuda.Event, where: str) -> None:
         self.raw = event
         self._where = where
@@ -50,6 +53,8 @@ class CudaEvent:
 
 
 class CudaMark:
+    """A timed CUDA event, read relative to `origin`, which passed at `origin_s` of the host's clock."""
+
     def __init__(self, event: torch.cuda.Event, origin: torch.cuda.Event, origin_s: float) -> None:
         self._event, self._origin, self._origin_s = event, origin, origin_s
 
@@ -59,14 +64,16 @@ class CudaMark:
 
 
 class CudaDevice(Device):
-    """A worker's view of one GPU: streams of its own, the memory shared with `share` workers in all."""
+    """One GPU as one worker uses it: five private streams; `share` workers divide the GPU's memory."""
+
+    draws_on_host = False
 
     def __init__(self, index: int, name: str, share: int) -> None:
         self.name = name
         self.torch_device = torch.device("cuda", index)
         self._index = index
         self._share = share
-        # For tests: every copy runs late, by chance, and memory is NaN before its time, as on virtual devices.
+        # For tests: delay copies at random and fill unwritten memory with NaN, as virtual devices do.
         self._under_stress = bool(os.environ.get("ROUNDPIPE_STRESS"))
         self._random = random.Random(index)
         with torch.cuda.device(index):
@@ -82,27 +89,13 @@ class CudaDevice(Device):
         with _shared_guard:
             _free_streams.setdefault(self._index, []).append(self._streams)
 
-    @property
-    def draws_on_host(self) -> bool:
-        return False
-
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         with torch.cuda.device(self._index), torch.cuda.stream(self._streams[StreamKind.COMPUTE]):
             yield
 
-    @contextlib.contextmanager
-    def random_stream(self, seed: int) -> Iterator[None]:
-        generator = torch.cuda.default_generators[self._index]
-        with self._generator_lock:
-            # Seed and offset are all there is to its state, and much cheaper to keep than the state as a tensor.
-            users_seed, users_offset = generator.initial_seed(), generator.get_offset()
-            generator.manual_seed(seed)
-            try:
-                yield
-            finally:
-                generator.manual_seed(users_seed)
-                generator.set_offset(users_offset)
+    def random_stream(self, seed: int) -> AbstractContextManager[None]:
+        return _RandomStream(self._generator_lock, torch.cuda.default_generators[self._index], seed)
 
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         memory = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu", pin_memory=True)
@@ -121,6 +114,7 @@ class CudaDevice(Device):
             if self._under_stress:
                 torch.cuda._sleep(self._random.randrange(_LONGEST_DELAY_CYCLES))
             destination.copy_(source, non_blocking=True)
+        # The caching allocator may otherwise reuse the memory before this stream has run the copy.
         for tensor in (destination, source):
             if tensor.is_cuda:
                 tensor.record_stream(queue)
@@ -134,7 +128,7 @@ class CudaDevice(Device):
         if isinstance(event, CudaEvent):
             self._streams[stream].wait_event(event.raw)
         else:
-            event.wait()
+            event.wait()  # an event of another kind of device: only the host can wait for it
 
     def lend(self, tensor: torch.Tensor, stream: StreamKind) -> None:
         tensor.record_stream(self._streams[stream])
@@ -152,6 +146,7 @@ class CudaDevice(Device):
 
     def memory_limit_bytes(self) -> int | None:
         free, total = torch.cuda.mem_get_info(self._index)
+        # torch's cache counts as usable: it serves our allocations before it asks the driver.
         reachable = free + torch.cuda.memory_reserved(self._index)
         fraction_of = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         if fraction_of is not None:
@@ -166,6 +161,27 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
 
+class _RandomStream(AbstractContextManager[None]):
+    """Owns the GPU's generator while it is entered. A class, because it is entered for every layer and microbatch."""
+
+    def __init__(self, lock: threading.Lock, generator: torch.Generator, seed: int) -> None:
+        self._lock, self._generator, self._seed = lock, generator, seed
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        generator = self._generator
+        # Seed and offset are all of a CUDA generator's state, and much cheaper to keep than the state as a tensor.
+        self._users_seed, self._users_offset = generator.initial_seed(), generator.get_offset()
+        generator.manual_seed(self._seed)
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self._generator.manual_seed(self._users_seed)
+            self._generator.set_offset(self._users_offset)
+        finally:
+            self._lock.release()
+
+
 def _take_streams(index: int) -> dict[StreamKind, torch.cuda.Stream]:
     with _shared_guard:
         if _free_streams.get(index):
@@ -174,14 +190,14 @@ def _take_streams(index: int) -> dict[StreamKind, torch.cuda.Stream]:
 
 
 class CudaPinner(HostPinner):
-    """Registers host memory with the driver where it is: exactly the bytes asked for."""
+    """Page-locks existing host memory with cudaHostRegister, exactly the given bytes."""
 
     def pin(self, address: int, num_bytes: int) -> bool:
         status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
         if int(status) != 0:
             logger.warning(
-                "could not pin %d bytes of host memory (CUDA error %d); copies from it will be slower. "
-                "Read-only mappings cannot be pinned, and `ulimit -l` may be too low.",
+                "could not pin %d bytes of host memory (CUDA error %d); copies from this memory will be slower. "
+                "Read-only mappings cannot be pinned; a low `ulimit -l` also prevents pinning.",
                 num_bytes,
                 int(status),
             )

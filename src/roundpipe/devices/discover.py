@@ -1,6 +1,6 @@
-"""Turns what the user says about devices into opened devices.
+"""Parses the user's choice of devices and opens them.
 
-Called by runtime.pool and api. Queries the machine only when asked, never at import.
+Queries the machine only inside its functions, never at import.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from roundpipe.devices.virtual import NoPinner, VirtualDevice
 from roundpipe.errors import ArgumentTypeError, DeviceError
 
 ENVIRONMENT_VARIABLE = "ROUNDPIPE_DEVICES"
+# "cpu", "cpu*4", "cuda:0" or "cuda:0*2"
 _ENTRY = re.compile(r"^\s*(?P<kind>cpu|cuda)(?::(?P<index>\d+))?\s*(?:\*\s*(?P<count>\d+))?\s*$")
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSpec:
-    """One worker's device: a kind and, for CUDA, which GPU."""
+    """The device of one worker: its kind ("cpu" or "cuda") and, for CUDA, the index of the GPU."""
 
     kind: str
     index: int
 
 
 def parse_devices(devices: object) -> tuple[DeviceSpec, ...]:
-    """The pool a `devices=` argument asks for; None asks the environment variable, then the machine."""
+    """Return the devices that a `devices=` argument names; None: see `default_specs`."""
     if devices is None:
         return default_specs()
     entries = devices.split(",") if isinstance(devices, str) else devices
+    # A single torch.device is a likely mistake: the argument is a list.
     if isinstance(entries, torch.device) or not isinstance(entries, Sequence):
         raise ArgumentTypeError(f'devices must be a list such as ["cuda:0", "cuda:1"] or ["cpu"] * 4, got {devices!r}.')
     asked = f"devices={devices!r}"
@@ -42,7 +44,7 @@ def parse_devices(devices: object) -> tuple[DeviceSpec, ...]:
 
 
 def default_specs() -> tuple[DeviceSpec, ...]:
-    """From `ROUNDPIPE_DEVICES`, or every visible GPU, or one virtual device."""
+    """Return the devices in `ROUNDPIPE_DEVICES`, else every visible GPU, else one virtual device."""
     text = os.environ.get(ENVIRONMENT_VARIABLE)
     if text:
         asked = f"{ENVIRONMENT_VARIABLE}={text!r}"
@@ -52,8 +54,8 @@ def default_specs() -> tuple[DeviceSpec, ...]:
 
 
 def open_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
-    """Devices in the order given; a GPU named k times becomes k workers that share its memory."""
-    shares = Counter(specs)
+    """Open the devices in the given order. A GPU that is named k times becomes k devices that share its memory."""
+    shares = Counter(specs)  # how many workers share each GPU
     opened: Counter[DeviceSpec] = Counter()
     devices: list[Device] = []
     for position, spec in enumerate(specs):
@@ -67,25 +69,28 @@ def open_devices(specs: Sequence[DeviceSpec]) -> list[Device]:
 
 
 def host_pinner(specs: Sequence[DeviceSpec]) -> HostPinner:
+    """Return an object that pins host memory if a device is a GPU, else one that does nothing."""
     return cuda.CudaPinner() if any(spec.kind == "cuda" for spec in specs) else NoPinner()
 
 
 def require_device(device: torch.device, what: str) -> None:
-    """Refuse a device on which nothing can be left for the user."""
+    """Raise a DeviceError unless the device exists and can hold outputs. `what` names the option in the message."""
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f'{what}={str(device)!r} cannot hold outputs; give "cpu" or a CUDA device such as "cuda:0".')
+    # This runs in every call, so GPUs are counted only if the device is one.
     present = cuda.device_count() if device.type == "cuda" else 0
     if device.type == "cuda" and (device.index or 0) >= present:
         raise DeviceError(f"{what}={str(device)!r}: there is no such device; {present} CUDA device(s) are visible.")
 
 
 def wait_for_producers(tensors: Sequence[torch.Tensor]) -> None:
-    """Block until what the calling thread has queued on GPUs for these tensors has run."""
+    """Block until the GPU work that the calling thread has queued to compute these tensors is done."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         cuda.synchronize_current_stream(device)
 
 
 def _parse_entry(entry: object, asked: str) -> list[DeviceSpec]:
+    """Return the devices of one entry such as "cuda:0" or "cpu*4". `asked` names the option in messages."""
     if isinstance(entry, torch.device):
         entry = str(entry)
     if not isinstance(entry, str):
@@ -94,17 +99,20 @@ def _parse_entry(entry: object, asked: str) -> list[DeviceSpec]:
     if match is None:
         raise DeviceError(f'{asked}: cannot read {entry!r}; write "cpu", "cpu*4", "cuda:0" or "cuda:0*2".')
     count = int(match["count"] or 1)
-    index = int(match["index"] or 0) if match["kind"] == "cuda" else 0
+    index = int(match["index"] or 0) if match["kind"] == "cuda" else 0  # torch accepts "cpu:1", which is the same CPU
     return [DeviceSpec(match["kind"], index)] * count
 
 
 def _checked(specs: tuple[DeviceSpec, ...], asked: str) -> tuple[DeviceSpec, ...]:
+    """Return `specs`, or raise a DeviceError if they are empty, mixed or not on this machine."""
     if not specs:
         raise DeviceError(f"{asked} names no device; leave it out to use every GPU, or name at least one.")
     kinds = {spec.kind for spec in specs}
     if len(kinds) > 1:
-        raise DeviceError(f"{asked} mixes CPU and CUDA devices; a pool is of one kind: name only GPUs or only CPUs.")
-    if kinds == {"cuda"}:
+        raise DeviceError(
+            f"{asked} mixes CPU and CUDA devices; a pool has one kind of device: name only GPUs or only CPUs."
+        )
+    if kinds == {"cuda"}:  # CPU devices always exist
         present = cuda.device_count()
         missing = sorted({spec.index for spec in specs if spec.index >= present})
         if missing:

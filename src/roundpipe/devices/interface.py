@@ -1,20 +1,16 @@
-"""What the runtime asks of a device: streams, events, copies, memory, random streams, time marks.
+"""The device protocol: streams, events, copies, memory, random streams and time marks.
 
-Implemented by devices.cuda and devices.virtual, spoken by the runtime and the store. Knows no layer and no schedule.
+Knows no layer and no schedule. devices.cuda and devices.virtual implement it.
 
 [Note: stream discipline]
-Compute is issued by the device's worker thread inside `computing()`. Copies run on their own streams, and a copy does
-not start before the events its stream was told to wait for. Whoever reads what a copy writes, or writes what a copy
-reads, first makes its own stream, or the host, wait for the event recorded after that copy. Nothing else orders them:
-a virtual device runs copies as late as these rules allow, so a forgotten wait shows as NaN in a CPU test.
+The device's worker thread issues compute inside `computing()`. Copies run on four other streams. A copy starts after
+all events its stream was told to wait for. Before code reads what a copy writes, or overwrites what a copy reads, its
+stream (or the host) must wait for an event recorded after that copy. Nothing else orders them. A virtual device runs
+copies as late as these rules allow, so a missing wait shows as NaN in a CPU test.
 
 [Note: lifetime]
-`copy` itself keeps source and destination memory from being reused before the copy has run. Memory from
-`device_empty(..., stream)` belongs to that stream; before another stream uses it, `lend` it to that one.
-
-Makes memory show that it was read before its time.
-
-Used by virtual devices always, and by CUDA devices under stress.
+`copy` keeps the memory of source and destination from being reused until the copy has run. Memory from
+`device_empty_strided(..., stream)` belongs to that stream. Call `lend` before another stream uses it.
 """
 
 from __future__ import annotations
@@ -29,6 +25,8 @@ import torch
 
 
 class StreamKind(enum.Enum):
+    """The five streams of a device. Work on one stream runs in order; streams wait for each other only by events."""
+
     COMPUTE = "compute"
     WEIGHTS_UP = "weights up"
     ACTIVATIONS_UP = "activations up"
@@ -39,113 +37,113 @@ class StreamKind(enum.Enum):
 class Event(Protocol):
     """A point in one stream of one device."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the stream has passed the point. Does not block."""
+        ...
 
     def wait(self) -> None:
-        """Block the calling thread until the point is reached."""
+        """Block the calling thread until the stream has passed the point."""
         ...
 
 
 class Mark(Protocol):
-    """A moment in a device's compute stream, to be read once it has passed."""
+    """A point in a device's compute stream whose time can be read after the stream has passed it."""
 
     def seconds(self) -> float:
-        """On a clock shared by all devices of the process; blocks until the moment has passed."""
+        """Time of the point on a clock that all devices of the process share. Blocks until the point has passed."""
         ...
 
 
 class MemoryUse(NamedTuple):
-    """Bytes that tensors take now, and the most they have ever taken since somebody began to count."""
+    """Bytes that tensors occupy now, and their maximum since the peak counter was last reset."""
 
     current: int
     peak: int
 
 
 class Device(abc.ABC):
-    """One worker's device. Two devices of a pool may be one and the same GPU."""
+    """The device of one worker. Several devices of a pool may share one GPU."""
 
     name: str
     torch_device: torch.device
-
-    @property
-    @abc.abstractmethod
-    def draws_on_host(self) -> bool:
-        """Whether random numbers of layers come from the process-wide CPU generator."""
+    draws_on_host: bool  # whether kernels of this device draw from the process-wide CPU generator
 
     @abc.abstractmethod
     def computing(self) -> AbstractContextManager[None]:
-        """Make this device and its compute stream current on this thread."""
+        """Make this device and its compute stream current on the calling thread inside the block."""
 
     @abc.abstractmethod
     def random_stream(self, seed: int) -> AbstractContextManager[None]:
-        """Random numbers drawn on the device inside come from a stream of their own, begun by `seed`."""
+        """Seed the device's random generator with `seed` inside the block and restore its state afterwards."""
 
     @abc.abstractmethod
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that copies of this device can use asynchronously."""
+        """Uninitialised host memory for asynchronous copies of this device (pinned for CUDA)."""
 
     @abc.abstractmethod
     def device_empty_strided(
         self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, stream: StreamKind
     ) -> torch.Tensor:
-        """Uninitialised device memory that `stream` may write at once."""
+        """Uninitialised device memory that belongs to `stream`; see [Note: lifetime]."""
 
     @abc.abstractmethod
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: StreamKind) -> None:
-        """Queue a copy on `stream`."""
+        """Queue a copy on `stream` and return at once."""
 
     @abc.abstractmethod
-    def record(self, stream: StreamKind) -> Event: ...
+    def record(self, stream: StreamKind) -> Event:
+        """An event that passes when `stream` has run everything queued so far."""
 
     @abc.abstractmethod
     def stream_wait(self, stream: StreamKind, event: Event) -> None:
-        """What is queued on `stream` from now on starts after `event`, which may be another device's."""
+        """Make later work on `stream` start after `event`, which may belong to another device."""
 
     @abc.abstractmethod
     def lend(self, tensor: torch.Tensor, stream: StreamKind) -> None:
-        """`stream` uses memory that belongs to another stream; it is not reused before `stream` has passed."""
+        """Let `stream` use memory of another stream: the memory is not reused before `stream` is done with it."""
 
     @abc.abstractmethod
     def poison(self, buffer: torch.Tensor, stream: StreamKind) -> None:
-        """`stream` has come to where the buffer's content is dead, and writes it next. Virtual devices make it NaN."""
+        """Fill `buffer` with NaN on `stream`, before `stream` rewrites it. CUDA devices do so under stress only."""
 
     @abc.abstractmethod
     def mark(self) -> Mark:
-        """Note this moment of the compute stream."""
+        """A time mark at the present end of the compute stream."""
 
     @abc.abstractmethod
     def memory_limit_bytes(self) -> int | None:
-        """Device memory the plan may count on; None where there is no limit."""
+        """Device memory that a plan may use; None if there is no limit."""
 
     @abc.abstractmethod
     def memory_use(self) -> MemoryUse | None:
-        """Device memory in use; None where it is not known."""
+        """Device memory in use; None if the device does not count it."""
 
     @abc.abstractmethod
     def release_unused(self) -> None:
-        """Give memory back that is kept for later use."""
+        """Return cached, unused device memory to the driver."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """The device's worker has ended; its streams may serve another."""
+        """Release the streams for reuse. Called once, after the device's worker has ended."""
 
 
 class HostPinner(abc.ABC):
-    """Page-locks host memory for fast copies, where there is a device that profits."""
+    """Page-locks host memory, which makes copies to and from a GPU asynchronous and faster."""
 
     @abc.abstractmethod
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Returns whether the range is pinned now."""
+        """Pin the range; returns whether it is pinned now."""
 
     @abc.abstractmethod
-    def unpin(self, address: int) -> None: ...
+    def unpin(self, address: int) -> None:
+        """Unpin a range that `pin` has pinned, given by its first address."""
 
 
 def poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN in every float, and in integers a value no index or length has."""
+    """Fill `tensor` with NaN, or integers with a value that is no valid index or length, and return it."""
     with torch.no_grad():
         if tensor.dtype is torch.uint8:
-            tensor.fill_(0xFF)  # as bytes of float16, bfloat16, float32 and float64: NaN
+            tensor.fill_(0xFF)  # NaN when the bytes are viewed as float16, bfloat16, float32 or float64
         elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             tensor.fill_(float("nan"))
         elif tensor.dtype is torch.bool:

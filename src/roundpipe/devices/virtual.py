@@ -1,8 +1,9 @@
-"""Virtual CPU devices: the same protocol as CUDA, with copies that run late and memory that is NaN before its time.
+"""Virtual CPU devices: the protocol of devices.interface with delayed copies and NaN in unwritten memory.
 
-Compute runs at once on the worker's thread. A copy is only queued; it runs when somebody waits for an event after it,
-or, now and then, early: a generator seeded per device decides. So both a reader that forgot to wait and a writer that
-did not wait for the reader before it become failing CPU tests, repeatable by seed (`ROUNDPIPE_VIRTUAL_SEED`).
+Compute runs at once on the worker's thread. A copy is queued and runs when a thread waits for a later event of its
+stream, or earlier at random, with a generator seeded per device (`ROUNDPIPE_VIRTUAL_SEED`). Late copies expose a reader
+that does not wait for the writer; early copies expose a writer that does not wait for the reader. Both fail a CPU test
+that the seed repeats. Knows no layer and no schedule.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind, poisoned
 from roundpipe.monitor import process_rlock, shielded
 
-# One lock for all virtual devices: a copy may have to force events of another device first.
+# One lock for all virtual devices: running a copy may first run copies of another device that it waits for.
 _fabric_lock = process_rlock()
-_EARLY_SHARE = 0.2  # of all calls that queue something, how many also run something ahead of need
+_NO_RANDOM_STREAM = contextlib.nullcontext()
+_EARLY_SHARE = 0.2  # fraction of `copy` calls that also run queued actions early
 
 
 class _CopyStream:
-    """Queued actions of one stream; `ran` of them have run."""
+    """First-in-first-out queue of one stream: `queued` actions were added so far, `ran` of them have run."""
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[], object]] = deque()
@@ -42,15 +45,17 @@ class _CopyStream:
             try:
                 action()
             finally:
-                self.ran += 1  # an action that failed is over, too
+                self.ran += 1  # also after a failure: a failed action must not run twice
 
 
 class VirtualEvent:
+    """A position in a copy stream; waiting for it runs the queued actions before it on the waiting thread."""
+
     def __init__(self, stream: _CopyStream, position: int) -> None:
         self._stream, self._position = stream, position
 
     def done(self) -> bool:
-        self.wait()  # a poll makes progress, as time does on a real device
+        self.wait()  # a poll runs the copies: no other thread would, and a polling loop would never end
         return True
 
     def wait(self) -> None:
@@ -59,7 +64,7 @@ class VirtualEvent:
         if _fabric_lock._is_owned():  # type: ignore[attr-defined]
             self._force()
         else:
-            shielded(self._force)  # a copy that an interrupt had cut short would count as done
+            shielded(self._force)  # Ctrl-C inside a copy would leave it incomplete but counted as run
 
     def _force(self) -> None:
         with _fabric_lock:
@@ -67,7 +72,7 @@ class VirtualEvent:
 
 
 class _Passed:
-    """The event of a compute stream: compute runs at once."""
+    """An event of the compute stream. Always done, because compute runs when it is issued."""
 
     def done(self) -> bool:
         return True
@@ -76,15 +81,18 @@ class _Passed:
         return
 
 
-class _TimeMark:
-    def __init__(self) -> None:
-        self._seconds = time.perf_counter()
+class _TimeMark(float):
+    """The host's clock when the mark was made; compute issued before the mark has run."""
 
     def seconds(self) -> float:
-        return self._seconds
+        return self
 
 
 class VirtualDevice(Device):
+    """A CPU device for tests and trials. Its memory is ordinary host memory and has no limit."""
+
+    draws_on_host = True
+
     def __init__(self, index: int) -> None:
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")
@@ -93,17 +101,12 @@ class VirtualDevice(Device):
         }
         self._random = random.Random(int(os.environ.get("ROUNDPIPE_VIRTUAL_SEED", "0")) * 1000 + index)
 
-    @property
-    def draws_on_host(self) -> bool:
-        return True
-
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         yield
 
-    @contextlib.contextmanager
-    def random_stream(self, seed: int) -> Iterator[None]:
-        yield
+    def random_stream(self, seed: int) -> AbstractContextManager[None]:
+        return _NO_RANDOM_STREAM
 
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return poisoned(torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu"))
@@ -146,7 +149,7 @@ class VirtualDevice(Device):
             self._streams[stream].push(lambda: poisoned(buffer))
 
     def mark(self) -> Mark:
-        return _TimeMark()
+        return _TimeMark(time.perf_counter())
 
     def memory_limit_bytes(self) -> int | None:
         return None
@@ -167,7 +170,7 @@ class VirtualDevice(Device):
 
 
 class NoPinner(HostPinner):
-    """Without a GPU there is nothing to pin for; every mode works and pins nothing."""
+    """Pins nothing. Used without a GPU, so that every `pin_model` mode works."""
 
     def pin(self, address: int, num_bytes: int) -> bool:
         return False

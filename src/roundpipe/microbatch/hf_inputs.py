@@ -1,22 +1,23 @@
-"""Cuts the keyword arguments of a Hugging Face model into microbatches of whole samples.
+"""Splits the keyword arguments of a Hugging Face model into microbatches of whole samples.
 
-Called by api for models of transformers, when the user gave no split_input. Knows inputs by their names and by how
-their shapes relate, and asks the config for token ids and codebooks only. Does not know what type a model is, never
-imports transformers, and leaves specs, positional arguments and packed data to split.
+Recognizes inputs by their names and shapes; reads token ids and numbers of codebooks from the model's config. Does not
+know the type of the model and never imports transformers. Specs, positional arguments and packed data are left to
+`roundpipe.microbatch.split`.
 
-Most inputs have a row per sample. The others are counted in items (images, videos, audio clips), of which a sample has
-any number, or in the parts of items, or in codebooks:
+Most inputs have one row per sample. Others have one entry per item (image, video, audio clip; a sample has any number
+of items), per part of an item, or per codebook:
 
-    input_ids        [samples, tokens]       a row per sample
-    image_grid_thw   [images, 3]             an entry per item
+    input_ids        [samples, tokens]       one row per sample
+    image_grid_thw   [images, 3]             one entry per item
     pixel_values     [patches, features]     as many entries per item as its row of the grid says
     labels (Dia)     [samples * codebooks]   as many entries per sample as there are codebooks
 
-[Note: placeholders] A model puts the features of all items, in order, where the placeholder tokens of their kind stand,
-sample after sample. So the items of a sample are those whose features fill its placeholders exactly. How many one fills
-is not asked of the model: it is proportional to the size that a table gives (`image_grid_thw`), or one unbroken run of
-tokens, or the same for all. An assignment counts only if it comes out whole for every sample; should it be wrong even
-so, transformers raises, for it compares the numbers of features and placeholders.
+[Note: placeholders] input_ids contain placeholder tokens. A model replaces the placeholders of a kind by the features
+of its items, in order, sample after sample. So the items of a sample are those whose features fill its placeholders
+exactly. The number of placeholders per item is inferred: it is proportional to the item's size in a table such as
+`image_grid_thw`, or it is one unbroken run of tokens, or it is the same for all items. An assignment is used only if it
+fills the placeholders of every sample exactly. If it is wrong nevertheless, transformers raises, because it compares
+the numbers of features and placeholders.
 """
 
 from __future__ import annotations
@@ -30,23 +31,25 @@ import torch
 from torch import Tensor
 
 from roundpipe.errors import SplitError
-from roundpipe.microbatch.cut import Rule, RuledTree, even_sizes
-from roundpipe.microbatch.tree import leaves_with_path, shown
+from roundpipe.microbatch.specs import leaves_with_path, shown
+from roundpipe.microbatch.split import CountedSplit, Rule, RuledTree, even_sizes
 
 __all__ = ["ModelInputSplit", "split_model_inputs"]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of item, known by words in the names of its inputs."""
+    """A kind of item, recognized by words in the names of its inputs."""
 
     name: str
     words: tuple[str, ...]
-    token_type: int  # in mm_token_type_ids
-    item_dims: int  # of a tensor with an entry per item, at most; with more it is [samples, items padded, ...]
+    token_type: int  # of its placeholders in mm_token_type_ids
+    item_dims: (
+        int  # a tensor with one entry per item has at most so many; one with more is [samples, items padded, ...]
+    )
 
 
-# The first whose words occur in a name: `image_sizes_videos` is about videos.
+# An input belongs to the first kind with a matching word: `image_sizes_videos` belongs to videos.
 KINDS = (
     Kind("video", ("video", "second_per_grid"), 2, 5),
     Kind("audio", ("audio", "input_features", "feature_attention_mask"), 3, 5),
@@ -54,16 +57,17 @@ KINDS = (
 )
 BATCH_NAMES = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_inputs_embeds")
 CODEBOOK_NAMES = ("input_ids", "decoder_input_ids", "labels")
-ITEM_COUNT_NAMES = ("images_per_sample", "batch_num_images")  # say outright how many items each sample has
+ITEM_COUNT_NAMES = ("images_per_sample", "batch_num_images")  # the number of items of each sample
+# Inputs that every microbatch gets whole.
 WHOLE_NAMES = ("cache_position", "logits_to_keep", "head_mask", "decoder_head_mask", "cross_attn_head_mask")
-SIZE_WORDS = ("grid", "sizes", "shapes")  # tables of how large each item is
-PATCH_SIZE_WORDS = ("grid", "target", "embed")  # those in patches or tokens; others may be in pixels before resizing
-ADVICE = "Say how to cut this call with split_input=..., or run it with num_microbatch=1"
+SIZE_WORDS = ("grid", "sizes", "shapes")  # names of tables with the size of each item
+PATCH_SIZE_WORDS = ("grid", "target", "embed")  # size tables in patches or tokens; others may be in original pixels
+ADVICE = "Say how to split this call with split_input=..., or run it with num_microbatch=1"
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How much of a value each microbatch gets, along one dimension."""
+class AxisSplit:
+    """How many entries each microbatch gets along one dimension of a value."""
 
     sizes: tuple[int, ...]
     dim: int = 0
@@ -72,61 +76,64 @@ class Cut:
     def total(self) -> int:
         return sum(self.sizes)
 
-    def times(self, factor: int, dim: int = 0) -> Cut:
-        return Cut(tuple(size * factor for size in self.sizes), dim)
+    def times(self, factor: int, dim: int = 0) -> AxisSplit:
+        """Return the split of a value with `factor` times as many entries."""
+        return AxisSplit(tuple(size * factor for size in self.sizes), dim)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The call, its number of samples, and how many of them each microbatch gets."""
+    """The keyword arguments of a call, its number of samples, and how many of them each microbatch gets."""
 
     kwargs: Mapping[str, Any]
     config: Any
     size: int
-    rows: Cut
+    rows: AxisSplit
 
-    def cut_by(self, per_sample: Sequence[int]) -> Cut:
-        """The cut of something of which each sample has so much."""
-        return Cut(tuple(sum(run) for run in _runs(per_sample, self.rows.sizes)))
+    def split_by(self, per_sample: Sequence[int]) -> AxisSplit:
+        """Return the split of a value that has `per_sample[i]` entries for sample i."""
+        return AxisSplit(tuple(sum(run) for run in _runs(per_sample, self.rows.sizes)))
 
     def refuse(self, name: str, value: Any, reason: str) -> NoReturn:
+        """Raise a SplitError for one argument."""
         shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"with {len(value)} entries"
-        raise SplitError(f"cannot cut {name} {shape} beside a batch of {self.size}: {reason}. {ADVICE}")
+        raise SplitError(f"cannot split {name} {shape} beside a batch of {self.size}: {reason}. {ADVICE}")
 
 
 @dataclass(frozen=True)
 class Items:
-    """How the items of one kind are cut, and their parts, such as patches."""
+    """The split of the items of one kind, and of their parts, such as patches."""
 
-    whole: Cut
-    parts: Mapping[str, Cut]  # by the input that says how many parts each item has
+    whole: AxisSplit
+    parts: Mapping[str, AxisSplit]  # by the name of the input with the number of parts of each item
 
-    def cut(self, name: str, value: Any) -> Cut | None:
-        """The cut of a value with an entry per item or per part of an item; None if it has neither."""
+    def split_of(self, name: str, value: Any) -> AxisSplit | None:
+        """Return the split of a value with one entry per item or per part of an item; None if it has neither."""
         length = _length(value)
         if name == "pixel_values_local" and "num_local_patches" in self.parts:
             return self.parts["num_local_patches"]
         if length == self.whole.total:
             return self.whole
-        for cut in self.parts.values():
-            if length == cut.total:
-                return cut
+        for part in self.parts.values():
+            if length == part.total:
+                return part
+            # Some models put all patches side by side into one wide picture.
             is_wide = length == 1 and isinstance(value, Tensor) and name.startswith("pixel_values")
-            if is_wide and cut.total and value.shape[-1] % cut.total == 0:  # all patches side by side in one picture
-                return cut.times(value.shape[-1] // cut.total, dim=value.dim() - 1)
+            if is_wide and part.total and value.shape[-1] % part.total == 0:
+                return part.times(value.shape[-1] // part.total, dim=value.dim() - 1)
         return None
 
 
 def split_model_inputs(kwargs: Mapping[str, Any], num_microbatch: int, config: Any) -> list[dict[str, Any]]:
-    """The keyword arguments of min(batch size, num_microbatch) microbatches, as even as tensor_split makes them.
+    """Return the keyword arguments of min(batch size, num_microbatch) microbatches, split as evenly as tensor_split.
 
-    `config` is that of the model, or None. A microbatch without any item of a kind lacks the inputs of that kind.
+    `config` is the model's config, or None. A microbatch without any item of a kind has no inputs of that kind.
     """
     size = 1 if num_microbatch == 1 else _batch_size(kwargs)
     count = min(size, num_microbatch)
     if count <= 1:
         return [dict(kwargs)]
-    batch = Batch(kwargs, config, size, Cut(even_sizes(size, count)))
+    batch = Batch(kwargs, config, size, AxisSplit(even_sizes(size, count)))
     items = {kind: found for kind in KINDS if (found := _find_items(kind, batch)) is not None}
     microbatches: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in kwargs.items():
@@ -135,30 +142,33 @@ def split_model_inputs(kwargs: Mapping[str, Any], num_microbatch: int, config: A
     return microbatches
 
 
-class ModelInputSplit:
-    """`split_model_inputs` as a split function, which also knows how many samples each microbatch gets."""
+class ModelInputSplit(CountedSplit):
+    """`split_model_inputs` as a split function; rows are samples."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
-        self.__qualname__ = split_model_inputs.__qualname__  # in notes to what it raises
+        self.__qualname__ = split_model_inputs.__qualname__  # for the notes on exceptions
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
         pieces = split_model_inputs(kwargs, num_microbatch, self._config)
         return [args] * len(pieces), pieces
 
     def rows(self, kwargs: Mapping[str, Any], count: int) -> tuple[int, ...]:
-        """The samples of each microbatch of a call that was cut into `count`."""
         return (1,) if count == 1 else even_sizes(_batch_size(kwargs), count)
 
 
 def _batch_size(kwargs: Mapping[str, Any]) -> int:
-    """The number of samples: the smallest that an input of text names, for others may have a row per codebook."""
+    """Return the number of samples.
+
+    It is the smallest length of the text inputs, because some have one row per codebook. Without text inputs it is the
+    number of items or, failing that, the common length of all tensors.
+    """
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim() > 0}
     text = [len(tensors[name]) for name in BATCH_NAMES if name in tensors]
     if text:
         return min(text[:1] + [length for length in text if length > 1])
     tables = [len(table) for kind in KINDS for table in _size_tables(_members(kind, kwargs)).values()]
-    lengths = set(tables) or {len(tensor) for tensor in tensors.values()} - {1}  # of items, where nothing else is
+    lengths = set(tables) or {len(tensor) for tensor in tensors.values()} - {1}
     if len(lengths) > 1:
         shapes = ", ".join(f"{name} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise SplitError(f"cannot tell the batch size from {shapes}: their first dimensions differ. {ADVICE}")
@@ -166,20 +176,20 @@ def _batch_size(kwargs: Mapping[str, Any]) -> int:
 
 
 def _pieces(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]) -> list[dict[str, Any]]:
-    """What becomes of one argument in each microbatch: itself, a piece of it, or nothing where the piece is empty."""
+    """Return one argument in each microbatch: the whole value, a piece of it, or no entry if the piece is empty."""
     if not isinstance(value, Tensor) and not _has_entries(name, value, batch):
         return [{name: piece} for piece in _nested_pieces(name, value, batch)]
-    if (cut := _cut(name, value, batch, items)) is None:
+    if (split := _axis_split(name, value, batch, items)) is None:
         return [{name: value} for _ in batch.rows.sizes]
     is_tensor = isinstance(value, Tensor)
-    pieces = torch.split(value, list(cut.sizes), cut.dim) if is_tensor else _runs(value, cut.sizes)
-    return [{name: piece} if size else {} for size, piece in zip(cut.sizes, pieces, strict=True)]
+    pieces = torch.split(value, list(split.sizes), split.dim) if is_tensor else _runs(value, split.sizes)
+    return [{name: piece} if size else {} for size, piece in zip(split.sizes, pieces, strict=True)]
 
 
 def _has_entries(name: str, value: Any, batch: Batch) -> bool:
-    """Whether a list has an entry per sample or item, such as the boxes of each image; else it is a mere container.
+    """Return whether a list has one entry per sample or item, such as the boxes of each image.
 
-    Without tensors it is an option (`vision_feature_layer=[-2, -1]`), unless its name is that of a kind of item.
+    Any other list is a container of tensors, or an option such as `vision_feature_layer=[-2, -1]`.
     """
     if type(value) not in (list, tuple) or not value:
         return False
@@ -193,16 +203,16 @@ def _has_entries(name: str, value: Any, batch: Batch) -> bool:
 
 
 def _nested_pieces(name: str, value: Any, batch: Batch) -> list[Any]:
-    """What is no tensor itself: the tensors in it are cut by rows, the rest is replicated."""
+    """Return a container in each microbatch: its tensors are split by rows, other leaves are replicated."""
     tree = RuledTree.of(value, None, name)
     for leaf in tree.leaves:
         if leaf.rule is Rule.PACKED or (leaf.rule is Rule.AUTO and leaf.size not in (1, batch.size)):
             batch.refuse(leaf.path, leaf.value, "it has no entry per sample")
-    return tree.cut(len(batch.rows.sizes))
+    return tree.split(len(batch.rows.sizes))
 
 
-def _cut(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]) -> Cut | None:
-    """How to cut a tensor or list; None: every microbatch gets it whole."""
+def _axis_split(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]) -> AxisSplit | None:
+    """Return how to split a tensor or list; None: every microbatch gets the whole value."""
     length = _length(value)
     if length is None or name in WHOLE_NAMES:
         return None
@@ -212,23 +222,24 @@ def _cut(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]) -> Cu
     if has_axes and value.shape[1] in (1, batch.size):
         return None if value.shape[1] == 1 else batch.rows.times(1, dim=1)
     kind = _kind_of(name)
-    if kind is not None and kind in items and (cut := items[kind].cut(name, value)):
-        return cut
+    if kind is not None and kind in items and (split := items[kind].split_of(name, value)):
+        return split
     if length == batch.size:
         return batch.rows
     if name in CODEBOOK_NAMES and length in (batch.size * number for number in _codebooks(batch.config)):
         return batch.rows.times(length // batch.size)
     if length == 1:
         return None
-    cuts = {cut for found in items.values() if kind is None and (cut := found.cut(name, value))}
-    if len(cuts) != 1:
+    # The name shows no kind: accept a split by items only if the length matches exactly one.
+    splits = {split for found in items.values() if kind is None and (split := found.split_of(name, value))}
+    if len(splits) != 1:
         known = ["samples", *(f"the {found.whole.total} {kind.name}(s)" for kind, found in items.items())]
         batch.refuse(name, value, f"it is not known whether it has an entry for each of the {' or '.join(known)}")
-    return cuts.pop()
+    return splits.pop()
 
 
 def _find_items(kind: Kind, batch: Batch) -> Items | None:
-    """The items of a kind, dealt to the samples; None without any, or where one serves every sample."""
+    """Return the split of the items of a kind; None if there are none, or if one item serves every sample."""
     members = _members(kind, batch.kwargs)
     if not members:
         return None
@@ -248,19 +259,19 @@ def _find_items(kind: Kind, batch: Batch) -> Items | None:
     parts = {name: _extents(table) for name, table in tables.items() if _has(name, PATCH_SIZE_WORDS)}
     if "num_local_patches" in members:
         parts["num_local_patches"] = [int(number) for number in members["num_local_patches"]]
-    cuts = {name: batch.cut_by([sum(run) for run in _runs(counts, per_sample)]) for name, counts in parts.items()}
-    return Items(batch.cut_by(per_sample), cuts)
+    splits = {name: batch.split_by([sum(run) for run in _runs(counts, per_sample)]) for name, counts in parts.items()}
+    return Items(batch.split_by(per_sample), splits)
 
 
 def _items_per_sample(kind: Kind, num_items: int, mask: Tensor | None, batch: Batch) -> Sequence[int] | None:
-    """How many of the items each sample has; None if that cannot be told. See [Note: placeholders]."""
+    """Return the number of items of each sample; None if it cannot be determined. [Note: placeholders]"""
     for name in ITEM_COUNT_NAMES:
         if kind.name in name and name in batch.kwargs and sum(batch.kwargs[name]) == num_items:
             return [int(number) for number in batch.kwargs[name]]
     members = _members(kind, batch.kwargs)
     num_dims = max((member.dim() for member in members.values() if isinstance(member, Tensor)), default=0)
     has_padding = num_dims > kind.item_dims and not _size_tables(members)
-    # As many items as samples and a placeholder in each sample: none is left for a second one.
+    # As many items as samples, and every sample has a placeholder: each sample has exactly one item.
     if num_items == batch.size and (mask is None or mask.any(1).all() or has_padding):
         return [1] * batch.size
     if mask is None:
@@ -269,8 +280,9 @@ def _items_per_sample(kind: Kind, num_items: int, mask: Tensor | None, batch: Ba
 
 
 def _assignments(members: Mapping[str, Any], mask: Tensor, num_items: int) -> Iterator[Sequence[int] | None]:
-    """Ways to deal the items to the samples, the most reliable first; None for one that is not possible."""
+    """Yield assignments of the items to the samples, the most reliable first; None for an impossible one."""
     tokens = mask.sum(1).tolist()
+    # Unbroken runs of placeholders: a run starts at a placeholder without one before it.
     num_runs = (mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)).tolist()
     merge_sizes = [int(size) for name in members if name.endswith("merge_sizes") for size in members[name]]
     weights = {
@@ -285,7 +297,10 @@ def _assignments(members: Mapping[str, Any], mask: Tensor, num_items: int) -> It
 
 
 def _deal(tokens: Sequence[int], weights: Sequence[int]) -> list[int] | None:
-    """How many items each sample has if an item takes tokens in proportion to its weight; None if it is not whole."""
+    """Return the items of each sample if an item's tokens are proportional to its weight.
+
+    None if an item would have a fraction of a token, or if it would extend over two samples.
+    """
     num_tokens, weight = sum(tokens), sum(weights)
     if not weight or any(item * num_tokens % weight for item in weights):
         return None
@@ -297,7 +312,7 @@ def _deal(tokens: Sequence[int], weights: Sequence[int]) -> list[int] | None:
 
 
 def _placeholders(kind: Kind, batch: Batch) -> Tensor | None:
-    """Where placeholder tokens of a kind stand in each sample; None if there are none or they cannot be told."""
+    """Return a mask of the placeholder tokens of a kind; None if there are none or they cannot be recognized."""
     ids, types = batch.kwargs.get("input_ids"), batch.kwargs.get("mm_token_type_ids")
     masks = []
     if isinstance(ids, Tensor):
@@ -309,7 +324,7 @@ def _placeholders(kind: Kind, batch: Batch) -> Tensor | None:
 
 
 def _token_ids(kind: Kind, config: Any) -> list[int]:
-    """The ids of the placeholder tokens, from the config or from the first part of it that names them."""
+    """Return the ids of the placeholder tokens, from the config or from the first sub-config that has them."""
     for part in (config, *getattr(config, "__dict__", {}).values()):
         values = [getattr(part, f"{kind.name}_token_{ending}", None) for ending in ("id", "index")]
         if found := [value for value in values if isinstance(value, int)]:
@@ -318,15 +333,17 @@ def _token_ids(kind: Kind, config: Any) -> list[int]:
 
 
 def _members(kind: Kind, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that belong to a kind."""
     return {name: value for name, value in kwargs.items() if _kind_of(name) is kind and _length(value) is not None}
 
 
 def _kind_of(name: str) -> Kind | None:
+    """Return the kind of item that an input's name belongs to; None for other inputs."""
     return None if name in ITEM_COUNT_NAMES else next((kind for kind in KINDS if _has(name, kind.words)), None)
 
 
 def _size_tables(members: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those that say how large each item is: a number, height and width, or time, height and width."""
+    """Return the size tables: tensors with one number, height and width, or time, height and width per item."""
     return {
         name: value
         for name, value in members.items()
@@ -337,11 +354,12 @@ def _size_tables(members: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _extents(table: Tensor) -> list[int]:
+    """Return the product of each row of a size table."""
     return [int(extent) for extent in table.reshape(len(table), -1).prod(1).tolist()]
 
 
 def _codebooks(config: Any) -> list[int]:
-    """How many rows of codes a sample of audio may have."""
+    """Return the numbers of codebooks in the config: an audio sample may have one row per codebook."""
     decoders = [getattr(config, name, None) for name in ("decoder", "decoder_config")]
     numbers = [getattr(part, name, None) for part in decoders for name in ("num_codebooks", "num_channels")]
     return [number for number in (getattr(config, "num_codebooks", None), *numbers) if isinstance(number, int)]
@@ -352,12 +370,12 @@ def _has(name: str, words: Sequence[str]) -> bool:
 
 
 def _length(value: Any) -> int | None:
-    """Entries along the first dimension of a tensor or list; None for what has no dimension."""
+    """Return the entries along the first dimension of a tensor or list; None for other values."""
     if isinstance(value, Tensor):
         return len(value) if value.dim() > 0 else None
     return len(value) if type(value) in (list, tuple) else None
 
 
 def _runs(values: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
-    """Consecutive runs of these sizes."""
+    """Return consecutive slices of these sizes."""
     return [values[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

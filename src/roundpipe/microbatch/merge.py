@@ -1,18 +1,17 @@
-"""Puts the outputs of the microbatches together, or packs them leaf by leaf.
+"""Merges the outputs of the microbatches: immediately, as packed data, or late.
 
-Called by api once per call, after the pipeline. `merge_outputs` reads the values, so they must have arrived;
-`pack_outputs` hands them on with their events. Knows nothing of devices and of how the inputs were split.
+`merge_outputs` reads the values, so they must have arrived. `pack_outputs` returns them with their events and does not
+wait. Knows no devices and not how the inputs were split.
 
-A tensor that is put together from its microbatches only when something other than a RoundPipe reads it.
+A `LateMerge` is a tensor that is merged from its microbatches at the first read. Inside the forward of an
+AutoRoundPipe, each RoundPipe passes its outputs to the next one as microbatches, so the next one need not wait. The
+user's code between two RoundPipes expects tensors: it may add a skip connection, pool, or read a shape. A LateMerge is
+a tensor for that code and microbatches for the next RoundPipe.
 
-Inside the forward of an AutoRoundPipe the elements of a list hand their outputs on as microbatches, so that the next
-element need not wait. The code between the elements is the user's and expects tensors: it may add a skip connection,
-pool, or look at a shape. So the outputs are tensors to that code and microbatches to the next RoundPipe.
-
-[Note: one path for gradients] A LateMerge is the output of `_Join`, whose inputs are the microbatches. The first
-torch function that needs values gets `merged()`, an ordinary tensor computed from the LateMerge by `_Materialise`; from
-then on the LateMerge stands for that tensor everywhere, so that writes in place and hooks are seen by all later uses.
-Code that torch functions do not see, such as the apply() of an autograd function, reaches `__torch_dispatch__` instead.
+[Note: one path for gradients] A LateMerge is the output of `_Join`, whose inputs are the microbatches. The first torch
+function that needs values gets `merged()`, an ordinary tensor that `_Materialise` computes from the LateMerge. All
+later torch functions get the same tensor, so they see in-place writes and hooks. Operators that bypass
+`__torch_function__`, such as in the apply() of an autograd function, reach `__torch_dispatch__` instead.
 """
 
 from __future__ import annotations
@@ -26,53 +25,60 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._pytree import tree_map
 
 from roundpipe.errors import MergeError
-from roundpipe.microbatch.loss_shares import LossShares, weighted
 from roundpipe.microbatch.packed import ArrivalEvent, RoundPipePackedData
 from roundpipe.microbatch.specs import (
+    Node,
     check_merge_output,
+    children_as_spec,
+    children_if_alike,
     is_chunk,
     is_custom_function,
     is_reducer,
     is_replicate,
     noting_function,
+    open_node,
+    outline,
+    shown,
 )
-from roundpipe.microbatch.tree import Node, children_as_spec, children_if_alike, open_node, outline, shown
+from roundpipe.microbatch.split import LossShares, weighted
 
 if TYPE_CHECKING:
     from roundpipe.microbatch.specs import Reducer
 
 LeafMerge = Callable[[Sequence[Any], str], Any]
 ROOT = "output"
-_OTHER_LOSS = re.compile(rf"{ROOT}\['\w+_loss'\]")  # such as the aux_loss of a router, a mean like the model's loss
+_OTHER_LOSS = re.compile(rf"{ROOT}\['\w+_loss'\]")  # such as a router's aux_loss: a mean over rows, like the loss
 
 
 def merge_outputs(outputs: Sequence[Any], merge_output: Any = None, shares: LossShares = LossShares()) -> Any:
-    """One output from those of all microbatches, in order, as `merge_output` says (None, True: automatic).
+    """Merge the outputs of all microbatches, in order, as `merge_output` says (None, True: automatic).
 
-    `shares`: how much the losses of the microbatches count where they are merged automatically.
+    `shares`: the factors of the losses in an automatic merge. The caller has checked `merge_output`.
     """
-    check_merge_output(merge_output)
     if not outputs:
         raise MergeError("there are no microbatch outputs to merge; a call has at least one microbatch")
     if is_custom_function(merge_output):
         with noting_function("merge_output", merge_output):
             return merge_output(list(outputs))
-    if merge_output is False:
+    if merge_output is False:  # the values have arrived, so they need no events
         return pack_outputs(outputs, [None] * len(outputs))
     return _merge(outputs, None if merge_output is True else merge_output, ROOT, _AutomaticMerge(shares))
 
 
 def pack_outputs(outputs: Sequence[Any], events: Sequence[ArrivalEvent | None]) -> Any:
-    """The structure of one output with RoundPipePackedData leaves; `events` has one entry per microbatch."""
+    """Return the structure of one output with RoundPipePackedData leaves; `events` has one entry per microbatch."""
     assert len(outputs) == len(events) > 0, (len(outputs), len(events))
     return _merge_alike(outputs, ROOT, lambda values, _path: RoundPipePackedData(values, events))
 
 
 class _AutomaticMerge:
-    """Tensors concatenated along dim 0, 0-dim tensors averaged, losses as their shares say, anything else equal."""
+    """Merges one leaf without a spec.
+
+    Tensors are concatenated along dim 0, 0-dim tensors are averaged, losses are added with their shares, and all other
+    values must be equal.
+    """
 
     def __init__(self, shares: LossShares) -> None:
         self._shares = shares
@@ -83,7 +89,7 @@ class _AutomaticMerge:
         _check_all_tensors(values, path)
         if any(value.dim() > 0 for value in values):
             return _concatenate(values, 0, path)
-        if not all(value.is_floating_point() for value in values):
+        if not all(value.is_floating_point() for value in values):  # integer, bool and complex: no loss
             return _mean(values, path)
         if path == f"{ROOT}[{self._shares.place!r}]":  # the model's own loss
             shares = self._shares.merged
@@ -93,6 +99,7 @@ class _AutomaticMerge:
 
 
 def _merge(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) -> Any:
+    """Merge one value per microbatch as `spec` says; `automatic` merges leaves without a spec."""
     if spec is None:
         return _merge_alike(values, path, automatic)
     if is_replicate(spec):
@@ -105,9 +112,11 @@ def _merge(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) ->
 
 
 def _merge_with_tree(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) -> Any:
+    """Merge nested values with a spec tree of the same structure."""
     node = open_node(values[0])
     parts = None if node is None else children_as_spec(node, spec)
     if node is None or parts is None:
+        check_merge_output(spec)  # an invalid spec has a clearer message than one that does not match
         raise MergeError(
             f"the merge spec for {path} does not match it: the spec is {outline(spec)}, the output is "
             f"{outline(values[0])}. Give every entry its own Chunk(dim), Replicate or Reducer, or None for automatic"
@@ -118,7 +127,7 @@ def _merge_with_tree(values: Sequence[Any], spec: Any, path: str, automatic: Lea
 
 
 def _merge_alike(values: Sequence[Any], path: str, merge_leaf: LeafMerge) -> Any:
-    """Walk the outputs side by side and merge each leaf with `merge_leaf`."""
+    """Walk the outputs of all microbatches in parallel and merge each leaf with `merge_leaf`."""
     node = open_node(values[0])
     if node is None:
         for index, value in enumerate(values):
@@ -130,7 +139,7 @@ def _merge_alike(values: Sequence[Any], path: str, merge_leaf: LeafMerge) -> Any
 
 
 def _columns(node: Node, values: Sequence[Any], path: str) -> list[tuple[Any, ...]]:
-    """For each child of `node`, the first of `values`, its values in all microbatches."""
+    """Return for each child of `node` (the node of the first value) its values in all microbatches."""
     rows = []
     for index, value in enumerate(values):
         row = children_if_alike(node, value)
@@ -148,21 +157,21 @@ def _structure_error(first: Any, other: Any, index: int, path: str) -> MergeErro
 
 
 def _merge_chunked(values: Sequence[Any], dim: int, path: str, automatic: LeafMerge) -> Any:
-    """Chunk on a leaf needs tensors; over a whole subtree it concatenates those with a dimension."""
+    """Apply Chunk: a single leaf must be a tensor; in a subtree, tensors are concatenated, other leaves automatic."""
+
+    def merge_leaf(leaves: Sequence[Any], place: str) -> Any:
+        has_dims = isinstance(leaves[0], torch.Tensor) and leaves[0].dim() > 0
+        return _concatenate(leaves, dim, place) if has_dims else automatic(leaves, place)
+
     if open_node(values[0]) is not None:
-        return _merge_alike(values, path, lambda leaves, place: _merge_covered_leaf(leaves, dim, place, automatic))
+        return _merge_alike(values, path, merge_leaf)
     if not isinstance(values[0], torch.Tensor):
         raise MergeError(f"Chunk({dim}) for {path}, which is no tensor but {type(values[0]).__name__}; use Replicate")
     return _merge_alike(values, path, lambda leaves, place: _concatenate(leaves, dim, place))
 
 
-def _merge_covered_leaf(values: Sequence[Any], dim: int, path: str, automatic: LeafMerge) -> Any:
-    if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
-        return _concatenate(values, dim, path)
-    return automatic(values, path)
-
-
 def _concatenate(values: Sequence[Any], dim: int, path: str) -> torch.Tensor:
+    """Return the tensors concatenated along `dim`, or raise if a shape does not allow it."""
     _check_all_tensors(values, path)
     first: torch.Tensor = values[0]
     if not -first.dim() <= dim < first.dim():
@@ -170,7 +179,8 @@ def _concatenate(values: Sequence[Any], dim: int, path: str) -> torch.Tensor:
             f"{path} cannot be concatenated along dim {dim}: its shape {tuple(first.shape)} has {first.dim()} "
             "dimension(s); choose one of them, or use Reducer(init_value, fn)"
         )
-    dim = dim % first.dim()
+    dim = dim % first.dim()  # a negative dim means the same for tensors of equal rank only
+    # All dimensions but `dim` must be equal; None marks a tensor of a different rank.
     rests = {(*value.shape[:dim], *value.shape[dim + 1 :]) if value.dim() == first.dim() else None for value in values}
     if len(rests) > 1:
         shapes = ", ".join(str(tuple(value.shape)) for value in values)
@@ -178,10 +188,11 @@ def _concatenate(values: Sequence[Any], dim: int, path: str) -> torch.Tensor:
             f"{path} cannot be concatenated along dim {dim}: the microbatches have shapes {shapes}. Pad them alike, "
             "choose another dimension with Chunk(dim), or merge with a function (merge_output=fn)"
         )
-    return first if len(values) == 1 else torch.cat(list(values), dim=dim)
+    return first if len(values) == 1 else torch.cat(list(values), dim=dim)  # a single value needs no copy
 
 
 def _mean(values: Sequence[torch.Tensor], path: str) -> torch.Tensor:
+    """Return the mean of 0-dim tensors; integers and bools cannot be averaged and must be equal."""
     if all(value.is_floating_point() or value.is_complex() for value in values):
         return torch.stack(list(values)).mean()
     first: torch.Tensor = _first_if_equal(values, path)
@@ -189,29 +200,28 @@ def _mean(values: Sequence[torch.Tensor], path: str) -> torch.Tensor:
 
 
 def _sum(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
-    """In the order of the microbatches, as the losses of forward_backward are added."""
+    """Return the weighted sum in the order of the microbatches: the same rounding as in forward_backward."""
     pairs = zip(values, shares, strict=True)
     return reduce(torch.add, [value if share == 1 else weighted(value, share) for value, share in pairs])
 
 
 def _reduce(values: Sequence[Any], reducer: Reducer, path: str) -> Any:
-    # A reduce_fn may add in place; the marker's own start value must serve the next call unchanged.
-    start = pytree.tree_map(_cloned, reducer.init_value)
+    """Apply the reduce_fn of a Reducer to its init_value and the values, in the order of the microbatches."""
+    # A reduce_fn may write in place, and the spec's init_value must stay unchanged for the next call.
+    start = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, reducer.init_value)
     with noting_function(f"Reducer for {path}", reducer.reduce_fn):
         return reduce(reducer.reduce_fn, values, start)
 
 
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _check_all_tensors(values: Sequence[Any], path: str) -> None:
+    """Raise if one microbatch returned a tensor and a different one did not."""
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor) is not isinstance(values[0], torch.Tensor):
             raise _structure_error(values[0], value, index, path)
 
 
 def _first_if_equal(values: Sequence[Any], path: str) -> Any:
+    """Return the first value, or raise if the values are not all equal."""
     for index, value in enumerate(values):
         if not _equal(values[0], value):
             raise MergeError(
@@ -223,7 +233,7 @@ def _first_if_equal(values: Sequence[Any], path: str) -> Any:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Equality that also takes NaN for itself and objects whose == answers with a tensor or array."""
+    """Return whether two values are equal. NaN equals NaN; == may return a tensor or an array."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) != isinstance(right, torch.Tensor):
@@ -234,7 +244,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _all_true(compare: Callable[[], Any]) -> bool:
-    """Whether a comparison holds everywhere; objects that cannot be compared are not equal."""
+    """Return whether a comparison is true for all elements; values whose comparison raises are not equal."""
     try:
         answer = compare()
         return bool(answer.all()) if hasattr(answer, "all") else bool(answer)
@@ -245,7 +255,8 @@ def _all_true(compare: Callable[[], Any]) -> bool:
 _is_merging_late: ContextVar[bool] = ContextVar("roundpipe_is_merging_late", default=False)
 _ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse")
 _METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "__len__", "__hash__")
-_ABOUT_SHAPE_AND_TYPE = frozenset(
+# Attributes and functions that need no values, so reading them does not merge.
+_WITHOUT_VALUES = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
         *(getattr(torch.Tensor, name) for name in _METHODS),
@@ -256,7 +267,7 @@ _ABOUT_SHAPE_AND_TYPE = frozenset(
 
 @contextlib.contextmanager
 def merging_late() -> Iterator[None]:
-    """Around code of the user's that calls RoundPipes and expects tensors from them."""
+    """While entered, RoundPipes that pack their outputs return LateMerge tensors to the user's code."""
     token = _is_merging_late.set(True)
     try:
         yield
@@ -265,32 +276,35 @@ def merging_late() -> Iterator[None]:
 
 
 def is_merging_late() -> bool:
+    """Return whether this thread is inside `merging_late`."""
     return _is_merging_late.get()
 
 
 def merge_late(outputs: Any) -> Any:
-    """Outputs with packed leaves as the user's code expects them: tensors with rows are merged late, the rest now."""
-    return tree_map(_later, outputs, is_leaf=lambda node: isinstance(node, RoundPipePackedData))
+    """Return outputs with tensors in place of packed leaves. Tensors with rows are merged late, other leaves now."""
+    return pytree.tree_map(_merge_leaf_late, outputs, is_leaf=lambda node: isinstance(node, RoundPipePackedData))
 
 
 def merged_now(value: Any) -> Any:
-    """A value with an ordinary tensor for each LateMerge in it."""
-    return tree_map(lambda leaf: leaf.merged() if isinstance(leaf, LateMerge) else leaf, value)
+    """Return a nested value with an ordinary tensor in place of each LateMerge."""
+    return pytree.tree_map(lambda leaf: leaf.merged() if isinstance(leaf, LateMerge) else leaf, value)
 
 
 def as_microbatches(value: Any, num_microbatch: int) -> Any:
-    """A RoundPipe's inputs, with packed data in place of each LateMerge that is unread and cut as wanted."""
+    """Return a RoundPipe's inputs with packed data or an ordinary tensor in place of each LateMerge.
 
-    def opened(leaf: Any) -> Any:
-        return leaf.microbatches(num_microbatch) if isinstance(leaf, LateMerge) else leaf
+    Packed data needs a LateMerge that was not read yet and that has `num_microbatch` microbatches.
+    """
+    return pytree.tree_map(
+        lambda leaf: leaf.microbatches(num_microbatch) if isinstance(leaf, LateMerge) else leaf, value
+    )
 
-    return tree_map(opened, value)
 
-
-def _later(leaf: Any) -> Any:
+def _merge_leaf_late(leaf: Any) -> Any:
+    """Return a LateMerge, or the merged value if it cannot be merged late."""
     if not isinstance(leaf, RoundPipePackedData):
         return leaf
-    if not _have_rows(leaf):
+    if not _have_rows(leaf):  # cannot be merged late: a LateMerge needs the shape of the merged tensor
         leaf.synchronize()
         return merge_outputs(list(leaf))
     late: LateMerge = _Join.apply(leaf, *leaf)
@@ -298,19 +312,22 @@ def _later(leaf: Any) -> Any:
 
 
 def _have_rows(values: Sequence[Any]) -> bool:
-    """Whether the values are ordinary tensors that can be put together along their first dimension."""
+    """Return whether the values are ordinary tensors that can be concatenated along their first dimension."""
     if not all(type(value) is torch.Tensor and value.dim() and value.layout is torch.strided for value in values):
         return False
     return len({(value.shape[1:], value.dtype, value.device) for value in values}) == 1
 
 
 class LateMerge(torch.Tensor):
+    """A tensor that is merged from its microbatches at the first read. [Note: one path for gradients]"""
+
     _packed: RoundPipePackedData | None  # the microbatches, until they are merged
-    _merged: torch.Tensor | None
-    _whole: torch.Tensor | None  # what `_merged` shows, without history
+    _merged: torch.Tensor | None  # the merged tensor with autograd history
+    _whole: torch.Tensor | None  # the values of `_merged` without autograd history
 
     @staticmethod
     def __new__(cls, packed: RoundPipePackedData) -> LateMerge:
+        # A wrapper subclass has a shape and no storage, so nothing is copied yet.
         first: torch.Tensor = packed[0]
         shape = (sum(len(value) for value in packed), *first.shape[1:])
         late: LateMerge = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
@@ -318,33 +335,38 @@ class LateMerge(torch.Tensor):
         return late
 
     def merged(self) -> torch.Tensor:
-        """The ordinary tensor that this one stands for; waits for the microbatches the first time."""
+        """Return the merged tensor as an ordinary tensor; the first call waits for the microbatches."""
         if self._merged is None:
-            # With the history this tensor has, whatever mode it is first looked at in.
+            # The result keeps the autograd history even if the first read is inside no_grad or inference_mode.
             with torch.inference_mode(False), torch.set_grad_enabled(True):
                 self._merged = _Materialise.apply(self)
         assert self._merged is not None
         return self._merged
 
     def microbatches(self, num_microbatch: int) -> RoundPipePackedData | torch.Tensor:
-        """The microbatches, if their number is right and the merged tensor is unread; else the merged tensor."""
+        """Return the microbatches if there are `num_microbatch` and none was read yet; else the merged tensor."""
         packed = self._packed
         return packed if packed is not None and len(packed) == num_microbatch else self.merged()
 
     def whole(self) -> torch.Tensor:
-        """What `merged()` holds, without history."""
+        """Return the values of `merged()` without autograd history."""
         if self._whole is None:
             assert self._packed is not None
             self._packed.synchronize()
             with torch.inference_mode(False), torch.no_grad():
-                self._whole = torch.cat(list(self._packed))  # a copy also of a single microbatch
+                self._whole = torch.cat(
+                    list(self._packed)
+                )  # copies also a single microbatch: in-place writes must not reach it
             self._packed = None
         return self._whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch function on the merged tensors; functions that need no values do not merge."""
         kwargs = kwargs or {}
-        own = args[0] if args and func in _ABOUT_SHAPE_AND_TYPE else None
+        # After the merge, in-place operations may have changed the merged tensor, so attributes are read from it.
+        # The hash stays that of the LateMerge: it may be a key in a dict of the user.
+        own = args[0] if args and func in _WITHOUT_VALUES else None
         if isinstance(own, LateMerge) and (own._merged is None or func is torch.Tensor.__hash__):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -354,16 +376,15 @@ class LateMerge(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """For operators that were reached past `__torch_function__`; autograd has noted them by now."""
-
-        def plain(leaf: Any) -> Any:
-            return leaf.whole() if isinstance(leaf, LateMerge) else leaf
-
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        """Run an operator that bypassed `__torch_function__` on the values; autograd has recorded it already."""
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.whole() if isinstance(leaf, LateMerge) else leaf, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
 
 
 class _Join(torch.autograd.Function):
-    """From microbatches to the LateMerge of them; nothing is computed."""
+    """Joins microbatches to a LateMerge without computing anything; backward splits the gradient."""
 
     @staticmethod
     def forward(ctx: Any, packed: RoundPipePackedData, *values: torch.Tensor) -> LateMerge:
@@ -376,7 +397,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Materialise(torch.autograd.Function):
-    """From a LateMerge to the tensor it stands for."""
+    """Turns a LateMerge into the merged tensor; backward passes the gradient through."""
 
     @staticmethod
     def forward(ctx: Any, late: LateMerge) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""The values of one output leaf, one per microbatch, that may still be on their way.
+"""Packed data: the values of one output leaf, one per microbatch, some of them still in transfer.
 
-Made by merge.pack_outputs for `merge_output=False`; taken apart again by split when such data enters a model. Users
-see it as a list. Knows nothing of devices: an arrival is anything with a `wait()`.
+Calls with `merge_output=False` return it. A model that receives it uses its elements as microbatches. Knows no devices:
+an event is any object with a `wait()`.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex
@@ -14,7 +15,7 @@ from roundpipe.errors import ConfigError
 
 
 class ArrivalEvent(Protocol):
-    """Says when one value has arrived where it was sent."""
+    """The end of one value's transfer."""
 
     def wait(self) -> None:
         """Block the host until the value may be read."""
@@ -22,10 +23,10 @@ class ArrivalEvent(Protocol):
 
 @dataclass(frozen=True)
 class Arriving:
-    """A leaf of one microbatch's inputs or label that may still be on its way.
+    """A leaf of one microbatch's inputs or label that may still be in transfer.
 
-    Split puts it in place of a packed element that has an event; whoever reads the leaf orders itself after `event`
-    and then uses `value`. It is never registered with pytree, so it stays one leaf whatever `value` is.
+    `split_call` puts it in place of a packed element with an event. A reader waits for `event` before it uses `value`.
+    The class is not registered with pytree, so it is a single leaf even if `value` is a container.
     """
 
     value: Any
@@ -33,11 +34,11 @@ class Arriving:
 
 
 class RoundPipePackedData(list[Any]):
-    """A list of per-microbatch values; call `synchronize()` before reading them.
+    """A list with one value per microbatch. Call `synchronize()` before reading the values.
 
-    Given to a RoundPipe unsynchronized, its elements become that call's microbatches and nobody waits on the host.
-    `packed[a:b]`, `packed.copy()` and `packed + other` are plain lists, as for any list subclass, and carry no events:
-    synchronize first. Copying with `copy`/`deepcopy` and pickling synchronize on their own.
+    As an input of a RoundPipe, its elements become the call's microbatches; the host does not wait for them.
+    `packed[a:b]`, `packed.copy()` and `packed + other` are plain lists, as for any list subclass, and have no events:
+    synchronize first. `copy.copy`, `copy.deepcopy` and pickling synchronize automatically.
     """
 
     def __init__(self, values: Iterable[Any] = (), events: Sequence[ArrivalEvent | None] = ()) -> None:
@@ -48,36 +49,32 @@ class RoundPipePackedData(list[Any]):
                 "value, or no events when every value has arrived"
             )
         self._pending: list[ArrivalEvent | None] = list(events)
-        # [Note: events belong to values] The values as they were when the events were given. A list that was changed
-        # since (append, reverse, ...) no longer lines up with its events and may only be used after waiting for them.
+        # [Note: events belong to values] A copy of the list at construction. If the user has changed the list since
+        # (append, reverse, ...), its elements no longer match the events by index, and it must be synchronized first.
         self._awaited: list[Any] = list(self) if self._pending else []
 
     @property
     def events(self) -> list[ArrivalEvent | None]:
-        """One per value; None for what has arrived. Waits if the list was changed, see [events belong to values]."""
-        if not self._pending:
-            return [None] * len(self)
-        if not self._lines_up():
+        """One event per value; None if it has arrived. Synchronizes a changed list [Note: events belong to values]."""
+        is_unchanged = len(self) == len(self._awaited) and all(map(operator.is_, self, self._awaited))
+        if self._pending and not is_unchanged:
             self.synchronize()
-            return [None] * len(self)
-        return list(self._pending)
+        return list(self._pending) or [None] * len(self)
 
     def as_microbatches(self) -> list[Any]:
-        """The values as leaves of their microbatches: `Arriving` where there is an event, else bare. Does not wait."""
-        events = self.events
+        """Return one leaf per microbatch: an `Arriving` if the value has an event, else the value."""
+        events = self.events  # waits here if the list was changed
         return [value if event is None else Arriving(value, event) for value, event in zip(self, events, strict=True)]
 
     def synchronize(self) -> None:
-        """Block until every value has arrived. Later calls return at once; a wait that failed is waited for again."""
+        """Block until every value has arrived. Later calls return at once; after a failed wait they retry."""
         for event in self._pending:
             if event is not None:
                 event.wait()
+        # Only after all waits: if one raises, the events stay for the next call.
         self._pending, self._awaited = [], []
 
-    def _lines_up(self) -> bool:
-        return len(self) == len(self._awaited) and all(a is b for a, b in zip(self, self._awaited, strict=True))
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Copy and pickle as values that have arrived: an event means nothing elsewhere."""
+        """Copy and pickle the values without events, which are valid in this process only."""
         self.synchronize()
         return (type(self), (list(self),))

@@ -1,25 +1,161 @@
-"""The words of split and merge specs, and the checks that a spec is made of them.
+"""Split and merge specs, and the nested values that they describe.
 
-`Chunk`, `Replicate` and `Reducer` are torch's own marker classes under public names, so specs written with either
-work. Importing torch's module takes seconds and sets environment variables, so it is left to whoever names a marker:
-as long as nobody has imported it, no spec can contain one. Knows specs, never inputs.
+A spec is a tree whose leaves are `Chunk`, `Replicate`, `Reducer` or None. The three classes are those of
+torch.distributed.pipelining under public names, so users may import them from either place. Importing torch's module
+takes seconds and sets environment variables. It is therefore imported at the first use of one of the names; before
+that, no spec can contain one.
+
+`open_node` opens a nested value (tuple, list, dict, node registered with torch's pytree) one level at a time. This
+allows walking a value together with its spec and naming each place in messages. A RoundPipePackedData is a leaf,
+although it is a list. Knows no devices.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
+from torch.utils import _pytree as pytree
+
 from roundpipe.errors import ArgumentTypeError, ConfigError, MergeError, SplitError, add_note
-from roundpipe.microbatch.tree import leaves_with_path, shown
+from roundpipe.microbatch.packed import RoundPipePackedData
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.microbatch import TensorChunkSpec as Chunk
     from torch.distributed.pipelining.microbatch import _CustomReducer as Reducer
     from torch.distributed.pipelining.microbatch import _Replicate as Replicate
+
+
+@dataclass(frozen=True)
+class Node:
+    """An inner node of a nested value. `names` says how to reach each child: `[0]`, `['mask']` or `.loss`."""
+
+    value: Any
+    children: tuple[Any, ...]
+    names: tuple[str, ...]
+    structure: pytree.TreeSpec
+
+    def rebuild(self, children: Sequence[Any]) -> Any:
+        """Return a node of the same kind with the given children."""
+        return pytree.tree_unflatten(list(children), self.structure)
+
+
+def open_node(value: Any) -> Node | None:
+    """Return the node of `value` with its direct children, or None if `value` is a leaf."""
+    if isinstance(value, RoundPipePackedData):
+        return None
+    # Everything below `value` counts as a leaf, so pytree flattens one level only.
+    children, structure = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if len(children) == 1 and children[0] is value:
+        return None
+    # Mappings such as ModelOutput may be registered without names, but their keys are names.
+    if isinstance(value, Mapping) and len(value) == len(children):
+        names = [f"[{key!r}]" for key in value]
+    else:
+        try:
+            keyed, _ = pytree.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+            names = [pytree.keystr(path) for path, _ in keyed]
+        except ValueError:  # the node's type is registered without names for its children
+            names = [f"[{index}]" for index in range(len(children))]
+    return Node(value, tuple(children), tuple(names), structure)
+
+
+def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of every leaf of `value` in pytree's order; paths begin with `path`."""
+    node = open_node(value)
+    if node is None:
+        yield path, value
+        return
+    for name, child in zip(node.names, node.children, strict=True):
+        yield from leaves_with_path(child, path + name)
+
+
+def children_as_spec(node: Node, spec: Any) -> tuple[Any, ...] | None:
+    """Return the parts of `spec` in the order of the node's children, or None if the structures differ.
+
+    A tuple or list matches every tuple or list of that length, including named tuples. A mapping matches every mapping
+    with the same keys. All other nodes match by type. A registered dataclass hides fields that are None; the spec of a
+    hidden field is None.
+    """
+    spec_node = open_node(spec)
+    if spec_node is None:
+        return None
+    if isinstance(node.value, Mapping) and isinstance(spec, Mapping):
+        return _children_by_name(node, spec_node)
+    if isinstance(node.value, tuple | list) and isinstance(spec, tuple | list):
+        return spec_node.children if len(spec_node.children) == len(node.children) else None
+    return _children_by_field(node, spec_node) if type(node.value) is type(spec) else None
+
+
+def children_if_alike(node: Node, other: Any) -> tuple[Any, ...] | None:
+    """Return the children of `other` in the order of the node's children, or None if the structures differ.
+
+    Mappings with the same keys are alike, in any order of keys.
+    """
+    other_node = open_node(other)
+    if other_node is None or type(node.value) is not type(other):
+        return None
+    if isinstance(node.value, Mapping):
+        return _children_by_name(node, other_node)
+    return other_node.children if node.structure == other_node.structure else None
+
+
+def _children_by_name(node: Node, other: Node) -> tuple[Any, ...] | None:
+    """Return the children of `other` in the order of the node's names, or None if the names differ."""
+    by_name = dict(zip(other.names, other.children, strict=True))
+    if by_name.keys() != set(node.names):
+        return None
+    return tuple(by_name[name] for name in node.names)
+
+
+def _children_by_field(node: Node, spec: Node) -> tuple[Any, ...] | None:
+    """As `_children_by_name`; fields that the spec hides because they are None (named `.field`) may be missing."""
+    by_name = dict(zip(spec.names, spec.children, strict=True))
+    hidden = set(node.names) - by_name.keys()  # fields of the value that are None in the spec
+    if not by_name.keys() <= set(node.names) or not all(name.startswith(".") for name in hidden):
+        return None
+    return tuple(by_name.get(name) for name in node.names)
+
+
+def outline(value: Any) -> str:
+    """Return the structure of a value for messages, in one line: `(Tensor[4, 3], {'mask': bool})`."""
+    node = open_node(value)
+    if node is None:
+        return _outline_leaf(value)
+    parts = [outline(child) for child in node.children]
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{name[1:-1]}: {part}" for name, part in zip(node.names, parts, strict=True))
+        return "{" + inner + "}"
+    if type(value) is tuple:
+        return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+    if type(value) is list:
+        return "[" + ", ".join(parts) + "]"
+    inner = ", ".join(f"{name.lstrip('.')}={part}" for name, part in zip(node.names, parts, strict=True))
+    return f"{type(value).__name__}({inner})"
+
+
+def _outline_leaf(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, torch.Tensor):
+        return f"Tensor{list(value.shape)}"
+    if isinstance(value, RoundPipePackedData):
+        return f"RoundPipePackedData of {len(value)}"
+    return type(value).__name__
+
+
+def shown(value: Any) -> str:
+    """Return the repr of a value for messages, at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
 
 __all__ = [
     "Chunk",
@@ -30,17 +166,19 @@ __all__ = [
     "check_split_label",
     "is_chunk",
     "is_custom_function",
-    "is_marker",
+    "is_leaf_spec",
     "is_reducer",
     "is_replicate",
     "noting_function",
 ]
 
 _HOME = "torch.distributed.pipelining.microbatch"
+# torch has no public names for two of the classes.
 _TORCH_NAMES = {"Chunk": "TensorChunkSpec", "Replicate": "_Replicate", "Reducer": "_CustomReducer"}
 
 
 def __getattr__(name: str) -> Any:
+    """Import torch's class at the first use of `Chunk`, `Replicate` or `Reducer`."""
     if name in _TORCH_NAMES:
         return getattr(importlib.import_module(_HOME), _TORCH_NAMES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -55,24 +193,25 @@ def is_reducer(spec: Any) -> TypeGuard[Reducer]:
 
 
 def is_replicate(spec: Any) -> bool:
-    """Replicate may be written as the class or as an instance of it."""
+    """Return whether `spec` is Replicate, written as the class or as an instance of it."""
     return _is_instance_of(spec, "Replicate") or _is_class_of(spec, "Replicate")
 
 
-def is_marker(spec: Any) -> bool:
-    """Whether `spec` is one word of a spec tree."""
+def is_leaf_spec(spec: Any) -> bool:
+    """Return whether `spec` is a leaf of a spec tree: Chunk, Reducer or Replicate."""
     return is_chunk(spec) or is_reducer(spec) or is_replicate(spec)
 
 
 def is_custom_function(spec: Any) -> bool:
-    """Whether `spec` is the user's own function. Marker classes can be called too but never are."""
-    is_class = _is_class_of(spec, "Chunk") or _is_class_of(spec, "Reducer")
-    return callable(spec) and not is_marker(spec) and not is_class
+    """Return whether `spec` is a function of the user. The spec classes are callable, too, but do not count."""
+    if not callable(spec):
+        return False
+    return not (is_leaf_spec(spec) or _is_class_of(spec, "Chunk") or _is_class_of(spec, "Reducer"))
 
 
 @contextmanager
 def noting_function(place: str, function: Any) -> Iterator[None]:
-    """Let what the user's function raises pass with its own type, and note which function it was."""
+    """Add a note that names the user's function to any exception it raises; the exception keeps its type."""
     try:
         yield
     except Exception as error:
@@ -81,7 +220,7 @@ def noting_function(place: str, function: Any) -> Iterator[None]:
 
 
 def check_split_input(split_input: Any) -> None:
-    """Refuse what is neither None, a function nor a pair (args_spec, kwargs_spec)."""
+    """Raise unless `split_input` is None, a function or a pair (args_spec, kwargs_spec)."""
     if split_input is None or is_custom_function(split_input):
         return
     if not isinstance(split_input, tuple | list):
@@ -94,6 +233,7 @@ def check_split_input(split_input: Any) -> None:
             f"split_input must be a pair (args_spec, kwargs_spec), got {len(split_input)} entries; for one argument "
             "write ((Chunk(0),), None)"
         )
+    # A single Chunk in place of a tuple of args is a likely mistake, so the two parts have their own messages.
     args_spec, kwargs_spec = split_input
     if args_spec is not None and not isinstance(args_spec, tuple | list):
         raise SplitError(
@@ -104,53 +244,57 @@ def check_split_input(split_input: Any) -> None:
         raise SplitError(
             f"split_input[1] must be None or a dict with one spec per keyword argument, not {_typed(kwargs_spec)}"
         )
-    _check_words(args_spec, "split_input[0]", SplitError)
-    _check_words(kwargs_spec, "split_input[1]", SplitError)
+    _check_leaf_specs(args_spec, "split_input[0]", SplitError)
+    _check_leaf_specs(kwargs_spec, "split_input[1]", SplitError)
 
 
 def check_split_label(split_label: Any) -> None:
-    """Refuse what is neither None, a function nor a spec tree."""
-    if not is_custom_function(split_label):
-        _check_words(split_label, "split_label", SplitError)
+    """Raise unless `split_label` is None, a function or a spec tree."""
+    if split_label is not None and not is_custom_function(split_label):
+        _check_leaf_specs(split_label, "split_label", SplitError)
 
 
 def check_merge_output(merge_output: Any) -> None:
-    """Refuse what is neither None, a bool, a function nor a spec tree."""
-    if not isinstance(merge_output, bool) and not is_custom_function(merge_output):
-        _check_words(merge_output, "merge_output", MergeError)
+    """Raise unless `merge_output` is None, a bool, a function or a spec tree."""
+    if merge_output is not None and not isinstance(merge_output, bool) and not is_custom_function(merge_output):
+        _check_leaf_specs(merge_output, "merge_output", MergeError)
 
 
-def _check_words(spec: Any, root: str, error: type[ConfigError]) -> None:
-    for path, word in leaves_with_path(spec, root):
-        if word is None or is_replicate(word):
+def _check_leaf_specs(spec: Any, root: str, error: type[ConfigError]) -> None:
+    """Raise `error` or ArgumentTypeError unless every leaf is a valid leaf spec or None. Splitting takes no Reducer."""
+    for path, leaf in leaves_with_path(spec, root):
+        if leaf is None or is_replicate(leaf):
             continue
-        if is_chunk(word):
-            _check_dim(word, path)
-        elif _is_class_of(word, "Chunk"):
-            raise error(f"{path} is the class {word.__name__}; say along which dimension: Chunk(0)")
-        elif _is_class_of(word, "Reducer"):
-            raise error(f"{path} is the class {word.__name__}; give it a start and a function: Reducer(init_value, fn)")
-        elif not is_reducer(word):
+        if is_chunk(leaf):
+            if isinstance(leaf.split_dim, bool) or not isinstance(leaf.split_dim, int):
+                raise ArgumentTypeError(
+                    f"{path} is Chunk({leaf.split_dim!r}); the dimension must be an int, such as Chunk(0)"
+                )
+        # Replicate may be written as a class, so users try it with the other two as well.
+        elif _is_class_of(leaf, "Chunk"):
+            raise error(f"{path} is the class {leaf.__name__}; say along which dimension: Chunk(0)")
+        elif _is_class_of(leaf, "Reducer"):
+            raise error(f"{path} is the class {leaf.__name__}; give it a start and a function: Reducer(init_value, fn)")
+        elif not is_reducer(leaf):
             raise ArgumentTypeError(
-                f"{path} is {_typed(word)}, which is no split or merge marker; use Chunk(dim), Replicate, "
+                f"{path} is {_typed(leaf)}, which is not a split or merge spec; use Chunk(dim), Replicate, "
                 "Reducer(init_value, fn) (merging only), or None for automatic"
             )
         elif error is SplitError:
             raise error(f"{path} is a Reducer, which only merges; to split use Chunk(dim), Replicate or None")
 
 
-def _check_dim(chunk: Chunk, path: str) -> None:
-    if isinstance(chunk.split_dim, bool) or not isinstance(chunk.split_dim, int):
-        raise ArgumentTypeError(f"{path} is Chunk({chunk.split_dim!r}); the dimension must be an int, such as Chunk(0)")
+def _is_instance_of(spec: Any, name: str) -> bool:
+    """Return whether `spec` is an instance of the spec class `name`, without importing torch's module."""
+    # If the module was never imported, no instance of its classes exists.
+    return _HOME in sys.modules and isinstance(spec, __getattr__(name))
 
 
-def _is_instance_of(spec: Any, marker: str) -> bool:
-    return _HOME in sys.modules and isinstance(spec, __getattr__(marker))
-
-
-def _is_class_of(spec: Any, marker: str) -> TypeGuard[type[Any]]:
-    return _HOME in sys.modules and isinstance(spec, type) and issubclass(spec, __getattr__(marker))
+def _is_class_of(spec: Any, name: str) -> TypeGuard[type[Any]]:
+    """Return whether `spec` is the spec class `name` itself, without importing torch's module."""
+    return _HOME in sys.modules and isinstance(spec, type) and issubclass(spec, __getattr__(name))
 
 
 def _typed(spec: Any) -> str:
+    """Return the type and the value of an invalid spec for messages."""
     return f"{type(spec).__name__} {shown(spec)}"

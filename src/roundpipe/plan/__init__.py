@@ -1,15 +1,13 @@
-"""Decides what runs where: plans, costs, schedules and their simulation. Pure: no tensors, no threads.
+"""Decides which device runs which layers when: layer costs, execute plans, schedules and their simulation.
 
-Reading order: run_type, cost, ranges, partition, auto, execute_plan, schedule, memory, simulator,
-exact_step, planner.
+Pure functions of plain values, without tensors and threads. Reading order: cost, partition, execute_plan, schedule,
+memory, simulator, search.
 """
 
 from roundpipe.plan.cost import CostModel, LayerCost, ModelProfile, Phase
-from roundpipe.plan.execute_plan import ModelExecutePlan, RunType
-from roundpipe.plan.memory import stage_bytes
-from roundpipe.plan.schedule import StageTask, TaskKind, build_schedule, deal
+from roundpipe.plan.execute_plan import ModelExecutePlan, RunType, StageTask, TaskKind, build_schedule, deal
+from roundpipe.plan.predict import simulate
 from roundpipe.plan.search import choose_exact_plan, choose_plan
-from roundpipe.plan.simulator import simulate
 
 __all__ = [
     "CostModel",
@@ -25,5 +23,4 @@ __all__ = [
     "choose_plan",
     "deal",
     "simulate",
-    "stage_bytes",
 ]

@@ -1,7 +1,6 @@
-"""What layers cost: the measured or estimated seconds and bytes that planning works with.
+"""The cost of each layer: measured or estimated seconds and bytes that planning works with.
 
-`CostModel` is fed by the runtime and read by the api, which builds a `ModelProfile` for the planner. Knows layers by
-number only; knows no tensors, devices or plans.
+Knows layers by number. Knows no tensors, devices or plans.
 """
 
 from __future__ import annotations
@@ -14,24 +13,25 @@ from typing import Protocol
 
 from roundpipe.errors import ArgumentTypeError, ConfigError
 
+# Weight of a new measurement: time = (1 - SMOOTHING) * previous time + SMOOTHING * measured time.
 SMOOTHING = 0.25
-"""Weight of a new measurement: time = (1 - SMOOTHING) * time so far + SMOOTHING * new."""
 
+# Forward rate before any measurement. Plans then depend on proportions only; the value is a plausible one.
 DEFAULT_SECONDS_PER_BYTE = 1e-11
-"""Forward rate before anything is measured. Only proportions matter then, the value just keeps them plausible."""
 
+# Added to the weight bytes of every layer in time estimates, so that layers without weights are not free.
 LAYER_OVERHEAD_BYTES = 1 << 20
-"""Added to every layer's weight bytes in estimates, so that layers without weights are not free."""
 
+# Backward seconds per forward second while no layer has both measured: two matrix products instead of one.
 DEFAULT_BACKWARD_RATIO = 2.0
-"""Backward seconds per forward second where no layer has both measured: two matrix products instead of one."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: seconds per microbatch, and bytes.
+    """The cost of one layer: seconds per microbatch, and bytes.
 
-    ``activation_bytes`` is what one microbatch keeps on the device between forward and backward of this layer.
+    ``activation_bytes``: device memory that one microbatch occupies between forward and backward of this layer.
+    ``input_bytes``: the layer's inputs of one microbatch.
     """
 
     forward_s: float
@@ -42,10 +42,20 @@ class LayerCost:
     activation_bytes: int = 0
     input_bytes: int = 0
 
+    @property
+    def fused_s(self) -> float:
+        """Seconds in a fused stage: forward and backward, without recomputation."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def recompute_backward_s(self) -> float:
+        """Seconds in a backward stage: recomputation and backward."""
+        return self.recompute_s + self.backward_s
+
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Everything a plan is chosen from. ``memory_limit_bytes`` is per device, ``None`` = unlimited."""
+    """All inputs of the plan search. ``memory_limit_bytes`` is per device; ``None`` means unlimited."""
 
     layers: tuple[LayerCost, ...]
     num_devices: int
@@ -62,13 +72,13 @@ class ModelProfile:
 
 
 class Plannable(Protocol):
-    """What `ModelExecutePlan.auto` needs of a model."""
+    """A model that `ModelExecutePlan.auto` can plan."""
 
     def planning_profile(self) -> ModelProfile: ...
 
 
 class Phase(enum.Enum):
-    """What was timed: a first forward, the repeated forward before a backward, or the backward itself."""
+    """What a time measurement covers. RECOMPUTE is the repeated forward before a backward."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -76,7 +86,7 @@ class Phase(enum.Enum):
 
 
 class CostModel:
-    """Gathers measurements of layers and fills what is not measured yet, always in one unit.
+    """Collects measurements of layers and estimates the missing ones.
 
     Not thread-safe: the caller holds a lock around every method.
     """
@@ -91,10 +101,13 @@ class CostModel:
         self._activation_bytes = [0] * len(weight_bytes)
         self._input_bytes = [0] * len(weight_bytes)
         self._seconds: dict[tuple[int, Phase], float] = {}
-        self._warm: set[tuple[int, Phase]] = set()
+        self._warm: set[tuple[int, Phase]] = set()  # layers and phases that have had their warm-up
 
     def observe(self, layer_id: int, phase: Phase, seconds: float) -> None:
-        """One microbatch of one layer took so long. The first of each (layer, phase) is dropped: it holds warm-up."""
+        """Add the measured seconds of one microbatch of one layer.
+
+        The first measurement of each layer and phase is dropped because it includes warm-up.
+        """
         self._check_layer(layer_id)
         if not math.isfinite(seconds) or seconds < 0:
             raise ConfigError(f"seconds of layer {layer_id} {phase.value} must be finite and >= 0, not {seconds}")
@@ -102,75 +115,74 @@ class CostModel:
         if key not in self._warm:
             self._warm.add(key)
             return
-        so_far = self._seconds.get(key, seconds)
-        self._seconds[key] = (1 - SMOOTHING) * so_far + SMOOTHING * seconds
+        previous_s = self._seconds.get(key, seconds)
+        self._seconds[key] = (1 - SMOOTHING) * previous_s + SMOOTHING * seconds
 
     def observe_activation(self, layer_id: int, activation_bytes: int, input_bytes: int) -> None:
-        """One microbatch kept so much on the device; the largest ever seen counts."""
+        """Add the measured bytes of one microbatch of one layer; the cost model keeps the largest of each."""
         self._check_layer(layer_id)
         self._activation_bytes[layer_id] = max(self._activation_bytes[layer_id], activation_bytes)
         self._input_bytes[layer_id] = max(self._input_bytes[layer_id], input_bytes)
 
     def reset_times(self) -> None:
-        """Forgets all seconds (another batch shape, say); bytes stay. The next measurements are warm-up again."""
+        """Forget all seconds, for example after a change of the batch shape; bytes stay.
+
+        The next measurement of each layer and phase counts as warm-up again.
+        """
         self._seconds.clear()
         self._warm.clear()
 
     def layer_costs(self) -> tuple[LayerCost, ...]:
-        """Measured where measured, else estimated from the measured rates, or from sizes when nothing is measured."""
-        ratio = self._backward_ratio()
-        known = [self._forward_from_layer(layer_id, ratio) for layer_id in range(len(self._weight_bytes))]
-        rate = self._seconds_per_byte(known)
-        return tuple(self._layer_cost(layer_id, known[layer_id], rate, ratio) for layer_id in range(len(known)))
-
-    def _layer_cost(self, layer_id: int, known_s: float | None, rate: float, ratio: float) -> LayerCost:
-        forward_s = known_s if known_s is not None else rate * self._estimate_bytes(layer_id)
-        return LayerCost(
-            forward_s=forward_s,
-            recompute_s=self._seconds.get((layer_id, Phase.RECOMPUTE), forward_s),
-            backward_s=self._seconds.get((layer_id, Phase.BACKWARD), ratio * forward_s),
-            weight_bytes=self._weight_bytes[layer_id],
-            grad_bytes=self._grad_bytes[layer_id],
-            activation_bytes=self._activation_bytes[layer_id],
-            input_bytes=self._input_bytes[layer_id],
-        )
-
-    def _measured_forward(self, layer_id: int) -> float | None:
-        """Forward and recompute do the same work, so either stands in for the other."""
-        forward_s = self._seconds.get((layer_id, Phase.FORWARD))
-        return forward_s if forward_s is not None else self._seconds.get((layer_id, Phase.RECOMPUTE))
-
-    def _forward_from_layer(self, layer_id: int, ratio: float) -> float | None:
-        """Forward seconds from this layer's own measurements, ``None`` if it has none."""
-        forward_s = self._measured_forward(layer_id)
-        if forward_s is not None:
-            return forward_s
-        backward_s = self._seconds.get((layer_id, Phase.BACKWARD))
-        return None if backward_s is None or ratio == 0 else backward_s / ratio
-
-    def _backward_ratio(self) -> float:
-        """Backward seconds per forward second over the layers that have both."""
-        forward_sum_s = backward_sum_s = 0.0
-        for layer_id in range(len(self._weight_bytes)):
-            forward_s = self._measured_forward(layer_id)
-            backward_s = self._seconds.get((layer_id, Phase.BACKWARD))
-            if forward_s is not None and backward_s is not None:
-                forward_sum_s += forward_s
-                backward_sum_s += backward_s
-        return backward_sum_s / forward_sum_s if forward_sum_s > 0 else DEFAULT_BACKWARD_RATIO
-
-    def _seconds_per_byte(self, known_forward_s: Sequence[float | None]) -> float:
-        """The forward rate of the measured layers; the default only when no layer is measured at all."""
-        known = [(seconds, layer_id) for layer_id, seconds in enumerate(known_forward_s) if seconds is not None]
-        if not known:
-            return DEFAULT_SECONDS_PER_BYTE
-        return sum(seconds for seconds, _ in known) / sum(self._estimate_bytes(layer_id) for _, layer_id in known)
-
-    def _estimate_bytes(self, layer_id: int) -> int:
-        return self._weight_bytes[layer_id] + LAYER_OVERHEAD_BYTES
+        """Return the cost of every layer: measured, else estimated from measured layers, else from weight bytes."""
+        seconds, num_layers = self._seconds, len(self._weight_bytes)
+        backward = [seconds.get((layer_id, Phase.BACKWARD)) for layer_id in range(num_layers)]
+        # Forward and recomputation do the same work, so a missing forward time is replaced by the recompute time.
+        forward = [
+            seconds.get((layer_id, Phase.FORWARD), seconds.get((layer_id, Phase.RECOMPUTE)))
+            for layer_id in range(num_layers)
+        ]
+        ratio = _backward_ratio(forward, backward)
+        # A layer with a backward time only gets its forward time from the ratio of the other layers.
+        if ratio > 0:
+            forward = [
+                backward_s / ratio if forward_s is None and backward_s is not None else forward_s
+                for forward_s, backward_s in zip(forward, backward, strict=True)
+            ]
+        estimate_bytes = [weight_bytes + LAYER_OVERHEAD_BYTES for weight_bytes in self._weight_bytes]
+        # Unmeasured layers get the rate of the measured ones: all costs stay in one unit, so they can be compared.
+        rate = _seconds_per_byte(forward, estimate_bytes)
+        costs = []
+        for layer_id, measured_s in enumerate(forward):
+            forward_s = measured_s if measured_s is not None else rate * estimate_bytes[layer_id]
+            cost = LayerCost(
+                forward_s=forward_s,
+                recompute_s=seconds.get((layer_id, Phase.RECOMPUTE), forward_s),
+                backward_s=seconds.get((layer_id, Phase.BACKWARD), ratio * forward_s),
+                weight_bytes=self._weight_bytes[layer_id],
+                grad_bytes=self._grad_bytes[layer_id],
+                activation_bytes=self._activation_bytes[layer_id],
+                input_bytes=self._input_bytes[layer_id],
+            )
+            costs.append(cost)
+        return tuple(costs)
 
     def _check_layer(self, layer_id: int) -> None:
         if isinstance(layer_id, bool) or not isinstance(layer_id, int):
             raise ArgumentTypeError(f"layer_id must be an int, not {type(layer_id).__name__} ({layer_id!r})")
         if not 0 <= layer_id < len(self._weight_bytes):
             raise ConfigError(f"layer_id {layer_id} does not exist; the model has {len(self._weight_bytes)} layers")
+
+
+def _backward_ratio(forward: Sequence[float | None], backward: Sequence[float | None]) -> float:
+    """Return backward seconds per forward second over the layers that have both."""
+    both = [(f, b) for f, b in zip(forward, backward, strict=True) if f is not None and b is not None]
+    forward_sum_s = sum(forward_s for forward_s, _ in both)
+    return sum(backward_s for _, backward_s in both) / forward_sum_s if forward_sum_s > 0 else DEFAULT_BACKWARD_RATIO
+
+
+def _seconds_per_byte(forward: Sequence[float | None], estimate_bytes: Sequence[int]) -> float:
+    """Return the forward rate over the layers with a time; the default rate if no layer has one."""
+    measured = [(seconds, size) for seconds, size in zip(forward, estimate_bytes, strict=True) if seconds is not None]
+    if not measured:
+        return DEFAULT_SECONDS_PER_BYTE
+    return sum(seconds for seconds, _ in measured) / sum(size for _, size in measured)

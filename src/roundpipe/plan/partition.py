@@ -1,10 +1,10 @@
-"""Cuts a model into stages: contiguous runs of layers, each within a time and a memory bound.
+"""Partitions a model into stages of consecutive layers, each within a time bound and a memory bound.
 
-Called by plan.auto and plan.planner. Knows prefix sums and ranges, never plans, schedules or devices.
+Works on prefix sums and ranges. Knows no plans, schedules or devices.
 
-[Note: greedy is enough] Filling each stage as far as its bounds allow gives the fewest stages, and the smallest fused
-stage start that fits gives the fewest forward and backward layers, hence the fewest stages too. The count never grows
-with the time bound, so the smallest bound for a given count is found by bisection.
+[Note: greedy is enough] Filling each stage as far as its bounds allow gives the fewest stages. The fused stage starts
+at the first layer from which it fits: this leaves the fewest forward and backward layers, hence the fewest stages. The
+number of stages never grows with the time bound, so bisection finds the smallest bound for a given number.
 """
 
 from __future__ import annotations
@@ -15,73 +15,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+# Relative slack of every time bound: sums of the same times in a different order differ by rounding.
 TOLERANCE = 1e-9
-"""Relative slack of every time bound: sums of equal parts must compare as equal whatever their rounding."""
+
+
+def single_layers(layers: range) -> tuple[range, ...]:
+    """Return one stage per layer, ascending."""
+    return tuple(range(layer_id, layer_id + 1) for layer_id in layers)
 
 
 @dataclass(frozen=True)
-class Line:
-    """One kind of stage over all layers.
-
-    ``prefix_s[i]`` is the time of the layers before i; ``reach[i]`` the furthest stop that memory allows a stage that
-    starts at layer i. ``reach`` never falls and is at least i + 1: a layer that does not fit stands alone.
-    """
-
-    prefix_s: tuple[float, ...]
-    reach: tuple[int, ...]
-
-    def seconds(self, layers: range) -> float:
-        return self.prefix_s[layers.stop] - self.prefix_s[layers.start]
-
-    def pack(self, stop: int, max_s: float) -> tuple[range, ...]:
-        """The fewest ascending stages over layers 0 to stop - 1 within the bounds."""
-        stages = []
-        start = 0
-        bound_s = max_s * (1 + TOLERANCE)
-        while start < stop:
-            in_time = bisect_right(self.prefix_s, self.prefix_s[start] + bound_s, start + 1, stop + 1) - 1
-            end = max(start + 1, min(in_time, self.reach[start]))
-            stages.append(range(start, end))
-            start = end
-        return tuple(stages)
-
-    def pack_down(self, stop: int, max_s: float) -> tuple[range, ...]:
-        """As `pack`, filled from the last layers on: what is left over becomes a short first stage, not a last one."""
-        stages: list[range] = []
-        bound_s = max_s * (1 + TOLERANCE)
-        while stop > 0:
-            in_time = bisect_left(self.prefix_s, self.prefix_s[stop] - bound_s, 0, stop)
-            start = min(stop - 1, max(in_time, bisect_left(self.reach, stop)))
-            stages.append(range(start, stop))
-            stop = start
-        return tuple(reversed(stages))
-
-    def tail_start(self, max_s: float) -> int:
-        """The first layer of the largest stage that ends with the model and is within the bounds."""
-        num_layers = len(self.reach)
-        in_time = bisect_left(self.prefix_s, self.prefix_s[-1] - max_s * (1 + TOLERANCE))
-        return min(num_layers - 1, max(in_time, bisect_left(self.reach, num_layers)))
-
-
-def make_line(layer_seconds: Iterable[float], fits: Callable[[range], bool] | None = None) -> Line:
-    """``fits`` must hold for every part of a range for which it holds; ``None`` = no memory bound."""
-    prefix_s = (0.0, *accumulate(layer_seconds))
-    num_layers = len(prefix_s) - 1
-    if fits is None:
-        return Line(prefix_s, (num_layers,) * num_layers)
-    reach = []
-    stop = 0
-    for start in range(num_layers):
-        stop = max(stop, start + 1)
-        while stop < num_layers and fits(range(start, stop + 1)):
-            stop += 1
-        reach.append(stop)
-    return Line(prefix_s, tuple(reach))
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The stages of one pass: all lists ascend; ``fused`` is None in a pass without a fused stage."""
+class Partition:
+    """The stages of one pass over one model. All lists ascend; ``fused`` is None in a pass without a fused stage."""
 
     fwd: tuple[range, ...] = ()
     fused: range | None = None
@@ -93,170 +38,237 @@ class Cut:
 
     @property
     def bwd_plan(self) -> list[range]:
-        """The backward list as a plan has it: the fused stage first, then from the last layers to the first."""
+        """The backward list of an execute plan: the fused stage first, then from the last layers to the first."""
         return [*([self.fused] if self.fused is not None else []), *reversed(self.bwd)]
 
 
 @dataclass(frozen=True)
-class Packer:
-    """One pass over one model. A line that is None is a kind of stage the pass does not have.
+class KindPacker:
+    """Packs layers into stages of one kind: forward, fused or backward.
 
-    With a fused line it has all three: the fused stage takes the last layers, forward and backward stages the others.
+    ``prefix_s[i]`` is the time of all layers before layer i. ``reach[i]`` is the furthest stop that memory allows for a
+    stage starting at layer i. ``reach`` never decreases and is at least i + 1: a layer that does not fit into memory
+    still gets a stage.
+    """
+
+    prefix_s: tuple[float, ...]
+    reach: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layer_seconds: Iterable[float], fits: Callable[[range], bool] | None = None) -> KindPacker:
+        """Build the prefix sums. ``fits`` says whether a range fits into memory; ``None`` means no memory bound.
+
+        If ``fits`` holds for a range, it must hold for every part of that range.
+        """
+        prefix_s = (0.0, *accumulate(layer_seconds))
+        num_layers = len(prefix_s) - 1
+        if fits is None:
+            return cls(prefix_s, (num_layers,) * num_layers)
+        reach = []
+        stop = 0
+        # Two pointers: reach never decreases, so `stop` never moves back.
+        for start in range(num_layers):
+            stop = max(stop, start + 1)
+            while stop < num_layers and fits(range(start, stop + 1)):
+                stop += 1
+            reach.append(stop)
+        return cls(prefix_s, tuple(reach))
+
+    def seconds(self, layers: range) -> float:
+        return self.prefix_s[layers.stop] - self.prefix_s[layers.start]
+
+    def pack(self, stop: int, max_s: float) -> tuple[range, ...]:
+        """Return the fewest ascending stages over layers 0 to stop - 1 within the bounds."""
+        stages = []
+        start = 0
+        bound_s = max_s * (1 + TOLERANCE)
+        while start < stop:
+            in_time = bisect_right(self.prefix_s, self.prefix_s[start] + bound_s, start + 1, stop + 1) - 1
+            end = max(start + 1, min(in_time, self.reach[start]))  # at least one layer, even beyond the bounds
+            stages.append(range(start, end))
+            start = end
+        return tuple(stages)
+
+    def pack_from_end(self, stop: int, max_s: float) -> tuple[range, ...]:
+        """As `pack`, but fill stages from the last layer on: the first stage becomes the short one, not the last."""
+        stages: list[range] = []
+        bound_s = max_s * (1 + TOLERANCE)
+        while stop > 0:
+            in_time = bisect_left(self.prefix_s, self.prefix_s[stop] - bound_s, 0, stop)
+            # bisect on reach: the first layer from which a stage may extend to `stop`.
+            start = min(stop - 1, max(in_time, bisect_left(self.reach, stop)))
+            stages.append(range(start, stop))
+            stop = start
+        return tuple(reversed(stages))
+
+    def last_stage_start(self, max_s: float) -> int:
+        """Return the first layer of the largest stage that ends with the model's last layer within the bounds."""
+        num_layers = len(self.reach)
+        in_time = bisect_left(self.prefix_s, self.prefix_s[-1] - max_s * (1 + TOLERANCE))
+        return min(num_layers - 1, max(in_time, bisect_left(self.reach, num_layers)))
+
+
+@dataclass(frozen=True)
+class PassPacker:
+    """Packs all stages of one pass over one model. A kind that is None does not occur in the pass.
+
+    A pass with a fused kind has all three kinds: the fused stage takes the last layers, forward and backward stages
+    take the layers before it.
     """
 
     num_layers: int
-    fwd: Line | None = None
-    fused: Line | None = None
-    bwd: Line | None = None
+    fwd: KindPacker | None = None
+    fused: KindPacker | None = None
+    bwd: KindPacker | None = None
 
-    def cut(self, max_s: float) -> Cut:
-        """The fewest stages within ``max_s`` and memory [Note: greedy is enough]."""
+    def pack(self, max_s: float) -> Partition:
+        """Return the fewest stages within ``max_s`` and memory [Note: greedy is enough]."""
         stop, fused = self.num_layers, None
         if self.fused is not None:
-            stop = self.fused.tail_start(max_s)
+            stop = self.fused.last_stage_start(max_s)
             fused = range(stop, self.num_layers)
         fwd = self.fwd.pack(stop, max_s) if self.fwd is not None else ()
         bwd = self.bwd.pack(stop, max_s) if self.bwd is not None else ()
-        return Cut(fwd, fused, bwd)
+        return Partition(fwd, fused, bwd)
 
-    def bwd_down(self, cut: Cut) -> Cut:
-        """The same with backward stages filled from the last layers on."""
+    def repack_backward_from_end(self, partition: Partition) -> Partition:
+        """Return the same partition with its backward stages filled from the last layer on."""
         if self.bwd is None:
-            return cut
-        stop = self.num_layers if cut.fused is None else cut.fused.start
-        return Cut(cut.fwd, cut.fused, self.bwd.pack_down(stop, self.slowest_s(cut)))
+            return partition
+        stop = self.num_layers if partition.fused is None else partition.fused.start
+        bwd = self.bwd.pack_from_end(stop, self.slowest_s(partition))
+        return Partition(partition.fwd, partition.fused, bwd)
 
-    def slowest_s(self, cut: Cut) -> float:
-        return max(seconds for seconds, _ in self.timed(cut))
+    def timed_stages(self, partition: Partition) -> list[tuple[float, range]]:
+        """Return every stage with its seconds."""
+        stages = [(self.fwd, layers) for layers in partition.fwd] + [(self.bwd, layers) for layers in partition.bwd]
+        if partition.fused is not None:
+            stages.append((self.fused, partition.fused))
+        return [(kind.seconds(layers), layers) for kind, layers in stages if kind is not None]
 
-    def total_s(self, cut: Cut) -> float:
-        return sum(seconds for seconds, _ in self.timed(cut))
+    def slowest_s(self, partition: Partition) -> float:
+        return max(seconds for seconds, _ in self.timed_stages(partition))
 
-    def timed(self, cut: Cut) -> list[tuple[float, range]]:
-        """Every stage with its time."""
-        stages = [(self.fwd, layers) for layers in cut.fwd] + [(self.bwd, layers) for layers in cut.bwd]
-        if cut.fused is not None:
-            stages.append((self.fused, cut.fused))
-        return [(line.seconds(layers), layers) for line, layers in stages if line is not None]
+    def total_s(self, partition: Partition) -> float:
+        return sum(seconds for seconds, _ in self.timed_stages(partition))
 
-    def finest(self) -> Cut:
-        """Every layer a stage of its own; the last layer of a fused pass is always in the fused stage."""
-        singles = tuple(range(layer, layer + 1) for layer in range(self.num_layers))
+    def finest(self) -> Partition:
+        """Return one stage per layer. In a fused pass the fused stage is the last layer."""
+        singles = single_layers(range(self.num_layers))
         fused = None if self.fused is None else singles[-1]
-        sides = singles if self.fused is None else singles[:-1]
-        return Cut(sides if self.fwd is not None else (), fused, sides if self.bwd is not None else ())
+        beside = singles if self.fused is None else singles[:-1]
+        return Partition(beside if self.fwd is not None else (), fused, beside if self.bwd is not None else ())
 
     def fused_seconds(self) -> list[float]:
-        """The times that the fused stage can have within memory, ``[0.0]`` when there is none."""
+        """Return the seconds of every fused stage that fits into memory; ``[0.0]`` in a pass without one."""
         if self.fused is None:
             return [0.0]
-        first = self.fused.tail_start(math.inf)
+        first = self.fused.last_stage_start(math.inf)
         return [self.fused.seconds(range(start, self.num_layers)) for start in range(first, self.num_layers)]
 
 
-def lower_bound_s(packers: Sequence[Packer], num_stages: int) -> float:
-    """No cut into ``num_stages`` stages in all has a slowest stage below this, unless it avoids the slowest layer.
+def lower_bound_s(packers: Sequence[PassPacker], num_stages: int) -> float:
+    """Return a time below which the slowest of ``num_stages`` stages (of all passes together) cannot be.
 
-    The total depends on how much is fused (what is fused is not recomputed), and what can be fused on the bound.
+    It is the larger of the slowest layer and the total time divided by ``num_stages``. The total depends on the size
+    of the fused stages, because fused layers are not recomputed; the time bound in turn limits that size.
     """
+    # Each possible fused time is tried as the time bound: between two of them the total does not change.
     by_total_s = min(
-        max(bound_s, sum(packer.total_s(packer.cut(bound_s)) for packer in packers) / num_stages)
+        max(bound_s, sum(packer.total_s(packer.pack(bound_s)) for packer in packers) / num_stages)
         for bound_s in {seconds for packer in packers for seconds in packer.fused_seconds()}
     )
     return max(by_total_s, *(packer.slowest_s(packer.finest()) for packer in packers))
 
 
 def tightest(
-    packers: Sequence[Packer], num_stages: int, max_s: float, min_s: float = 0.0, precision: float = TOLERANCE
-) -> list[Cut] | None:
-    """At most ``num_stages`` stages in all, with the smallest slowest stage; ``None`` if ``max_s`` is too small.
+    packers: Sequence[PassPacker], num_stages: int, max_s: float, min_s: float = 0.0, precision: float = TOLERANCE
+) -> list[Partition] | None:
+    """Return partitions with at most ``num_stages`` stages in total whose slowest stage is as fast as possible.
 
-    ``min_s`` is any bound below which there is no such cut; ``precision`` the relative error allowed.
+    Return ``None`` if no such partition is within ``max_s``. ``min_s`` is any bound that no partition can meet: the
+    search starts there. ``precision`` is the allowed relative error.
     """
-    cuts = _cuts_within(packers, num_stages, max_s)
-    if cuts is None:
+    partitions = _pack_within(packers, num_stages, max_s)
+    if partitions is None:
         return None
-    low_s, high_s = min_s, _slowest_s(packers, cuts)
+    # Invariant: `partitions` has the slowest stage `high_s`; no partition is within `low_s`.
+    low_s, high_s = min_s, max(map(PassPacker.slowest_s, packers, partitions))
     while high_s - low_s > precision * high_s:
         middle_s = (low_s + high_s) / 2
-        found = _cuts_within(packers, num_stages, middle_s)
+        found = _pack_within(packers, num_stages, middle_s)
         if found is None:
             low_s = middle_s
         else:
-            cuts, high_s = found, min(middle_s, _slowest_s(packers, found))
-    return cuts
+            partitions, high_s = found, min(middle_s, max(map(PassPacker.slowest_s, packers, found)))
+    return partitions
 
 
-def _cuts_within(packers: Sequence[Packer], num_stages: int, max_s: float) -> list[Cut] | None:
-    cuts = [packer.cut(max_s) for packer in packers]
-    if sum(cut.num_stages for cut in cuts) > num_stages:
+def _pack_within(packers: Sequence[PassPacker], num_stages: int, max_s: float) -> list[Partition] | None:
+    """Return partitions of at most ``num_stages`` stages within ``max_s``; ``None`` if there are none."""
+    partitions = [packer.pack(max_s) for packer in packers]
+    if sum(partition.num_stages for partition in partitions) > num_stages:
         return None
-    # A layer that is longer than max_s stands alone in its stage and breaks the bound.
-    return cuts if _slowest_s(packers, cuts) <= max_s * (1 + 2 * TOLERANCE) else None
+    # A single layer slower than max_s gets a stage that exceeds the bound.
+    slowest_s = max(map(PassPacker.slowest_s, packers, partitions))
+    return partitions if slowest_s <= max_s * (1 + 2 * TOLERANCE) else None
 
 
-def _slowest_s(packers: Sequence[Packer], cuts: Sequence[Cut]) -> float:
-    return max(packer.slowest_s(cut) for packer, cut in zip(packers, cuts, strict=True))
+def balance(packers: Sequence[PassPacker], min_stages: int, upper_threshold: float) -> list[Partition]:
+    """Return one partition per packer, all balanced to the same stage time.
 
-
-def balance(packers: Sequence[Packer], min_stages: int, upper_threshold: float) -> list[Cut]:
-    """One cut per packer, balanced together.
-
-    No stage is longer than ``upper_threshold`` times the lower bound. Among such cuts: the fewest stages, but
-    ``min_stages`` in all if the layers suffice, then the smallest slowest stage.
+    No stage is slower than ``upper_threshold`` times the lower bound. Among such partitions this returns the one with
+    the fewest stages (at least ``min_stages`` in total, if there are enough layers), then the fastest slowest stage.
     """
     max_s = upper_threshold * lower_bound_s(packers, min_stages)
-    fewest = sum(packer.cut(max_s).num_stages for packer in packers)
-    cuts = tightest(packers, max(fewest, min_stages), max_s)
-    assert cuts is not None, f"{fewest} stages within {max_s} s were just counted"
-    while sum(cut.num_stages for cut in cuts) < min_stages and _split_slowest(packers, cuts):
+    fewest = sum(packer.pack(max_s).num_stages for packer in packers)
+    partitions = tightest(packers, max(fewest, min_stages), max_s)
+    assert partitions is not None, f"{fewest} stages within {max_s} s were just counted"
+    # Greedy packing gives the fewest stages within a bound, which may be fewer than requested.
+    while sum(partition.num_stages for partition in partitions) < min_stages and _split_slowest(packers, partitions):
         pass
-    return cuts
+    return partitions
 
 
-def _split_slowest(packers: Sequence[Packer], cuts: list[Cut]) -> bool:
-    """Splits the slowest stage of several layers in place; False if every stage is a single layer."""
-    several = [
-        (seconds, number)
-        for number, (packer, cut) in enumerate(zip(packers, cuts, strict=True))
-        for seconds, layers in packer.timed(cut)
+def _split_slowest(packers: Sequence[PassPacker], partitions: list[Partition]) -> bool:
+    """Split the slowest stage of at least two layers, in place; return False if every stage is a single layer."""
+    splittable = [
+        (seconds, layers, number)
+        for number, (packer, partition) in enumerate(zip(packers, partitions, strict=True))
+        for seconds, layers in packer.timed_stages(partition)
         if len(layers) > 1
     ]
-    if not several:
+    if not splittable:
         return False
-    number = max(several, key=lambda entry: entry[0])[1]
-    cuts[number] = _split_once(packers[number], cuts[number])
+    _, slowest, number = max(splittable, key=lambda entry: entry[0])
+    packer, partition = packers[number], partitions[number]
+    options = [option for stage, option in _splits(partition) if stage == slowest]
+    # The most even split has the smallest stage times when they are compared from the slowest on.
+    partitions[number] = min(
+        options, key=lambda option: sorted((seconds for seconds, _ in packer.timed_stages(option)), reverse=True)
+    )
     return True
 
 
-def _split_once(packer: Packer, cut: Cut) -> Cut:
-    """The most even split of the slowest stage of several layers."""
-    options = [*_side_splits(cut), *_fused_splits(cut)]
-    slowest = max((entry for entry in packer.timed(cut) if len(entry[1]) > 1), key=lambda entry: entry[0])[1]
-    fitting = [option for split, option in options if split == slowest]
-    return min(fitting, key=lambda option: sorted((seconds for seconds, _ in packer.timed(option)), reverse=True))
+def _splits(partition: Partition) -> list[tuple[range, Partition]]:
+    """Return every way to split one stage in two, each with the stage that it splits.
+
+    Splitting the fused stage moves its first layers into a new forward and a new backward stage.
+    """
+    fwd, fused, bwd = partition.fwd, partition.fused, partition.bwd
+    options = [(layers, Partition(stages, fused, bwd)) for layers, stages in _list_splits(fwd)]
+    options += [(layers, Partition(fwd, fused, stages)) for layers, stages in _list_splits(bwd)]
+    if fused is not None:
+        for at in fused[1:]:
+            moved = range(fused.start, at)
+            options.append((fused, Partition((*fwd, moved), range(at, fused.stop), (*bwd, moved))))
+    return options
 
 
-def _side_splits(cut: Cut) -> list[tuple[range, Cut]]:
-    """Every way to split one forward or one backward stage in two."""
-    fwd = [(layers, Cut(stages, cut.fused, cut.bwd)) for layers, stages in _splits(cut.fwd)]
-    return fwd + [(layers, Cut(cut.fwd, cut.fused, stages)) for layers, stages in _splits(cut.bwd)]
-
-
-def _splits(stages: tuple[range, ...]) -> list[tuple[range, tuple[range, ...]]]:
+def _list_splits(stages: tuple[range, ...]) -> list[tuple[range, tuple[range, ...]]]:
+    """Return every way to split one stage of a list in two, each with the stage that it splits."""
     return [
         (layers, (*stages[:i], range(layers.start, at), range(at, layers.stop), *stages[i + 1 :]))
         for i, layers in enumerate(stages)
         for at in layers[1:]
-    ]
-
-
-def _fused_splits(cut: Cut) -> list[tuple[range, Cut]]:
-    """Every way to move the first layers of the fused stage into a forward and a backward stage of their own."""
-    if cut.fused is None:
-        return []
-    fused = cut.fused
-    return [
-        (fused, Cut((*cut.fwd, moved), range(moved.stop, fused.stop), (*cut.bwd, moved)))
-        for moved in (range(fused.start, at) for at in fused[1:])
     ]

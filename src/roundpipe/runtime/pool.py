@@ -1,10 +1,8 @@
-"""The devices of a process that models share, their threads, and the round in which tasks are dealt to them.
+"""The devices of a process, one worker thread for each, and the round in which tasks are dealt to them.
 
-One pool per set of devices. It opens at first use and closes when the last model that uses it is gone, or at exit.
-
-A thread that runs one device's tasks in the order they were dealt.
-
-Owned by runtime.pool. A task that fails fails its run and nothing else: the worker goes on with the next task.
+Models that name the same devices share one pool. It opens at first use and closes when the last model that uses it is
+gone, or at exit. A worker runs its device's tasks in the order they were dealt. A task that fails makes its run fail;
+the worker goes on with the next task.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ class Worker:
             self._queue.changed()
 
     def release_unused(self) -> None:
-        """Before the next task."""
+        """Return unused device memory before the next task."""
         self._is_to_release = True
 
     def stop(self) -> None:
-        """End after the present layer; what was still to be done fails."""
+        """End the thread soon, and make the runs of its unfinished tasks fail."""
         with self._queue:
             self._stopping = True
             runs = [run for run, _ in self._jobs] + ([self._current] if self._current is not None else [])
@@ -61,7 +59,7 @@ class Worker:
 
     def _next(self) -> _Job | None:
         with self._queue:
-            self._current = None  # an idle worker keeps no run, and so no model, alive
+            self._current = None  # an idle worker must not keep a run, and so a model, alive
             self._queue.idle_until(lambda: bool(self._jobs) or self._stopping)
             if self._stopping:
                 return None
@@ -92,14 +90,14 @@ class Worker:
     def _tidy_up(self, run: Run, task: StageTask) -> None:
         try:
             self._images.finish(run, task)
-        except BaseException as error:  # a device in a bad state must not take the worker down with it
+        except BaseException as error:  # even if the device fails, the worker must go on
             add_note(error, f"while freeing what {task} of {run!r} used on {self.device.name}")
             run.fail(error)
         finally:
             run.task_done()
 
     def _prefetch_next(self, within_room: bool) -> None:
-        """What goes wrong here concerns the next task; the present one goes on."""
+        """Start uploads for the next task; see LayerImages.prefetch. A failure fails the next task's run only."""
         with self._queue:
             job = self._jobs[0] if self._jobs else None
         if job is None:
@@ -109,7 +107,7 @@ class Worker:
         try:
             self._images.prefetch(*job, place, within_room=within_room)
         except torch.OutOfMemoryError:
-            pass  # then its upload waits for its turn
+            pass  # the next task uploads its weights when it begins
         except BaseException as error:
             add_note(error, place.note())
             job[0].fail(error)
@@ -121,7 +119,7 @@ _pools_lock = process_lock()
 
 
 class DevicePool:
-    """Use `shared_pool`; a pool made directly is one's own."""
+    """Devices and their workers. `shared_pool` returns the pool that all models with the same devices use."""
 
     def __init__(self, specs: Sequence[DeviceSpec]) -> None:
         self.specs = tuple(specs)
@@ -138,10 +136,10 @@ class DevicePool:
         return [worker.device for worker in self._opened().workers]
 
     def submit(self, run: Run) -> None:
-        """Deal the run's tasks: task i to device (g0 + i) mod N, in one go, so that runs never interleave badly.
+        """Deal the run's tasks: task i to device (g0 + i) mod N, all of them under one lock.
 
-        [Note: no deadlock] Every queue holds tasks in the order they were dealt, and a task only ever waits for tasks
-        dealt before it. So the oldest unfinished task can always run.
+        [Note: no deadlock] Every queue holds tasks in the order they were dealt, and a task only waits for tasks dealt
+        before it. So the oldest unfinished task can always run.
         """
         opened = self._opened()
         with self._lock:
@@ -151,7 +149,7 @@ class DevicePool:
                 opened.workers[worker].submit(run, task)
 
     def release_unused(self) -> None:
-        """Let devices give memory back that they keep for later tasks."""
+        """Return device memory that is kept for later tasks."""
         for worker in self._opened().workers:
             worker.release_unused()
 
@@ -178,16 +176,16 @@ class DevicePool:
 
 class _OpenPool:
     def __init__(self, pool: DevicePool) -> None:
-        """Opens the devices; no thread runs before `start`."""
+        """Open the devices. `start` starts their threads."""
         self._landing = LandingThread(pool.monitor)
         self.workers = [Worker(device, self._landing) for device in open_devices(pool.specs)]
         self.is_running = False
-        # At exit too, before the interpreter takes the threads' ground away.
+        # Also at exit: a daemon thread must not run while the interpreter is torn down.
         self.finalizer = weakref.finalize(pool, _stop, os.getpid(), pool.monitor, self._landing, self.workers)
         self.finalizer.atexit = True
 
     def start(self) -> None:
-        """Can be repeated if it was interrupted."""
+        """Start the threads. A start that was interrupted can be repeated."""
         for thread in [self._landing.thread, *(worker.thread for worker in self.workers)]:
             if not has_started(thread):
                 start_thread(thread)
@@ -195,22 +193,22 @@ class _OpenPool:
 
 
 def _stop(pid: int, monitor: Monitor, landing: LandingThread, workers: list[Worker]) -> None:
-    if os.getpid() != pid:  # the threads are the parent's, and so may be the locks
+    if os.getpid() != pid:  # the threads exist in the parent process only, and they may hold the locks
         return
     for worker in workers:
         worker.stop()
         if not has_started(worker.thread):
-            worker.device.close()  # as its thread does
+            worker.device.close()  # its thread would do this at its end
     landing.stop()
-    if monitor.is_held():  # a finalizer may come at any point of any thread, and the others need the monitor to end
+    if monitor.is_held():  # a finalizer may run on any thread at any point, and the threads need the monitor to end
         return
     end_threads([*(worker.thread for worker in workers), landing.thread], _JOIN_S)
 
 
 def shared_pool(specs: Sequence[DeviceSpec]) -> DevicePool:
-    """The pool of these devices: the same one for every model of this process that names the same devices.
+    """Return the pool of these devices, the same one for every model of this process that names them.
 
-    A forked child has none of its parent's threads, so it gets pools of its own.
+    A forked child does not have its parent's threads, so it gets new pools.
     """
     follow_forks()
     key = (os.getpid(), tuple(specs))

@@ -1,18 +1,18 @@
-"""A layer's module as one device runs it: the same code, hooks and settings over other tensors.
+"""A layer's module on one device: the user's code, hooks and settings over device tensors.
 
-Made once per layer and device, used by runtime.stage. Modules are shallow copies, so hooks and attributes are the
-user's own; parameters are stand-ins that are pointed into an uploaded image; buffers are set per microbatch.
+The modules are shallow copies, so hooks and attributes are the user's own. The parameters are stand-ins: `bind` points
+them to the weights that a task uploaded, `unbind` releases these. Buffers are set for each microbatch.
 
 [Note: attributes]
-What the user changes on a module (training mode, a dropout rate) reaches the replica before each stage. What a
-forward sets on its module stays with the replica, where a cache of device tensors belongs, except plain numbers,
-strings and None (a counter, a flag): those go back to the user's module after the last microbatch's forward, before
-anybody can see the call's result. What a recomputation or a failed forward set is dropped: nothing counts twice.
+Attributes that the user changes on a module (training mode, a dropout rate) reach the replica at each `bind`.
+Attributes that a forward sets stay on the replica, where a cache of device tensors belongs. Only plain numbers, strings
+and None (a counter, a flag) are written back to the user's module, after the forward of the last microbatch and before
+the call returns. Attributes that a recomputation or a failed forward set are dropped, so that nothing counts twice.
 
-Gradient hooks that the user has registered on parameters, carried over to the devices' stand-ins.
-
-A run takes the hooks when it is made, so that removing one while a backward still runs changes nothing. A replica
-carries them while it is bound: autograd runs them there as it does for a plain model, once per microbatch.
+[Note: gradient hooks]
+A run takes the gradient hooks that the user has registered on parameters when it is made: removing one during a
+backward does not change that backward. While a replica is bound the hooks are registered on its stand-ins, so autograd
+runs them as in a plain model, once per microbatch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from torch.utils.hooks import RemovableHandle
 
 from roundpipe.context import gradient_hook_context
 from roundpipe.errors import UsageError
-from roundpipe.module_copy import translated
-from roundpipe.runtime.transfer import duplicate
-from roundpipe.runtime.values import Bundle
-from roundpipe.store import BufferRecord, LayerRecord, ParameterRecord
+from roundpipe.module_copy import copy_tree
+from roundpipe.runtime.transfer import Bundle, duplicate
+from roundpipe.store import LayerRecord, Layout, ParameterRecord
 
 Hook = Callable[[torch.Tensor], Any]
 
@@ -47,7 +46,7 @@ class ParameterHooks:
     after_accumulation: tuple[Hook, ...]  # register_post_accumulate_grad_hook
 
     def attach(self, stand_in: nn.Parameter) -> list[RemovableHandle]:
-        """Let autograd run the hooks on a device's stand-in, which gets the attributes of the user's parameter."""
+        """Register the hooks on a stand-in, which also gets the attributes of the user's parameter."""
         stand_in.__dict__.update(self.record.param.__dict__)
         context = gradient_hook_context()
         handles = [stand_in.register_hook(functools.partial(_run_in, context, hook)) for hook in self.on_gradient]
@@ -83,7 +82,7 @@ def _run_in(context: Context, hook: Hook, tensor: torch.Tensor) -> Any:
 
 
 def hooks_of(layer: LayerRecord, requires_grad: Sequence[bool]) -> tuple[ParameterHooks, ...]:
-    """The hooks of a layer's parameters that train."""
+    """Return the gradient hooks of the layer's parameters that train; raise for hooks that cannot work."""
     found = []
     for position, (record, trains) in enumerate(zip(layer.parameters, requires_grad, strict=True)):
         on_gradient, after = record.param._backward_hooks, record.param._post_accumulate_grad_hooks
@@ -97,7 +96,7 @@ def hooks_of(layer: LayerRecord, requires_grad: Sequence[bool]) -> tuple[Paramet
 def refuse_hooks_on_shared(
     hooks: Mapping[int, tuple[ParameterHooks, ...]], contributors: Mapping[ParameterRecord, Sequence[int]]
 ) -> None:
-    """`contributors`: the layers of each parameter that several layers use."""
+    """Raise for a gradient hook on a parameter of several layers. contributors: the layers of each such parameter."""
     for of_parameter in (each for of_layer in hooks.values() for each in of_layer):
         layers = contributors.get(of_parameter.record)
         if layers is not None:
@@ -120,15 +119,9 @@ def _refuse_multi_grad_hooks(hooks: ParameterHooks) -> None:
             )
 
 
-# Set elsewhere, or tied to the original's tensors.
-_NOT_SYNCED = frozenset({"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl"})
-_PLAIN = (int, float, complex, bool, str, bytes, type(None))
-_MISSING = object()
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerSettings:
-    """What a call fixes of a layer when it begins: later changes by the user must not reach its recomputation."""
+    """Settings of a layer when a call began. Its recomputation uses them, whatever the user has changed since."""
 
     requires_grad: tuple[bool, ...]  # by parameter of the record
     training: tuple[bool, ...]  # by module
@@ -137,7 +130,7 @@ class LayerSettings:
     def of(cls, record: LayerRecord) -> LayerSettings:
         return cls(
             tuple(parameter.param.requires_grad for parameter in record.parameters),
-            tuple(module.training for module in record.module.modules()),
+            tuple(module.training for module in record.modules),
         )
 
     @property
@@ -145,159 +138,134 @@ class LayerSettings:
         return any(self.requires_grad)
 
 
+@dataclasses.dataclass
+class Behaviour:
+    """What forwards of a layer have shown with certain training flags. Until the first one the worst is assumed."""
+
+    is_known: bool = False
+    changes_input: bool = True
+    draws_on_host: bool = True
+    writes_buffers: bool | None = None  # None: not known
+    returns_own_memory: bool = True  # outputs lie in its weights or buffers, which the task does not keep
+    # Of forwards with grad; None before the first one.
+    leaves_device: bool | None = None  # its autograd graph has nodes on another device
+    calls_autograd: bool | None = None  # its forward computes gradients
+
+    @property
+    def suits_one_graph(self) -> bool:
+        """Whether the layer may share an autograd graph with the layers around it."""
+        knows_graph = self.leaves_device is False and self.calls_autograd is False
+        return knows_graph and not (self.changes_input or self.returns_own_memory)
+
+
 class Replica:
-    def __init__(self, record: LayerRecord, device: torch.device) -> None:
+    """A layer's module on one device. Between `bind` and `unbind` it can run."""
+
+    def __init__(self, record: LayerRecord, image_layout: Layout, device: torch.device) -> None:
         self.record = record
+        self.image_layout = image_layout
         self.parameters = [_stand_in(p.param, device) for p in record.parameters]
         self._nothing = [p.data for p in self.parameters]
-        swaps: dict[int, Any] = {
-            id(original.param): stand_in for original, stand_in in zip(record.parameters, self.parameters, strict=True)
-        }
-        self._pairs: list[_ModulePair] = []
-        self.module = self._replicate(_uncompiled(record.module), swaps)
-        for pair in self._pairs:
-            pair.sync(swaps)
-        self._swaps = swaps
-        self._buffer_homes = {id(pair.original): pair.replica for pair in self._pairs}
-        self._changes_input: dict[bool, bool] = {}
-        self._draws_on_host: dict[bool, bool] = {}
-        self._writes_buffers: dict[tuple[bool, ...], bool] = {}
+        stand_ins = {id(p.param): new for p, new in zip(record.parameters, self.parameters, strict=True)}
+        self.module, self._pairs = copy_tree(
+            record.module,
+            parameter=lambda param: stand_ins.get(id(param), param),
+            unwrap=_uncompiled,
+            not_followed=frozenset({"training"}),  # set by `bind`
+        )
+        copies = {id(pair.original): pair.copy for pair in self._pairs}
+        # In the order of LayerSettings.training. The store refuses models whose modules have changed.
+        self._modules = [copies[id(_uncompiled(module))] for module in record.modules]
+        self._buffer_homes = [(copies[id(buffer.owner)], buffer.key) for buffer in record.buffers]
+        self._behaviours: dict[tuple[bool, ...], Behaviour] = {}
+        self.behaviour = Behaviour()  # with the training flags it is bound with
+        self.has_run = False  # since attributes were last written back
         self._image_address = 0
         self._hook_handles: list[RemovableHandle] = []
 
-    # What runs so far have shown of the layer, apart for training and evaluation; until then the worst is assumed.
-
-    def has_run(self) -> bool:
-        return self.module.training in self._changes_input
-
-    def may_change_input(self) -> bool:
-        return self._changes_input.get(self.module.training, True)
-
-    def may_draw_on_host(self) -> bool:
-        return self._draws_on_host.get(self.module.training, True)
-
-    def may_write_buffers(self, training: tuple[bool, ...]) -> bool:
-        """`training`: the modes of its modules, as in LayerSettings."""
-        return bool(self.record.buffers) and self._writes_buffers.get(training, True)
-
-    def note_buffers(self, training: tuple[bool, ...], *, were_written: bool) -> None:
-        self._writes_buffers[training] = were_written or self._writes_buffers.get(training, False)
-
-    def note_behaviour(self, *, changed_input: bool, drew_on_host: bool | None) -> None:
-        if changed_input and not self.may_change_input():
-            raise UsageError(
-                f"layer {self.record.layer_id} changed its input in place, which it had not done before; a layer must "
-                "either always or never do so. Use an out-of-place operation."
+    def behaviour_with(self, settings: LayerSettings) -> Behaviour:
+        known = self._behaviours.get(settings.training)
+        if known is None:
+            known = self._behaviours[settings.training] = Behaviour(
+                writes_buffers=None if self.record.buffers else False
             )
-        mode = self.module.training
-        self._changes_input[mode] = changed_input or self._changes_input.get(mode, False)
-        if drew_on_host is not None:
-            self._draws_on_host[mode] = drew_on_host or self._draws_on_host.get(mode, False)
+        return known
 
-    def bind(self, image: torch.Tensor, settings: LayerSettings, hooks: Sequence[ParameterHooks] = ()) -> None:
-        """Point the parameters into `image`, with the settings the call began with and the user's attributes of now."""
-        views = self.record.image.views(image)
-        self._image_address = image.untyped_storage().data_ptr()
+    def bind(
+        self, views: Sequence[torch.Tensor], settings: LayerSettings, hooks: Sequence[ParameterHooks] = ()
+    ) -> None:
+        """Point the parameters to `views` of the layer's image, with the call's settings and the user's attributes."""
+        self._image_address = views[0].untyped_storage().data_ptr() if views else 0
         for stand_in, view, trains in zip(self.parameters, views, settings.requires_grad, strict=True):
             stand_in.data = view
-            stand_in.grad = None
-            stand_in.requires_grad_(trains)
+            if stand_in.requires_grad is not trains:
+                stand_in.requires_grad_(trains)
         for of_parameter in hooks:
             self._hook_handles += of_parameter.attach(self.parameters[of_parameter.position])
         for pair in self._pairs:
-            pair.sync(self._swaps)
-        for module, training in zip(self.record.module.modules(), settings.training, strict=True):
-            self._swaps[id(_uncompiled(module))].__dict__["training"] = training
+            pair.sync()
+        self.has_run = False
+        for module, training in zip(self._modules, settings.training, strict=True):
+            module.__dict__["training"] = training
+        self.behaviour = self.behaviour_with(settings)
 
     def unbind(self) -> None:
+        """Release the image, gradients, hooks and buffers, and drop attributes that were not written back."""
         for stand_in, nothing in zip(self.parameters, self._nothing, strict=True):
             stand_in.data = nothing
             stand_in.grad = None
         while self._hook_handles:
             self._hook_handles.pop().remove()
-        for pair in self._pairs:
-            pair.drop_changes()
-        self.set_buffers([None] * len(self.record.buffers))
+        if self.has_run:
+            for pair in self._pairs:
+                pair.drop_changes()
+        for module, key in self._buffer_homes:
+            module._buffers[key] = None
+
+    def note_forward(self, *, changed_input: bool, drew_on_host: bool | None, returned_own_memory: bool) -> None:
+        """Remember what a forward did. `drew_on_host` is None where that was not watched."""
+        known = self.behaviour
+        if changed_input:
+            self.refuse_new_change_of_input()
+        known.changes_input = changed_input or (known.is_known and known.changes_input)
+        known.returns_own_memory = returned_own_memory or (known.is_known and known.returns_own_memory)
+        if drew_on_host is not None:
+            known.draws_on_host = drew_on_host or (known.is_known and known.draws_on_host)
+        known.is_known = True
+
+    def refuse_new_change_of_input(self) -> None:
+        """Raise if a layer that never changed its input in place has now done so: its input may be copied late."""
+        if self.behaviour.is_known and not self.behaviour.changes_input:
+            raise UsageError(
+                f"layer {self.record.layer_id} changed its input in place, which it had not done before; a layer must "
+                "either always or never do so. Use an out-of-place operation."
+            )
 
     def write_attributes_back(self) -> None:
+        """Write plain values that a forward has set to the user's modules; see [Note: attributes]."""
         for pair in self._pairs:
             pair.write_back()
+        self.has_run = False
 
     def set_buffers(self, values: Sequence[torch.Tensor | None]) -> None:
-        for record, value in zip(self.record.buffers, values, strict=True):
-            self._home(record)._buffers[record.key] = value
+        for (module, key), value in zip(self._buffer_homes, values, strict=True):
+            module._buffers[key] = value
 
     def get_buffers(self) -> list[torch.Tensor | None]:
-        return [self._home(record)._buffers.get(record.key) for record in self.record.buffers]
+        return [module._buffers.get(key) for module, key in self._buffer_homes]
 
-    def apart(self, bundle: Bundle) -> Bundle:
-        """The bundle, with copies of what lies in the layer's own weights or buffers: those outlive no stage."""
+    def copy_own_memory(self, bundle: Bundle) -> tuple[Bundle, bool]:
+        """Return the bundle with copies of tensors in the layer's weights or buffers, and whether there are any.
+
+        Weights and buffers may be overwritten once the task is done with the layer.
+        """
         own = {b.untyped_storage().data_ptr() for b in self.get_buffers() if b is not None} | {self._image_address}
         own.discard(0)
-        return bundle.map(lambda t: duplicate(t) if _memory_of(t) in own else t)
-
-    def _home(self, record: BufferRecord) -> nn.Module:
-        return self._buffer_homes[id(record.owner)]
-
-    def _replicate(self, module: nn.Module, swaps: dict[int, Any]) -> nn.Module:
-        if id(module) in swaps:
-            known: nn.Module = swaps[id(module)]
-            return known
-        copy = module.__class__.__new__(module.__class__)
-        swaps[id(module)] = copy
-        own = copy.__dict__
-        own["_parameters"] = {k: _swap(p, swaps) for k, p in module._parameters.items()}
-        own["_buffers"] = dict(module._buffers)
-        own["_modules"] = {
-            k: None if child is None else self._replicate(_uncompiled(child), swaps)
-            for k, child in module._modules.items()
-        }
-        self._pairs.append(_ModulePair(module, copy))
-        return copy
-
-
-class _ModulePair:
-    """A module of the user's and its replica; `_synced` is what both had when they last agreed."""
-
-    def __init__(self, original: nn.Module, replica: nn.Module) -> None:
-        self.original, self.replica = original, replica
-        self._synced: dict[str, Any] = {}
-        self._given: dict[str, Any] = {}
-
-    def sync(self, swaps: dict[int, Any]) -> None:
-        """User to replica: whatever the user has changed since the last time."""
-        source = self.original.__dict__
-        for key, value in source.items():
-            if key in _NOT_SYNCED or self._synced.get(key, _MISSING) is value:
-                continue
-            self._synced[key] = value
-            self._given[key] = translated(value, self.original, self.replica, swaps)
-            self.replica.__dict__[key] = self._given[key]
-        for key in [key for key in self._synced if key not in source]:
-            del self._synced[key], self._given[key]
-            self.replica.__dict__.pop(key, None)
-
-    def write_back(self) -> None:
-        """Replica to user: plain values a forward has set. See [Note: attributes]."""
-        for key, value in self._changes().items():
-            self._synced[key] = self._given[key] = value
-            self.original.__dict__[key] = value
-
-    def drop_changes(self) -> None:
-        """Forget plain values that were set since the replica and the user's module last agreed."""
-        for key in self._changes():
-            if key in self._given:
-                self.replica.__dict__[key] = self._given[key]
-            else:
-                del self.replica.__dict__[key]
-
-    def _changes(self) -> dict[str, Any]:
-        given = self._given
-        return {
-            key: value
-            for key, value in self.replica.__dict__.items()
-            if given.get(key, _MISSING) is not value and key not in _NOT_SYNCED and isinstance(value, _PLAIN)
-        }
+        is_own = [_memory_of(tensor) in own for tensor in bundle.tensors]
+        if not any(is_own):
+            return bundle, False
+        pairs = zip(bundle.tensors, is_own, strict=True)
+        return bundle.with_tensors([duplicate(tensor) if mine else tensor for tensor, mine in pairs]), True
 
 
 def _stand_in(param: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -305,16 +273,12 @@ def _stand_in(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """Where a tensor's memory begins; None for kinds of tensor that have none of their own."""
+    """Return the address of a tensor's storage; None for nested and sparse tensors, which have no single one."""
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     return tensor.untyped_storage().data_ptr() if is_plain else None
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """A module wrapped by torch.compile runs eagerly: its compiled code is tied to the original's tensors."""
+    """Return the module inside a torch.compile wrapper: compiled code is tied to the original's tensors."""
     inner = module._modules.get("_orig_mod")
     return inner if inner is not None and type(module).__name__ == "OptimizedModule" else module
-
-
-def _swap(value: Any, swaps: dict[int, Any]) -> Any:
-    return swaps.get(id(value), value)

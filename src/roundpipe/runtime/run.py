@@ -1,12 +1,12 @@
-"""The state of one pass over the pipeline: what its tasks hand to each other and how it ended.
+"""Defines a call that is ready to run, and the state of its run: values passed between tasks, results and outcome.
 
-Made by api.engine, filled by runtime.stage on worker threads, awaited by the caller. Knows no device.
+Worker threads fill a run, the calling thread waits for it. Knows tasks and host values, never a device.
 
 [Note: one failure ends a run]
-The first exception, wherever it happens, is the run's failure. From then on every wait of the run ends, its queued
-tasks are dropped, and what a task still computes is thrown away: nothing of a failed run reaches host state.
+The first exception of any thread becomes the run's failure. From then on all waits of the run end, its queued tasks are
+dropped, and results of running tasks are discarded: nothing that a failed run computes reaches host state.
 
-Where a worker is, kept up to date so that an exception can say so.
+LayerProfiler measures the time and device memory of layers for the planner.
 """
 
 from __future__ import annotations
@@ -15,31 +15,36 @@ import dataclasses
 import itertools
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from roundpipe.config import RecomputeGrain
 from roundpipe.context import Iteration, LayerPhase
-from roundpipe.devices import Event, Mark
+from roundpipe.devices import Device, Event, Mark, MemoryUse
 from roundpipe.microbatch import LossShares
 from roundpipe.plan import Phase, StageTask, TaskKind
 from roundpipe.runtime.replica import LayerSettings, hooks_of, refuse_hooks_on_shared
 from roundpipe.runtime.rng import Ambient
-from roundpipe.runtime.values import Bundle
+from roundpipe.runtime.transfer import Bundle
 from roundpipe.store import LayerStore, ParameterRecord
 
 _run_numbers = itertools.count()
 
 
 class RunCancelled(BaseException):
-    """Unwinds a worker out of a run that has failed elsewhere. Never reaches a user."""
+    """Unwinds a thread out of a run that has failed on another thread. Never reaches the user."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """A value on its way: on the device of the worker that takes it, or in host memory once `events` have passed."""
+    """A value that a task receives.
+
+    requires_grad: one flag per tensor of the bundle.
+    events: the tensors are filled once all of them have passed.
+    resident: the tensors are on the receiving task's device; otherwise they are in host memory.
+    """
 
     bundle: Bundle
     requires_grad: tuple[bool, ...] = ()
@@ -52,7 +57,7 @@ class Parcel:
 
 @dataclasses.dataclass(frozen=True)
 class GradientParcel:
-    """Gradients of a parcel's tensors, None where there is none."""
+    """Gradients of the tensors of a Parcel, None for a tensor without one. The other fields are those of Parcel."""
 
     gradients: tuple[torch.Tensor | None, ...]
     events: tuple[Event, ...] = ()
@@ -69,7 +74,14 @@ class HostValues:
 
 @dataclasses.dataclass
 class Recall:
-    """What recomputation needs to see exactly what forward saw. Lives as long as a backward may come."""
+    """The state that a recomputation must share with the forward pass, kept until the backward pass has used it.
+
+    seed, ambient, preserve_rng_state: decide the random numbers and the kernels of layers.
+    settings: per layer, the flags its parameters and modules had when the call began.
+    frozen_buffers: per layer with buffers, their values when the call began.
+    save_points: layers whose inputs the forward pass saves.
+    inputs, layer_data: by (layer, microbatch), saved inputs and data of `save_for_recompute`.
+    """
 
     seed: int
     ambient: Ambient
@@ -81,13 +93,57 @@ class Recall:
     loss_shares: LossShares
     inputs: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
     layer_data: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
-    # Buffers a layer's forward found changed by an earlier microbatch of the same call, and the layers that wrote any.
+    # By (layer, microbatch): buffers that an earlier microbatch of the same call had changed before this forward.
     buffers_before: dict[tuple[int, int], HostValues] = dataclasses.field(default_factory=dict)
-    writes_buffers: set[int] = dataclasses.field(default_factory=set)
+    writes_buffers: set[int] = dataclasses.field(default_factory=set)  # layers that wrote a buffer in this call
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What the planner settles for a schedule.
+
+    load: key of the cost estimates that the run's measurements improve.
+    is_measured: whether the devices take the times of its layers.
+    tail: number of microbatches at the end of a fused stage that run backward layer by layer.
+    weight_room_bytes: device memory for weights, the schedule's own buffers included; 0 if memory is unlimited.
+    """
+
+    load: Hashable
+    is_measured: bool
+    tail: int
+    weight_room_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A user call that is split, weighed and planned: everything that its run needs.
+
+    The forward and the backward pass of a call of `forward()` are two Calls with one Recall.
+
+    inputs: what the first task receives, one entry per microbatch.
+    forward_phase: the phase that layers see in tasks of kind F.
+    labels, loss_fn: of fused tasks; labels has one entry per microbatch.
+    wants_outputs: whether a fused task sends the model's outputs to the caller.
+    signature: equal for calls that do the same work on tensors of the same shapes; None if calls are not compared.
+    is_probe: the run only measures activations: it changes no gradient, buffer or attribute.
+    """
+
+    tasks: tuple[StageTask, ...]
+    recall: Recall
+    costs: Costs
+    inputs: Sequence[Parcel | GradientParcel]
+    forward_phase: LayerPhase = LayerPhase.FORWARD
+    labels: Sequence[Bundle] = ()
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    wants_outputs: bool = True
+    signature: Hashable = None
+    is_probe: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
+    """The time that one phase of one layer took on a device."""
+
     layer_id: int
     phase: Phase
     start: Mark
@@ -96,6 +152,8 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class TaskSpan:
+    """The time that a task spent on one microbatch, for timelines."""
+
     device: str
     label: str
     microbatch: int
@@ -104,72 +162,78 @@ class TaskSpan:
 
 
 class Run:
-    """One schedule being carried out for one model."""
+    """One schedule of one model being executed.
+
+    The constructor copies what the workers need out of the call. It does not keep the call: a finished run may be kept
+    for its times and must not keep inputs alive.
+    """
 
     def __init__(
         self,
         store: LayerStore,
-        tasks: Sequence[StageTask],
-        num_microbatch: int,
-        recall: Recall,
+        call: Call,
         *,
-        forward_phase: LayerPhase,
         version: int,
         generation: int,
         iteration: Iteration,
         on_failure: Callable[[Run], None],
-        is_probe: bool = False,
     ) -> None:
-        """`is_probe`: nothing of it stays but what it shows of layers."""
+        """`version`: of the weights that layers read. `on_failure`: called once, under the monitor."""
         self.number = next(_run_numbers)
         self.store = store
         self.monitor = store.monitor
-        self.tasks = tuple(tasks)
-        self.num_microbatch = num_microbatch
-        self.recall = recall
-        self.forward_phase = forward_phase
         self.version = version
         self.generation = generation
         self.iteration = iteration
-        self.signature: Hashable = None  # runs that have the same do the same work on tensors of the same shapes
-        self.is_probe = is_probe
-        self.is_measured = True
-        self.load: Hashable = None  # of the calls whose costs it shows
         self._on_failure = on_failure
-        self.loss_fn: Callable[[Any, Any], Any] | None = None
-        self.labels: list[Bundle] = []
-        self.wants_outputs = True
-        self.tail = 1  # microbatches at the end that go backward together
-        self.weight_room_bytes = 0  # device memory for weights beyond what the schedule needs: up to so much in all
-        self.workers: tuple[int, ...] = ()
-        self.first_task_index = tasks[0].index if tasks else 0
 
-        self.failure: BaseException | None = None
-        self._failure_is_known = False  # to the store and to recovery
-        self.has_returned = False  # the call that made it has returned normally to the user
-        self.losses: dict[int, tuple[bool, HostValues]] = {}
+        self.tasks = call.tasks
+        self.first_task_index = call.tasks[0].index
+        self.num_microbatch = len(call.inputs)
+        self.recall = call.recall
+        self.forward_phase = call.forward_phase
+        self.labels = call.labels
+        self.loss_fn = call.loss_fn
+        self.wants_outputs = call.wants_outputs
+        self.signature = call.signature
+        self.is_probe = call.is_probe
+        self.load = call.costs.load
+        self.is_measured = call.costs.is_measured
+        self.tail = call.costs.tail
+        self.weight_room_bytes = call.costs.weight_room_bytes
+        self.workers: tuple[int, ...] = ()  # device of each task, known when the pool deals the tasks
+
+        # Layers whose parameters get gradients in this run.
+        settings = call.recall.settings
+        backward = [] if call.is_probe else [task for task in call.tasks if task.kind is not TaskKind.FORWARD]
+        self.landing_layers = frozenset(i for task in backward for i in task.layers if settings[i].trains)
+        self.trains = bool(self.landing_layers)
+        # For a parameter of several layers: those layers, and the gradients that have arrived from some of them.
+        self.contributors = self._layers_of_shared_parameters()
+        self.shared_parts: dict[ParameterRecord, dict[int, torch.Tensor | None]] = {}
+        hooks = {i: hooks_of(store.layers[i], settings[i].requires_grad) for i in self.landing_layers}
+        self.parameter_hooks = {layer_id: of_layer for layer_id, of_layer in hooks.items() if of_layer}
+        refuse_hooks_on_shared(self.parameter_hooks, self.contributors)
+
+        self.losses: dict[int, tuple[bool, HostValues]] = {}  # by microbatch; the flag: loss_fn returned a sequence
         self.outputs: dict[int, Parcel] = {}
         self.input_gradients: dict[int, GradientParcel] = {}
         self.buffer_results: dict[int, HostValues] = {}
         self.measurements: list[Measurement] = []
         self.activation_bytes: dict[int, tuple[int, int]] = {}
         self.spans: list[TaskSpan] = []
+        self.failure: BaseException | None = None
+        self.has_returned = False  # the user has got the result of the call
+        self._failure_is_known = False  # `fail` has completed
         self._mail: dict[tuple[int, int], Parcel | GradientParcel] = {}
         self._tasks_left = len(self.tasks)
-        self.landing_layers = self._layers_that_land()
         self._landings_left = len(self.landing_layers)
-        # A parameter of several layers: its parts, by layer, until all are there.
-        self.contributors = self._layers_of_shared_parameters()
-        self.shared_parts: dict[ParameterRecord, dict[int, torch.Tensor | None]] = {}
-        hooks = {i: hooks_of(store.layers[i], recall.settings[i].requires_grad) for i in self.landing_layers}
-        self.parameter_hooks = {layer_id: of_layer for layer_id, of_layer in hooks.items() if of_layer}
-        refuse_hooks_on_shared(self.parameter_hooks, self.contributors)
 
     def __repr__(self) -> str:
         return f"run {self.number}"
 
     def announce(self) -> None:
-        """Tell the store what is to come, so that optimizer and later calls order themselves after it."""
+        """Register the uploads and landings to come, so that the optimizer and later calls wait for them."""
         uploads = Counter(layer_id for task in self.tasks for layer_id in task.layers)
         self.store.expect(
             self,
@@ -179,20 +243,6 @@ class Run:
             generation=self.generation,
         )
 
-    @property
-    def is_inference(self) -> bool:
-        return self.forward_phase is LayerPhase.INFERENCE
-
-    @property
-    def trains(self) -> bool:
-        return bool(self.landing_layers)
-
-    def _layers_that_land(self) -> frozenset[int]:
-        if self.is_probe:
-            return frozenset()
-        backward = (task for task in self.tasks if task.kind is not TaskKind.FORWARD)
-        return frozenset(i for task in backward for i in task.layers if self.recall.settings[i].trains)
-
     def _layers_of_shared_parameters(self) -> dict[ParameterRecord, list[int]]:
         layers: dict[ParameterRecord, list[int]] = {}
         for layer_id in self.landing_layers:
@@ -200,38 +250,46 @@ class Run:
                 layers.setdefault(record, []).append(layer_id)
         return {record: ids for record, ids in layers.items() if len(ids) > 1}
 
-    # Mail between tasks.
+    # Values between tasks.
 
     def post(self, task_index: int, microbatch: int, parcel: Parcel | GradientParcel) -> None:
-        """Leave a parcel for a task."""
+        """Store the input of a task for `take`."""
         with self.monitor:
             self._mail[task_index, microbatch] = parcel
             self.monitor.changed()
 
     def take(self, task: StageTask, microbatch: int) -> Parcel | GradientParcel:
+        """Wait for the input of a task and return it."""
         with self.monitor:
             self._wait(lambda: (task.index, microbatch) in self._mail, f"input of {task}, microbatch {microbatch}")
             return self._mail.pop((task.index, microbatch))
 
-    # How it ends.
+    def note_result(self, kind: dict[int, Any], key: int, value: Any) -> None:
+        """Store a result in one of the run's dicts and wake the threads that wait for it."""
+        with self.monitor:
+            kind[key] = value
+            self.monitor.changed()
+
+    # The end of a run.
 
     @property
     def failed(self) -> bool:
         return self.failure is not None
 
     def fail(self, error: BaseException) -> None:
-        """Record the first failure and wake everybody who waits for this run.
+        """Record the first failure and wake all threads that wait for this run.
 
-        Every part of it can be repeated, so a second call completes one that was interrupted.
+        Every part can be repeated: a second call completes one that was interrupted.
         """
-        # Frames that are done must not keep device memory alive for as long as somebody keeps the exception.
+        # A caller may keep the exception. Its finished frames must not keep device memory alive.
         traceback.clear_frames(error.__traceback__)
         with self.monitor:
             if self._failure_is_known:
                 return
             if self.failure is None:
                 self.failure = error
-            self._on_failure(self)  # before the store lets go of us: nobody may take our gradients for complete
+            # Before store.cancel: after it the optimizer would take the gradients of this run for complete.
+            self._on_failure(self)
             self._mail.clear()
             self.store.cancel(self)
             self._failure_is_known = True
@@ -241,8 +299,8 @@ class Run:
         with self.monitor:
             self._tasks_left -= 1
             if self._tasks_left == 0:
-                # A finished run may be kept for its times; what the user's functions hold is not ours to keep.
-                self.loss_fn, self.labels, self.parameter_hooks = None, [], {}
+                # A finished run may be kept for its times. It must not keep objects of the user alive.
+                self.loss_fn, self.labels, self.parameter_hooks = None, (), {}
             self.monitor.changed()
 
     def landing_done(self) -> None:
@@ -252,12 +310,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
+        """Whether no thread uses the run any more. A failed run does not wait for its landings."""
         return self._tasks_left == 0 and (self.failed or self._landings_left == 0)
-
-    def note_result(self, kind: dict[int, Any], key: int, value: Any) -> None:
-        with self.monitor:
-            kind[key] = value
-            self.monitor.changed()
 
     # What a caller waits for.
 
@@ -266,19 +320,20 @@ class Run:
             self._wait(lambda: len(self.losses) == self.num_microbatch, "the losses")
 
     def take_outputs(self) -> list[Parcel]:
-        """The outputs, once. A run may be kept for its times, and what is taken belongs to the user."""
+        """Wait for the outputs of all microbatches, remove them from the run and return them."""
         with self.monitor:
             self._wait(lambda: len(self.outputs) == self.num_microbatch, "the outputs")
             outputs, self.outputs = self.outputs, {}
             return [outputs[microbatch] for microbatch in range(self.num_microbatch)]
 
     def wait_until_finished(self, timeout_s: float | None = None) -> bool:
-        """Until no worker touches the run any more; a failure is not raised here."""
+        """Wait until the run has finished or failed, without raising its failure. Returns False after a timeout."""
         with self.monitor:
             return self.monitor.wait_until(lambda: self.finished, f"{self!r} to finish", timeout_s)
 
     def check(self) -> None:
-        if self.failed:
+        """Raise RunCancelled if the run has failed."""
+        if self.failure is not None:
             raise RunCancelled
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
@@ -287,18 +342,89 @@ class Run:
 
 
 class Place:
+    """The position of a worker in its run, kept up to date for the notes of exceptions."""
+
     def __init__(self) -> None:
+        self._task, self._device = "", ""
+        self.layer_id: int | None = None
         self.microbatch: int | None = None
-        self._task, self._layer_id, self._phase, self._device = "", None, "", ""  # type: tuple[str, int | None, str, str]
+        self.phase = ""
 
     def enter(self, run: Run, task: StageTask, device: str) -> None:
+        """A task begins."""
         self._task, self._device = f"{task} of {run!r}", device
-        self._layer_id, self._phase, self.microbatch = None, "set-up", None
+        self.layer_id, self.phase, self.microbatch = None, "set-up", None
 
     def at(self, layer_id: int | None, phase: str) -> None:
-        self._layer_id, self._phase = layer_id, phase
+        self.layer_id, self.phase = layer_id, phase
 
     def note(self) -> str:
-        layer = "" if self._layer_id is None else f"layer {self._layer_id}, "
+        layer = "" if self.layer_id is None else f"layer {self.layer_id}, "
         microbatch = "" if self.microbatch is None else f"microbatch {self.microbatch}, "
-        return f"while running {self._task}: {layer}{microbatch}{self._phase} on {self._device}"
+        return f"while running {self._task}: {layer}{microbatch}{self.phase} on {self._device}"
+
+
+# Measuring costs the worker time in which it launches nothing, and the first microbatches show enough.
+_TIMED_MICROBATCHES = 3
+_SIZED_MICROBATCHES = 1
+_LOSS_BACKWARD_FACTOR = 2  # everything that a loss keeps gets a gradient, and passes one on
+
+
+class Began(NamedTuple):
+    """The state before a layer or the loss ran."""
+
+    mark: Mark
+    memory: MemoryUse | None
+
+
+class LayerProfiler:
+    """The measurements of one task. `is_on` is False where the present microbatch is not measured."""
+
+    def __init__(self, run: Run, device: Device) -> None:
+        self._run, self._device = run, device
+        self.is_on = False
+        self._measures_memory = False
+        self._loss_bytes = 0
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        self.is_on = self._run.is_measured and microbatch < _TIMED_MICROBATCHES
+        self._measures_memory = self.is_on and microbatch < _SIZED_MICROBATCHES
+
+    def begin(self) -> Began | None:
+        """Note the present state; None where the microbatch is not measured."""
+        if not self.is_on:
+            return None
+        return Began(self._device.mark(), self._device.memory_use() if self._measures_memory else None)
+
+    def end_forward(self, began: Began, layer_id: int, phase: LayerPhase, inputs: Iterable[torch.Tensor]) -> None:
+        timed = Phase.RECOMPUTE if phase is LayerPhase.RECOMPUTE else Phase.FORWARD
+        self._run.measurements.append(Measurement(layer_id, timed, began.mark, self._device.mark()))
+        now = self._device.memory_use() if self._measures_memory else None
+        if began.memory is not None and now is not None and phase is not LayerPhase.INFERENCE:
+            kept = max(now.current - began.memory.current, 0)
+            self._run.activation_bytes[layer_id] = (kept, sum(tensor.nbytes for tensor in inputs))
+
+    def end_backward(self, began: Began, layer_id: int) -> None:
+        self._run.measurements.append(Measurement(layer_id, Phase.BACKWARD, began.mark, self._device.mark()))
+
+    def loss_computed(self, began: Began | None) -> None:
+        """The loss exists and its backward follows."""
+        if began is None or began.memory is None:
+            return
+        now = self._device.memory_use()
+        if now is not None:
+            self._loss_bytes = max(now.current - began.memory.current, 0)
+
+    def end_loss(self, began: Began, last_layer: int) -> None:
+        """The loss's backward is done: count the most it took as kept by the last layer.
+
+        The most is known where it exceeds every earlier peak, and estimated otherwise.
+        """
+        now = None if began.memory is None else self._device.memory_use()
+        if now is None or began.memory is None or last_layer not in self._run.activation_bytes:
+            return
+        most = (1 + _LOSS_BACKWARD_FACTOR) * self._loss_bytes
+        if now.peak > began.memory.peak:
+            most = now.peak - began.memory.current
+        kept, input_bytes = self._run.activation_bytes[last_layer]
+        self._run.activation_bytes[last_layer] = (kept + most, input_bytes)

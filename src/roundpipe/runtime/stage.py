@@ -1,43 +1,40 @@
 """Runs one stage task on one device: for every microbatch the layers' forward, loss, recomputation and backward.
 
-Called by runtime.worker. Knows layers and tensors; where values come from and go to is StageMail's, what buffers hold
-is StageBuffers', and when weights may be read is LayerStore's.
+Knows layers and tensors. Mailbox moves values between tasks, StageBuffers keeps the buffers of layers, LayerImages
+their weights, and LayerStore decides when weights may be read.
 
 [Note: forward keeps the grad mode]
-A forward that will be recomputed runs with grad enabled too, and its graph is dropped layer by layer: code that looks
-at the grad mode (fused kernels, checkpoints) takes the same path both times.
+A forward that will be recomputed runs with grad enabled too, and its graph is dropped layer by layer: code that asks
+for the grad mode (fused kernels, checkpoints) takes the same path both times.
 
 [Note: tail]
-The last microbatches of a fused task may run all their forwards first, and then go backward layer by layer, all of them
-through a layer before any goes through the one before it. Each layer adds up the same gradients in the same order, but
-those of the last layers are complete early, so that an optimizer which needs them all can work behind the backward.
+The last microbatches of a fused task may run all their forwards first and then go backward layer by layer, each
+layer for all of them. Each layer adds up the same gradients in the same order, but the gradients of the last layers are
+complete early, so that an optimizer that waits for them works during the rest of the backward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from roundpipe.config import RecomputeGrain
-from roundpipe.context import LayerPhase, LayerRun, running_layer, within_iteration
+from roundpipe.context import LayerPhase, LayerRun, within_iteration
 from roundpipe.devices import Device, Mark, StreamKind
-from roundpipe.devices.random import HostRandomStream, ProcessRandomStream, route_shared_generators
 from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
-from roundpipe.microbatch.loss_shares import own_loss, weighted
+from roundpipe.microbatch.split import own_loss, weighted
 from roundpipe.plan import StageTask, TaskKind
-from roundpipe.runtime.autograd import Frame, Gradients, Leaves
-from roundpipe.runtime.buffers import StageBuffers
+from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, StageGraph, stays_on_device, tensors_in
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
-from roundpipe.runtime.mailbox import StageMail
-from roundpipe.runtime.profiler import Meter
-from roundpipe.runtime.replica import Replica
-from roundpipe.runtime.rng import stream_seed
-from roundpipe.runtime.run import Place, Run, TaskSpan
-from roundpipe.runtime.transfer import DeviceBuffers, Transfer
-from roundpipe.runtime.values import Bundle
+from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
+from roundpipe.runtime.replica import Behaviour, Replica
+from roundpipe.runtime.rng import HostRandomStream, ProcessRandomStream, route_shared_generators, stream_seed
+from roundpipe.runtime.run import Began, LayerProfiler, Place, Run, TaskSpan
+from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Transfer
 from roundpipe.runtime.weights import LayerImages
 
 
@@ -47,6 +44,7 @@ class StageRunner:
     def __init__(
         self, device: Device, landing: LandingThread, images: LayerImages, prefetch_next: Callable[[bool], None]
     ) -> None:
+        """prefetch_next: starts uploads for the task after the present one; True: only within the memory left over."""
         self.device = device
         self.landing = landing
         self.images = images
@@ -66,6 +64,25 @@ class StageRunner:
             _Task(self, run, task).carry_out()
 
 
+class _Layer(NamedTuple):
+    """A layer prepared for the forwards of one task: everything that is the same for all microbatches."""
+
+    layer_id: int
+    replica: Replica
+    gradients: LayerGradients
+    has_buffers: bool
+    is_last: bool  # of the model
+
+
+class _Frame(NamedTuple):
+    """The forward of a layer in its own graph, kept for its backward."""
+
+    layer: _Layer
+    leaves: Leaves
+    outputs: Bundle
+    handed_on: Bundle  # the outputs for the next layer, cut from this layer's graph
+
+
 class _Task:
     """One task being carried out."""
 
@@ -79,40 +96,54 @@ class _Task:
         self._place.enter(run, task, self._device.name)
         self._mail = StageMail(run, task, runner.transfer, runner.place)
         self._buffers = StageBuffers(run, runner.transfer)
-        self._meter = Meter(run, runner.device, runner.place)
-        self._replicas: dict[int, Replica] = {}
-        self._gradients: dict[int, LayerGradients] = {}
+        self._profiler = LayerProfiler(run, runner.device)
+        self._autocast = self._recall.ambient.autocast()
+        self._replicas = {i: runner.images.replica(run.store, i) for i in task.layers}
+        self._layers: dict[int, _Layer] = {}  # those that are bound
+        self._runs_in_one_graph = False
+        self._is_last_microbatch = False
+        self._backward_began: Began | None = None
+        self._loss_backward_done: Callable[[], None] | None = None
 
     def carry_out(self) -> None:
+        self._recall.ambient.set_threads()
         try:
             self._images.prefetch(self._run, self._task, self._place)
             in_tail = self._tail()
             for microbatch in range(in_tail.start):
-                self._run.check()
-                self._place.microbatch = microbatch
+                self._begin_microbatch(microbatch)
                 self._run_microbatch(microbatch)
                 if microbatch == 0:
                     self._runner.prefetch_next(False)
             if in_tail:
                 self._run_tail(in_tail)
         finally:
-            for replica in self._replicas.values():
-                replica.unbind()
+            for layer in self._layers.values():
+                layer.replica.unbind()
+
+    def _begin_microbatch(self, microbatch: int) -> None:
+        self._run.check()
+        self._place.microbatch = microbatch
+        self._is_last_microbatch = microbatch == self._run.num_microbatch - 1
+        self._profiler.begin_microbatch(microbatch)
 
     def _run_microbatch(self, microbatch: int) -> None:
         match self._task.kind:
             case TaskKind.FORWARD:
-                value = self._mail.receive(microbatch)
-                with self._spanned(microbatch):
-                    self._forward_task(microbatch, *value)
+                bundle, flags = self._mail.receive(microbatch)
+                with self._timed(microbatch):
+                    self._forward_task(microbatch, bundle, flags)
             case TaskKind.FUSED:
-                value = self._mail.receive(microbatch)
-                with self._spanned(microbatch):
-                    self._fused_task(microbatch, *value)
+                bundle, flags = self._mail.receive(microbatch)
+                with self._timed(microbatch):
+                    if self._can_run_in_one_graph():
+                        self._fused_in_one_graph(microbatch, bundle, flags)
+                    else:
+                        self._fused_layer_by_layer(microbatch, bundle, flags)
             case TaskKind.BACKWARD:
-                # Gradients come last of all: once they are here, so is what forward saved.
+                # Gradients arrive last: the values that the forward saved are there already.
                 gradients = self._mail.receive_gradients(microbatch)
-                with self._spanned(microbatch):
+                with self._timed(microbatch):
                     self._backward_task(microbatch, gradients)
 
     # The kinds of task.
@@ -121,81 +152,79 @@ class _Task:
         for layer_id in self._task.layers:
             if layer_id in self._recall.save_points:
                 self._mail.save_input(layer_id, microbatch, bundle, flags)
-            bundle, flags = self._forward_layer(
-                layer_id, microbatch, bundle, flags, self._run.forward_phase
-            ).handed_on()
-            if microbatch == self._run.num_microbatch - 1:
-                self._let_go_of_weights(layer_id)
+            frame = self._forward_layer(layer_id, microbatch, bundle, flags, self._run.forward_phase)
+            bundle, flags = frame.handed_on, frame.outputs.requires_grad
+            if self._is_last_microbatch:
+                self._release_layer(layer_id)
         self._mail.send(microbatch, bundle, flags)
 
-    def _fused_task(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
-        frames, bundle, flags = self._forward_stage(microbatch, bundle, flags, LayerPhase.FUSED)
-        gradients = self._loss(microbatch, bundle, flags)
+    def _fused_layer_by_layer(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
+        frames, bundle, flags = self._forward_layers(microbatch, bundle, flags, LayerPhase.FUSED)
+        gradients = self._loss_and_backward(microbatch, bundle, flags)
         del bundle
         if not self._run.is_probe:
-            self._backward_frames(frames, gradients, microbatch)
+            self._mail.send_gradients(microbatch, self._backward_frames(frames, gradients))
 
-    def _tail(self) -> range:
-        """The microbatches at the end of a fused task that go backward together; see [Note: tail].
-
-        None where a layer may write buffers: what one microbatch has saved another would change.
-        """
-        count = self._run.num_microbatch
-        has_one = self._task.kind is TaskKind.FUSED and self._run.tail > 1
-        if not has_one or any(map(self._may_write_buffers, self._task.layers)):
-            return range(count, count)
-        return range(max(count - self._run.tail, 0), count)
-
-    def _may_write_buffers(self, layer_id: int) -> bool:
-        replica = self._images.replica(self._run.store, layer_id)
-        return replica.may_write_buffers(self._recall.settings[layer_id].training)
-
-    def _run_tail(self, microbatches: range) -> None:
-        stacks: dict[int, list[Frame]] = {}
-        gradients: dict[int, Gradients] = {}
-        for microbatch in microbatches:
-            self._run.check()
-            self._place.microbatch = microbatch
-            bundle, flags = self._mail.receive(microbatch)
-            with self._spanned(microbatch):
-                frames, bundle, flags = self._forward_stage(microbatch, bundle, flags, LayerPhase.FUSED)
-                of_outputs = self._loss(microbatch, bundle, flags)
-                del bundle
-                # The last layer at once: what comes out of it, often the largest of all, need not be kept.
-                gradients[microbatch] = self._backward_layer(frames.pop(), of_outputs, microbatch)
-                stacks[microbatch] = frames
-            if microbatch == microbatches.start == 0:
-                self._runner.prefetch_next(False)
-        for _ in self._task.layers[1:]:
-            self._run.check()
-            for microbatch in microbatches:
-                self._place.microbatch = microbatch
-                frame = stacks[microbatch].pop()
-                gradients[microbatch] = self._backward_layer(frame, gradients[microbatch], microbatch)
-        for microbatch in microbatches:
-            self._mail.send_gradients(microbatch, gradients[microbatch])
+    def _fused_in_one_graph(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
+        leaves = Leaves(bundle, flags)
+        # The loss counts as one more layer.
+        graph = StageGraph(len(self._task.layers) + 1, self._layer_done)
+        with torch.enable_grad():
+            value = self._forward_in_one_graph(microbatch, leaves, LayerPhase.FUSED, graph)
+        if self._run.wants_outputs:
+            self._place.at(None, "output download")
+            outputs = Bundle.pack(value)
+            copies, _ = self._layers[self._task.layers[-1]].replica.copy_own_memory(outputs.detached())
+            self._mail.send_outputs(microbatch, copies, outputs.requires_grad)
+            self._runner.transfer.let_downloads_finish_first()
+            del outputs, copies
+        self._backward_began = self._profiler.begin()
+        losses = self._losses(microbatch, value)
+        del value
+        self._profiler.loss_computed(self._backward_began)
+        # The caller may go on as soon as it has the losses: send them when their backward has run, not the layers'.
+        self._loss_backward_done = functools.partial(self._mail.send_losses, microbatch, losses)
+        self._place.at(None, "loss backward")
+        graph.backward(losses.tensors)
+        self._refuse_late_gradients()
+        self._mail.send_gradients(microbatch, leaves.gradients)
 
     def _backward_task(self, microbatch: int, gradients: Gradients) -> None:
         if self._needs_no_gradient(microbatch):
             self._pass_no_gradient_on(microbatch)
-        elif self._recall.grain is RecomputeGrain.LAYER:
-            self._backward_by_layer(microbatch, gradients)
+            return
+        if self._recall.grain is RecomputeGrain.LAYER:
+            for layer_id in reversed(self._task.layers):
+                bundle, flags = self._mail.recalled_input(layer_id, microbatch)
+                frame = self._forward_layer(layer_id, microbatch, bundle, flags, LayerPhase.RECOMPUTE)
+                del bundle
+                gradients = self._backward_layer(frame, gradients)
+                del frame
         else:
-            self._backward_by_stage(microbatch, gradients)
-
-    def _backward_by_stage(self, microbatch: int, gradients: Gradients) -> None:
-        bundle, flags = self._mail.recalled_input(self._task.layers[0], microbatch)
-        frames, bundle, flags = self._forward_stage(microbatch, bundle, flags, LayerPhase.RECOMPUTE)
-        del bundle
-        self._backward_frames(frames, gradients, microbatch)
-
-    def _backward_by_layer(self, microbatch: int, gradients: Gradients) -> None:
-        for layer_id in reversed(self._task.layers):
-            bundle, flags = self._mail.recalled_input(layer_id, microbatch)
-            frame = self._forward_layer(layer_id, microbatch, bundle, flags, LayerPhase.RECOMPUTE)
-            del bundle
-            gradients = self._backward_layer(frame, gradients, microbatch)
+            bundle, flags = self._mail.recalled_input(self._task.layers[0], microbatch)
+            if self._can_run_in_one_graph():
+                gradients = self._recompute_in_one_graph(microbatch, bundle, flags, gradients)
+            else:
+                frames, bundle, flags = self._forward_layers(microbatch, bundle, flags, LayerPhase.RECOMPUTE)
+                del bundle
+                gradients = self._backward_frames(frames, gradients)
         self._mail.send_gradients(microbatch, gradients)
+
+    def _recompute_in_one_graph(
+        self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...], gradients: Gradients
+    ) -> Gradients:
+        leaves = Leaves(bundle, flags)
+        graph = StageGraph(len(self._task.layers), self._layer_done)
+        with torch.enable_grad():
+            value = self._forward_in_one_graph(microbatch, leaves, LayerPhase.RECOMPUTE, graph)
+        last = self._task.layers[-1]
+        self._place.at(last, "backward")
+        self._backward_began = self._profiler.begin()
+        roots = _roots(last, Bundle.pack(value).tensors, gradients)
+        del value
+        graph.backward(*roots)
+        self._refuse_late_gradients()
+        return leaves.gradients
 
     def _needs_no_gradient(self, microbatch: int) -> bool:
         first = self._recall.inputs[self._task.layers[0], microbatch]
@@ -210,163 +239,319 @@ class _Task:
         ]
         self._mail.send_gradients(microbatch, [None] * counts[0])
 
-    # Layers.
+    # The tail.
 
-    def _forward_stage(
+    def _tail(self) -> range:
+        """Return the microbatches at the end of a fused task that go backward together; see [Note: tail].
+
+        None where a layer may write buffers: one microbatch would change what another has saved.
+        """
+        count = self._run.num_microbatch
+        has_one = self._task.kind is TaskKind.FUSED and self._run.tail > 1
+        if not has_one or any(self._known_behaviour(i).writes_buffers is not False for i in self._task.layers):
+            return range(count, count)
+        return range(max(count - self._run.tail, 0), count)
+
+    def _run_tail(self, microbatches: range) -> None:
+        stacks: dict[int, list[_Frame]] = {}
+        gradients: dict[int, Gradients] = {}
+        for microbatch in microbatches:
+            self._begin_microbatch(microbatch)
+            bundle, flags = self._mail.receive(microbatch)
+            with self._timed(microbatch):
+                frames, bundle, flags = self._forward_layers(microbatch, bundle, flags, LayerPhase.FUSED)
+                of_outputs = self._loss_and_backward(microbatch, bundle, flags)
+                del bundle
+                # The last layer at once: its outputs, often the largest tensors of all, need not be kept.
+                gradients[microbatch] = self._backward_layer(frames.pop(), of_outputs)
+                stacks[microbatch] = frames
+            if microbatch == microbatches.start == 0:
+                self._runner.prefetch_next(False)
+        for _ in self._task.layers[1:]:
+            self._run.check()
+            for microbatch in microbatches:
+                self._place.microbatch = microbatch
+                self._is_last_microbatch = microbatch == microbatches[-1]
+                gradients[microbatch] = self._backward_layer(stacks[microbatch].pop(), gradients[microbatch])
+        for microbatch in microbatches:
+            self._mail.send_gradients(microbatch, gradients[microbatch])
+
+    # Layers in one graph.
+
+    def _can_run_in_one_graph(self) -> bool:
+        """Return whether the behaviour of all layers is known and lets them share a graph."""
+        if not self._runs_in_one_graph and not self._run.is_probe:
+            self._runs_in_one_graph = all(self._known_behaviour(i).suits_one_graph for i in self._task.layers)
+        return self._runs_in_one_graph
+
+    def _known_behaviour(self, layer_id: int) -> Behaviour:
+        return self._replicas[layer_id].behaviour_with(self._recall.settings[layer_id])
+
+    def _forward_in_one_graph(self, microbatch: int, leaves: Leaves, phase: LayerPhase, graph: StageGraph) -> Any:
+        """Return what the stage's last layer returns. The caller enables grad."""
+        value = leaves.value()
+        inputs = tensors_in(value)
+        place, name = self._place, "recompute" if phase is LayerPhase.RECOMPUTE else "forward"
+        for position, layer_id in enumerate(self._task.layers):
+            layer = self._layers.get(layer_id) or self._bind(layer_id)
+            place.layer_id, place.phase = layer_id, name
+            if layer.has_buffers:
+                self._buffers.before_forward(layer.replica, microbatch, phase)
+            versions = [tensor._version for tensor in inputs]
+            began = self._profiler.begin() if self._profiler.is_on else None
+            value, _ = self._call(layer, microbatch, phase, value)
+            if began is not None:
+                self._profiler.end_forward(began, layer_id, phase, inputs)
+            if [tensor._version for tensor in inputs] != versions:
+                layer.replica.refuse_new_change_of_input()
+            if layer.has_buffers:
+                self._buffers.after_forward(layer.replica, microbatch, phase)
+            if self._is_last_microbatch and phase is not LayerPhase.RECOMPUTE:
+                layer.replica.write_attributes_back()
+            inputs = tensors_in(value)
+            graph.watch(position, inputs)
+        return value
+
+    def _layer_done(self, position: int) -> None:
+        """The backward has left the layer at `position` of the stage (or the loss, if it is after the last one).
+
+        On CUDA this runs on autograd's thread, while the worker waits for the backward.
+        """
+        began, layers = self._backward_began, self._task.layers
+        if position == len(layers):
+            if began is not None:
+                self._profiler.end_loss(began, layers[-1])
+            if self._loss_backward_done is not None:
+                self._loss_backward_done()
+                self._loss_backward_done = None  # it holds the losses
+        else:
+            layer_id = layers[position]
+            if began is not None:
+                self._profiler.end_backward(began, layer_id)
+            # In between, autograd adds to the gradients where they are.
+            if self._is_last_microbatch or self._place.microbatch == 0:
+                self._layers[layer_id].gradients.gather()
+            if self._is_last_microbatch:
+                self._send_parameter_gradients(layer_id)
+                self._release_layer(layer_id)
+        if began is not None:
+            self._backward_began = self._profiler.begin()
+        self._place.layer_id, self._place.phase = layers[position - 1] if position else None, "backward"
+
+    def _refuse_late_gradients(self) -> None:
+        """Raise if autograd reached a parameter after its layer was reported as done."""
+        if not self._is_last_microbatch:
+            return
+        for layer_id, replica in self._replicas.items():
+            for record, stand_in in zip(replica.record.parameters, replica.parameters, strict=True):
+                if stand_in.grad is not None:
+                    stand_in.grad = None
+                    raise UsageError(
+                        f"the gradient of parameter {record.name!r} arrived after layer {layer_id} was done: the layer "
+                        "computes partly on another device, which it had not done before. Keep a layer's computation "
+                        "on one device, or do this from the first call on."
+                    )
+
+    # Layers in their own graphs.
+
+    def _forward_layers(
         self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...], phase: LayerPhase
-    ) -> tuple[list[Frame], Bundle, tuple[bool, ...]]:
+    ) -> tuple[list[_Frame], Bundle, tuple[bool, ...]]:
         frames = []
         for layer_id in self._task.layers:
-            frames.append(self._forward_layer(layer_id, microbatch, bundle, flags, phase))
-            bundle, flags = frames[-1].handed_on()
+            frame = self._forward_layer(layer_id, microbatch, bundle, flags, phase)
+            bundle, flags = frame.handed_on, frame.outputs.requires_grad
+            frames.append(frame)
         return frames, bundle, flags
 
     def _forward_layer(
         self, layer_id: int, microbatch: int, bundle: Bundle, flags: Sequence[bool], phase: LayerPhase
-    ) -> Frame:
-        replica = self._bound_replica(layer_id)
+    ) -> _Frame:
+        """Run a layer in its own graph and learn its behaviour."""
+        layer = self._layers.get(layer_id) or self._bind(layer_id)
+        replica, behaviour = layer.replica, layer.replica.behaviour
         self._place.at(layer_id, "recompute" if phase is LayerPhase.RECOMPUTE else "forward")
-        self._buffers.before_forward(replica, microbatch, phase)
-        if replica.may_change_input():
+        if layer.has_buffers:
+            self._buffers.before_forward(replica, microbatch, phase)
+        if behaviour.changes_input:
             self._runner.transfer.let_downloads_finish_first()
         with_grad = phase is not LayerPhase.INFERENCE
-        leaves = Leaves(bundle, [flag and with_grad for flag in flags])
-        recalled = self._mail.recalled_data(layer_id, microbatch) if phase is LayerPhase.RECOMPUTE else None
-        layer_run = LayerRun(phase, recalled)
-        metered = self._meter.forward(layer_id, phase, bundle.tensors)
-        with torch.set_grad_enabled(with_grad), running_layer(layer_run), metered:
-            args, kwargs = _call_arguments(layer_id, leaves.value())
-            outputs, drew = self._call_layer(replica, microbatch, phase, args, kwargs)
-        replica.note_behaviour(changed_input=leaves.were_changed(), drew_on_host=drew)
-        self._buffers.after_forward(replica, microbatch, phase)
-        is_last = microbatch == self._run.num_microbatch - 1
-        if is_last and phase is not LayerPhase.RECOMPUTE and not self._run.is_probe:
+        leaves = Leaves(bundle, flags if with_grad else [False] * len(flags))
+        has_backward = phase is not LayerPhase.FORWARD
+        began = self._profiler.begin()
+        with torch.set_grad_enabled(with_grad):
+            value = leaves.value() if has_backward or behaviour.changes_input else leaves.bare_value()
+            watch = None if behaviour.calls_autograd is False else GradientWatch(tensors_in(value))
+            value, host = self._call(layer, microbatch, phase, value)
+            outputs = Bundle.pack(value)
+        if began is not None:
+            self._profiler.end_forward(began, layer_id, phase, bundle.tensors)
+        handed_on, returned_own_memory = replica.copy_own_memory(outputs.detached())
+        replica.note_forward(
+            changed_input=leaves.were_changed(),
+            drew_on_host=None if host is None else host.drew,
+            returned_own_memory=returned_own_memory,
+        )
+        if with_grad and watch is not None:
+            behaviour.calls_autograd = watch.end() or bool(behaviour.calls_autograd)
+            behaviour.leaves_device = not stays_on_device(outputs.tensors, self._device.torch_device)
+        if layer.has_buffers:
+            self._buffers.after_forward(replica, microbatch, phase)
+        if self._is_last_microbatch and phase is not LayerPhase.RECOMPUTE and not self._run.is_probe:
             replica.write_attributes_back()
-        if layer_run.saved and phase is LayerPhase.FORWARD:
-            saved = Bundle.pack(layer_run.recompute_data or ())
-            self._mail.save_layer_data(layer_id, microbatch, replica.apart(saved))
-        return Frame(layer_id, replica, leaves, outputs)
+        return _Frame(layer, leaves, outputs, handed_on)
 
-    def _call_layer(
-        self, replica: Replica, microbatch: int, phase: LayerPhase, args: Any, kwargs: Any
-    ) -> tuple[Bundle, bool | None]:
-        anew = phase is LayerPhase.RECOMPUTE and not self._recall.preserve_rng_state
-        seed = stream_seed(self._recall.seed, replica.record.layer_id, microbatch, anew)
-        with self._random_stream(seed, replica.may_draw_on_host(), is_first=not replica.has_run()) as host:
-            value = replica.module(*args, **kwargs)
-            if replica.record.layer_id == len(self._run.store.layers) - 1:
-                value = self._recall.loss_shares.apply_to_output(value, microbatch)
-        return Bundle.pack(value), None if host is None else host.drew
-
-    @contextlib.contextmanager
-    def _random_stream(
-        self, seed: int, may_draw_on_host: bool, *, is_first: bool = False
-    ) -> Iterator[HostRandomStream | None]:
-        """Random numbers of this (call, layer, microbatch), on the device and, where it may draw there, on the host."""
-        of_process = ProcessRandomStream(seed, is_watched=is_first)
-        with self._recall.ambient.entered(), self._device.random_stream(seed), of_process:
-            if self._device.draws_on_host or may_draw_on_host:
-                with HostRandomStream(seed) as host:
-                    yield host
-            else:
-                yield None
-
-    def _backward_frames(self, frames: list[Frame], gradients: Gradients, microbatch: int) -> None:
+    def _backward_frames(self, frames: list[_Frame], gradients: Gradients) -> Gradients:
         while frames:
-            gradients = self._backward_layer(frames.pop(), gradients, microbatch)
-        self._mail.send_gradients(microbatch, gradients)
+            gradients = self._backward_layer(frames.pop(), gradients)
+        return gradients
 
-    def _backward_layer(self, frame: Frame, gradients: Gradients, microbatch: int) -> Gradients:
-        """Gradients of the layer's inputs from those of its outputs; parameters gather theirs in the replica."""
-        self._place.at(frame.layer_id, "backward")
-        outputs = frame.outputs.tensors
-        if len(outputs) != len(gradients):
-            raise RecomputeError(
-                f"layer {frame.layer_id} returned {len(outputs)} tensors when recomputed but {len(gradients)} in the "
-                "forward pass; a layer must do the same both times (see save_for_recompute)."
-            )
-        pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None and t.requires_grad]
-        if pairs:
-            with self._meter.backward(frame.layer_id):
-                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-                self._gradients[frame.layer_id].gather()
-        if microbatch == self._run.num_microbatch - 1:
-            self._send_parameter_gradients(frame.layer_id)
-            self._let_go_of_weights(frame.layer_id)
+    def _backward_layer(self, frame: _Frame, gradients: Gradients) -> Gradients:
+        """Return the gradients of the layer's inputs; those of its parameters gather in the replica."""
+        layer_id = frame.layer.layer_id
+        self._place.at(layer_id, "backward")
+        roots = _roots(layer_id, frame.outputs.tensors, gradients)
+        if roots[0]:
+            began = self._profiler.begin()
+            torch.autograd.backward(*roots)
+            frame.layer.gradients.gather()
+            if began is not None:
+                self._profiler.end_backward(began, layer_id)
+        if self._is_last_microbatch:
+            self._send_parameter_gradients(layer_id)
+            self._release_layer(layer_id)
         return frame.leaves.gradients
 
+    # One layer.
+
+    def _bind(self, layer_id: int) -> _Layer:
+        """Prepare a layer for this task: its weights, buffers, hooks and gradients."""
+        self._place.at(layer_id, "weight upload")
+        store, settings = self._run.store, self._recall.settings[layer_id]
+        replica = self._replicas[layer_id]
+        weights = self._images.ready(self._run, self._task, replica, self._place)
+        replica.bind(weights, settings, self._run.parameter_hooks.get(layer_id, ()))
+        layer = self._layers[layer_id] = _Layer(
+            layer_id,
+            replica,
+            LayerGradients(replica, self._runner.gradient_buffers),
+            has_buffers=bool(replica.record.buffers),
+            is_last=layer_id == len(store.layers) - 1,
+        )
+        if layer.has_buffers:
+            self._buffers.upload(replica)
+        return layer
+
+    def _call(
+        self, layer: _Layer, microbatch: int, phase: LayerPhase, value: Any
+    ) -> tuple[Any, HostRandomStream | None]:
+        """Return what the layer returns, and its random stream on the host (None: it does not draw there)."""
+        replica, recall = layer.replica, self._recall
+        is_recomputed = phase is LayerPhase.RECOMPUTE
+        # The first layer gets the call's arguments, every other one the output of the layer before it.
+        args, kwargs = value if layer.layer_id == 0 else ((value,), {})
+        is_new = is_recomputed and not recall.preserve_rng_state
+        seed = stream_seed(recall.seed, layer.layer_id, microbatch, is_new)
+        host = None
+        if self._device.draws_on_host or replica.behaviour.draws_on_host:
+            host = HostRandomStream(seed)
+        recalled = self._mail.recalled_data(layer.layer_id, microbatch) if is_recomputed and recall.layer_data else None
+        with (
+            LayerRun(phase, recalled) as layer_run,
+            self._autocast,
+            self._device.random_stream(seed),
+            ProcessRandomStream(seed, is_watched=not replica.behaviour.is_known),
+            host or contextlib.nullcontext(),
+        ):
+            replica.has_run = True
+            output = replica.module(*args, **kwargs)
+            if layer.is_last:
+                output = recall.loss_shares.apply_to_output(output, microbatch)
+        if layer_run.saved and phase is LayerPhase.FORWARD:
+            saved, _ = replica.copy_own_memory(Bundle.pack(layer_run.recompute_data or ()))
+            self._mail.save_layer_data(layer.layer_id, microbatch, saved)
+        return output, host
+
     def _send_parameter_gradients(self, layer_id: int) -> None:
-        """All microbatches have been added up: the layer's gradients start on their way down."""
+        """Start the download of a layer's gradients, which all microbatches have been added to."""
         if layer_id not in self._run.landing_layers:
             return
         self._place.at(layer_id, "gradient download")
-        sent = self._gradients[layer_id].download(self._runner.transfer, self._run.store.landing_buffers)
+        sent = self._layers[layer_id].gradients.download(self._runner.transfer, self._run.store.landing_buffers)
         self._runner.landing.submit(Landing(self._run, layer_id, sent))
 
-    def _bound_replica(self, layer_id: int) -> Replica:
-        if layer_id not in self._replicas:
-            self._place.at(layer_id, "weight upload")
-            replica = self._images.replica(self._run.store, layer_id)
-            image = self._images.ready(self._run, self._task, layer_id, self._place)
-            replica.bind(image, self._recall.settings[layer_id], self._run.parameter_hooks.get(layer_id, ()))
-            self._replicas[layer_id] = replica
-            self._gradients[layer_id] = LayerGradients(replica, self._runner.gradient_buffers)
-            self._buffers.upload(replica)
-        return self._replicas[layer_id]
-
-    def _let_go_of_weights(self, layer_id: int) -> None:
-        """The task needs them no more; the next one may."""
-        self._replicas.pop(layer_id).unbind()
+    def _release_layer(self, layer_id: int) -> None:
+        """Free the weights of a layer that this task no longer needs, for the next task's uploads."""
+        self._layers.pop(layer_id).replica.unbind()
         self._images.finish_layer(self._run, self._task, layer_id)
         self._runner.prefetch_next(True)
 
     # The loss.
 
-    def _loss(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> Gradients:
-        """Runs loss_fn and its backward; returns the gradients of the model's outputs."""
-        run = self._run
-        self._place.at(None, "loss_fn")
-        if run.wants_outputs:
+    def _loss_and_backward(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> Gradients:
+        """Run loss_fn in its own graph and its backward; return the gradients of the model's outputs."""
+        if self._run.wants_outputs:
+            self._place.at(None, "output download")
             self._mail.send_outputs(microbatch, bundle, flags)
             self._runner.transfer.let_downloads_finish_first()
-        label = self._mail.label(microbatch)
         leaves = Leaves(bundle, flags)
-        seed = stream_seed(self._recall.seed, len(run.store.layers), microbatch, False)
-        assert run.loss_fn is not None
-        with self._meter.loss(self._task.layers[-1]) as memory:
-            with torch.enable_grad(), self._random_stream(seed, may_draw_on_host=False):
-                value = run.loss_fn(leaves.value(), label)
-                found = own_loss(value, self._recall.loss_shares.place)
-                losses = checked_losses(value if found is None else found)
-                share = self._recall.loss_shares.of_returned(microbatch, is_own=found is not None)
-                if share is not None:
-                    losses = [weighted(loss, share) for loss in losses]
-            memory.computed()
-            self._place.at(None, "loss backward")
-            torch.autograd.backward(losses)
-        is_sequence = found is None and not isinstance(value, torch.Tensor)
-        self._mail.send_losses(microbatch, losses, is_sequence=is_sequence)
+        began = self._profiler.begin()
+        with torch.enable_grad():
+            losses = self._losses(microbatch, leaves.value())
+        self._profiler.loss_computed(began)
+        self._place.at(None, "loss backward")
+        torch.autograd.backward(losses.tensors)
+        if began is not None:
+            self._profiler.end_loss(began, self._task.layers[-1])
+        self._mail.send_losses(microbatch, losses)
         return leaves.gradients
 
-    # Measurements.
+    def _losses(self, microbatch: int, outputs: Any) -> Losses:
+        """Run loss_fn on a microbatch and multiply each loss by its share."""
+        self._place.at(None, "loss_fn")
+        recall, loss_fn = self._recall, self._run.loss_fn
+        assert loss_fn is not None
+        label = self._mail.label(microbatch)
+        seed = stream_seed(recall.seed, len(self._run.store.layers), microbatch, False)
+        on_host = HostRandomStream(seed) if self._device.draws_on_host else contextlib.nullcontext()
+        with (
+            torch.enable_grad(),
+            self._autocast,
+            self._device.random_stream(seed),
+            ProcessRandomStream(seed),
+            on_host,
+        ):
+            value = loss_fn(outputs, label)
+            found = own_loss(value, recall.loss_shares.place)
+            losses = checked_losses(value if found is None else found)
+            share = recall.loss_shares.of_returned(microbatch, is_own=found is not None)
+            if share is not None:
+                losses = [weighted(loss, share) for loss in losses]
+        return Losses(losses, is_sequence=found is None and not isinstance(value, torch.Tensor))
 
     @contextlib.contextmanager
-    def _spanned(self, microbatch: int) -> Iterator[None]:
-        """Work only: entered once the input is there."""
+    def _timed(self, microbatch: int) -> Iterator[None]:
+        """Note for the timeline when the device worked on a microbatch; entered once its input is there."""
         start: Mark = self._device.mark()
         yield
         self._run.spans.append(TaskSpan(self._device.name, str(self._task), microbatch, start, self._device.mark()))
 
 
-def _call_arguments(layer_id: int, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The first layer gets the call's arguments, every other one the output of the layer before it."""
-    if layer_id == 0:
-        args, kwargs = value
-        return args, kwargs
-    return (value,), {}
+def _roots(
+    layer_id: int, outputs: Sequence[torch.Tensor], gradients: Gradients
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the outputs that a backward starts from, and their gradients."""
+    if len(outputs) != len(gradients):
+        raise RecomputeError(
+            f"layer {layer_id} returned {len(outputs)} tensors when recomputed but {len(gradients)} in the "
+            "forward pass; a layer must do the same both times (see save_for_recompute)."
+        )
+    pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None and t.requires_grad]
+    return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def checked_losses(value: Any) -> list[torch.Tensor]:
+    """Return the losses as a list; raise what loss_fn returned if they cannot be differentiated."""
     if isinstance(value, Mapping) and value.get("loss") is None:
         raise ArgumentTypeError(
             f"there is no loss in the {type(value).__name__} with {', '.join(map(str, value))}: give the model labels, "

@@ -1,45 +1,152 @@
-"""Copies activations, gradients and layer images between host memory and one device.
+"""Nested values as bundles of tensors, copies between host memory and one device, and the device's buffers.
 
-Called by runtime.stage on the device's worker thread. Knows streams and buffers, never schedules or models. Every copy
-returns an event, or makes the compute stream wait for it where compute is the only reader.
+A Bundle is a nested value as a flat tuple of distinct tensors and the structure of the nest. A tensor that occurs twice
+in a value occurs once in the bundle. This keeps aliasing, and the order in which autograd sums the tensor's gradients,
+as in the plain model.
 
-Device memory by exact size, used again.
-
-Owned by a worker, called on its thread only. A buffer comes with the events after which it may be written again. Where
-there is room a new one is taken rather than waiting for those: then uploads for the next call start while this one
-still uses its weights.
+Knows streams and buffers, never schedules or models. `down` and `gradients_down` return an event that passes when the
+copies are complete; `up` makes the compute stream wait instead.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from roundpipe.devices import Device, Event, StreamKind
-from roundpipe.errors import UsageError
-from roundpipe.runtime.values import Bundle
+from roundpipe.errors import ArgumentTypeError, UsageError
+from roundpipe.store import Layout
 from roundpipe.store.layout import dense_stride, span_elements
 
 
+@dataclasses.dataclass(frozen=True)
+class _TensorAt:
+    """A leaf of the nest: the tensor at this position of the bundle."""
+
+    position: int
+
+
+_ALONE: tuple[Any, ...] = (_TensorAt(0),)  # the leaves of a value that is one tensor, the common case
+_LEAF = tree_structure(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """A nested value taken apart: `tensors` can be copied or replaced one by one, `unpack` restores the nest."""
+
+    tensors: tuple[torch.Tensor, ...]
+    _leaves: tuple[Any, ...]
+    _spec: TreeSpec
+    sharing_memory: frozenset[int] = frozenset()  # positions of tensors that overlapped in memory when packed
+
+    @classmethod
+    def pack(cls, value: Any) -> Bundle:
+        """Take a nested value apart. Raises ArgumentTypeError for an object that hides a tensor with a graph."""
+        if isinstance(value, torch.Tensor):
+            return cls((value,), _ALONE, _LEAF)
+        leaves, spec = tree_flatten(value)
+        # By identity: two views of the same memory are two tensors, and autograd treats them so.
+        position_of: dict[int, int] = {}
+        tensors: list[torch.Tensor] = []
+        packed = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                _refuse_hidden_graph(leaf)
+                packed.append(leaf)
+                continue
+            if id(leaf) not in position_of:
+                position_of[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+            packed.append(_TensorAt(position_of[id(leaf)]))
+        return cls(tuple(tensors), tuple(packed), spec, _sharing_memory(tensors))
+
+    def unpack(self) -> Any:
+        if self._leaves is _ALONE:
+            return self.tensors[0]
+        leaves = [self.tensors[leaf.position] if isinstance(leaf, _TensorAt) else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._spec)
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Bundle:
+        assert len(tensors) == len(self.tensors)
+        return Bundle(tuple(tensors), self._leaves, self._spec, self.sharing_memory)
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Bundle:
+        return self.with_tensors([change(tensor) for tensor in self.tensors])
+
+    def detached(self) -> Bundle:
+        return self.map(torch.Tensor.detach)
+
+    @property
+    def requires_grad(self) -> tuple[bool, ...]:
+        return tuple(tensor.requires_grad for tensor in self.tensors)
+
+
+def _sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
+    """Positions of strided tensors whose memory range overlaps that of another tensor."""
+    spans = sorted(
+        (
+            tensor.data_ptr(),
+            tensor.data_ptr() + span_elements(tensor.shape, tensor.stride()) * tensor.itemsize,
+            position,
+        )
+        for position, tensor in enumerate(tensors)
+        if tensor.layout is torch.strided and tensor.numel()
+    )
+    # Sorted by start: a range overlaps an earlier one if it starts before the furthest end so far.
+    sharing: set[int] = set()
+    last_end, last_position = 0, -1
+    for start, end, position in spans:
+        if start < last_end:
+            sharing |= {position, last_position}
+        if end > last_end:
+            last_end, last_position = end, position
+    return frozenset(sharing)
+
+
+def _refuse_hidden_graph(leaf: Any) -> None:
+    """Raise for an object that holds a tensor which requires grad: pytree does not flatten the object, so the
+    tensor's gradient would be lost without notice."""
+    if isinstance(leaf, torch.nn.Module) or not hasattr(leaf, "__dict__"):
+        return
+    if any(isinstance(held, torch.Tensor) and held.requires_grad for held in tree_leaves(vars(leaf))):
+        raise ArgumentTypeError(
+            f"a {type(leaf).__qualname__} holds a tensor that requires grad; gradients cannot be tracked through it: "
+            "pass tuples, lists and dicts between layers, or register the class with torch.utils._pytree "
+            "(register_dataclass, register_pytree_node)."
+        )
+
+
 class DeviceBuffers:
-    """`writer` is the stream that writes a buffer first; `reader` the one that uses it afterwards."""
+    """Reusable device buffers, found by exact size.
+
+    `writer` is the stream that fills a buffer, `reader` the stream that uses it afterwards. A free buffer carries the
+    events after which it may be overwritten. `take` allocates instead of waiting for those events while all buffers
+    together stay below a limit: then uploads for the next call start while this call still uses its weights.
+    """
 
     def __init__(self, device: Device, writer: StreamKind, reader: StreamKind) -> None:
         self._device = device
         self._writer, self._reader = writer, reader
         self._free: dict[int, deque[tuple[torch.Tensor, Sequence[Event]]]] = defaultdict(deque)
         self._total_bytes = 0
+        # By the ids of a buffer and of a layout, both of which exist as long as the entry.
+        self._views: dict[int, dict[int, tuple[Layout, list[torch.Tensor]]]] = {}
 
     def take(self, num_bytes: int, room_bytes: int = 0) -> torch.Tensor:
-        """A buffer that the writer may write from now on. `room_bytes`: what all of them may take, if need be."""
+        """A buffer that the writer stream may fill. `room_bytes`: all buffers may grow to this size without waiting."""
         free = self._free[num_bytes]
         may_grow = self._total_bytes + num_bytes <= room_bytes
+        # free[0] was given back first, so its events are the first to pass.
         if not free or (may_grow and not all(event.done() for event in free[0][1])):
             try:
                 return self._allocate(num_bytes)
             except torch.OutOfMemoryError:
+                # Free buffers of other sizes may be all that is missing.
                 self.release_unused()
                 return self._allocate(num_bytes)
         buffer, free_after = free.popleft()
@@ -49,15 +156,30 @@ class DeviceBuffers:
         return buffer
 
     def has_one(self, num_bytes: int, room_bytes: int) -> bool:
-        """Whether `take` needs no memory beyond what there is, or what there is room for."""
+        """Whether `take` finds a free buffer of this size, or may allocate one within `room_bytes`."""
         return bool(self._free[num_bytes]) or self._total_bytes + num_bytes <= room_bytes
 
     def give(self, buffer: torch.Tensor, free_after: Sequence[Event]) -> None:
+        """Return a buffer; it may be overwritten once all events of `free_after` have passed."""
         self._free[buffer.numel()].append((buffer, free_after))
 
+    def views(self, buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+        """Return the tensors of `layout` in a buffer, those of an earlier call where there was one.
+
+        Making views takes much longer than finding them, and so does hashing a layout: equal ones should be one object.
+        """
+        of_buffer = self._views.setdefault(id(buffer), {})
+        known = of_buffer.get(id(layout))
+        if known is None:
+            known = of_buffer[id(layout)] = (layout, layout.views(buffer))
+        return known[1]
+
     def release_unused(self) -> None:
-        """Free buffers go back to the allocator."""
-        self._total_bytes -= sum(size * len(buffers) for size, buffers in self._free.items())
+        """Return all free buffers to the allocator."""
+        for size, buffers in self._free.items():
+            self._total_bytes -= size * len(buffers)
+            for buffer, _ in buffers:
+                self._views.pop(id(buffer), None)
         self._free.clear()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
@@ -67,47 +189,50 @@ class DeviceBuffers:
         return buffer
 
 
-_ALIGNMENT_BYTES = 64  # what matrix kernels on the CPU look at; torch gives every tensor of its own at least this
+_ALIGNMENT_BYTES = 64  # CPU matrix kernels depend on it; torch allocates every tensor with at least this alignment
 
 
 class Transfer:
+    """Copies of activations, buffers and gradients between host memory and one device."""
+
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def up(self, tensors: Sequence[torch.Tensor], after: Sequence[Event]) -> list[torch.Tensor]:
-        """Tensors on the device, ready for compute; `after` are the events that fill the sources."""
+        """Copies of host tensors on the device; the compute stream waits for them. `after`: events that fill them."""
         device, stream = self._device, StreamKind.ACTIVATIONS_UP
         if not tensors:
             return []
-        for event in after:
+        for event in after:  # may be events of another device, whose downloads fill these tensors
             device.stream_wait(stream, event)
         copies = [_copy_of(tensor, self._on_device(stream), self._copier(stream)) for tensor in tensors]
         device.stream_wait(StreamKind.COMPUTE, device.record(stream))
         for copy in copies:
-            device.lend(copy, StreamKind.COMPUTE)
+            device.lend(copy, StreamKind.COMPUTE)  # allocated on the upload stream, read by compute
         return copies
 
     def down(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
-        """Host copies of what compute has made so far; they are filled once the event has passed."""
+        """Host copies of device tensors as compute leaves them now; they are complete once the event has passed."""
         device, stream = self._device, StreamKind.ACTIVATIONS_DOWN
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
         copies = [_copy_of(tensor.detach(), device.host_empty_strided, self._copier(stream)) for tensor in tensors]
         return copies, device.record(stream)
 
     def down_bundle(self, bundle: Bundle) -> tuple[Bundle, Event]:
+        """`down` for the tensors of a bundle."""
         copies, event = self.down(bundle.tensors)
         return bundle.with_tensors(copies), event
 
     def gradients_down(self, host: torch.Tensor, gradients: torch.Tensor) -> Event:
-        """Fill host memory with what compute has gathered so far."""
+        """Copy a layer's flat gradient buffer into `host`, after the compute issued so far."""
         device, stream = self._device, StreamKind.GRADS_DOWN
-        device.poison(host, stream)
+        device.poison(host, stream)  # landing buffers are reused: old values would hide a missing wait
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
         device.copy(host, gradients, stream)
         return device.record(stream)
 
     def let_downloads_finish_first(self) -> None:
-        """Compute queued from now on may overwrite what is being downloaded."""
+        """Make later compute wait for queued downloads, because it may overwrite their sources in place."""
         self._device.stream_wait(StreamKind.COMPUTE, self._device.record(StreamKind.ACTIVATIONS_DOWN))
 
     def _copier(self, stream: StreamKind) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -118,7 +243,7 @@ class Transfer:
 
 
 def check_movable(tensor: torch.Tensor) -> None:
-    """Refuse what cannot travel, before a copy of it is queued."""
+    """Raise UsageError for a tensor that cannot be copied between host and device (nested, sparse, meta)."""
     kind = "nested" if tensor.is_nested else tensor.layout if tensor.layout is not torch.strided else tensor.device.type
     if kind not in ("cpu", "cuda"):
         shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
@@ -129,7 +254,7 @@ def check_movable(tensor: torch.Tensor) -> None:
 
 
 def duplicate(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the tensor's own device, made by compute, outside any graph."""
+    """A detached copy on the tensor's device, made by the current stream."""
 
     def allocate(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
@@ -142,11 +267,13 @@ def _copy_of(
     allocate: Callable[..., torch.Tensor],
     copy: Callable[[torch.Tensor, torch.Tensor], object],
 ) -> torch.Tensor:
-    """A copy with the very same strides and alignment: kernels choose their order of summation by them.
+    """A copy with the same strides and alignment, because kernels choose their order of summation by them.
 
-    A view with gaps or repeats (a slice, an expansion) is copied with the memory it spans, and viewed again.
+    For a view with gaps or repeated elements (a slice, an expansion), copies the memory that the view spans and makes
+    the same view of the copy.
     """
     check_movable(tensor)
+    # Lazy conjugate and negative views have no values in memory that a byte copy could take.
     tensor = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
     shape, stride, lead = tuple(tensor.shape), tuple(tensor.stride()), _misalignment_elements(tensor)
     is_dense = dense_stride(tensor) == stride
@@ -165,6 +292,6 @@ def _copy_of(
 
 
 def _misalignment_elements(tensor: torch.Tensor) -> int:
-    """How many elements the tensor starts behind a boundary that every allocator keeps."""
+    """Offset of the tensor's first element from the last 64-byte boundary, in elements."""
     misalignment_bytes = tensor.data_ptr() % _ALIGNMENT_BYTES
     return 0 if misalignment_bytes % tensor.itemsize else misalignment_bytes // tensor.itemsize

@@ -1,12 +1,14 @@
-"""Layer weights on one device: uploads ahead of need, buffers that are used again.
+"""Images: the weights of layers in the memory of one device, uploaded ahead of need into buffers that are used again.
 
-Owned by a worker, called on its thread only. A task's image of a layer exists from its upload until the task is done.
+Called on one worker's thread, or on autograd's thread while the worker waits for it. A task's image of a layer exists
+from its upload until the task no longer needs the layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import deque
 
 import torch
 
@@ -16,7 +18,7 @@ from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import Place, Run
 from roundpipe.runtime.transfer import DeviceBuffers
-from roundpipe.store import LayerStore
+from roundpipe.store import LayerStore, Layout
 
 
 @dataclasses.dataclass
@@ -25,19 +27,32 @@ class _Image:
     uploaded: Event
 
 
+class _TaskImages:
+    """The images of one task: those on the device, and the layers still to be uploaded in the order of use."""
+
+    def __init__(self, run: Run, task: StageTask) -> None:
+        by_layer = task.kind is TaskKind.BACKWARD and run.recall.grain is RecomputeGrain.LAYER
+        self.to_upload = deque(reversed(task.layers) if by_layer else task.layers)
+        self.images: dict[int, _Image] = {}
+
+
 class LayerImages:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._buffers = DeviceBuffers(device, StreamKind.WEIGHTS_UP, StreamKind.COMPUTE)
-        self._images: dict[tuple[int, int, int], _Image] = {}
+        self._tasks: dict[tuple[int, int], _TaskImages] = {}  # by numbers of run and task
+        self._layouts: dict[Layout, Layout] = {}  # equal layouts as one object
         self._replicas: weakref.WeakKeyDictionary[LayerStore, dict[int, Replica]] = weakref.WeakKeyDictionary()
 
     def replica(self, store: LayerStore, layer_id: int) -> Replica:
+        """Return the layer's module on this device, made at first use and when the store has got other layers."""
         of_store = self._replicas.setdefault(store, {})
         known = of_store.get(layer_id)
         if known is None or known.record is not store.layers[layer_id]:
-            of_store[layer_id] = Replica(store.layers[layer_id], self._device.torch_device)
-        return of_store[layer_id]
+            layout = store.layers[layer_id].image
+            layout = self._layouts.setdefault(layout, layout)
+            known = of_store[layer_id] = Replica(store.layers[layer_id], layout, self._device.torch_device)
+        return known
 
     def release_unused(self) -> None:
         self._buffers.release_unused()
@@ -45,57 +60,56 @@ class LayerImages:
     def prefetch(self, run: Run, task: StageTask, place: Place, *, within_room: bool = False) -> None:
         """Start every upload of the task that need not wait for the optimizer, in the order of use.
 
-        `within_room`: as long as there is memory that nobody else was promised.
+        within_room: only while free buffers or `run.weight_room_bytes` suffice.
         """
-        for layer_id in _order_of_use(run, task):
-            if self._key(run, task, layer_id) in self._images:
-                continue
+        of_task = self._of(run, task)
+        while of_task.to_upload:
+            layer_id = of_task.to_upload[0]
             if run.failed or not run.store.weights.can_upload(layer_id, run.version):
                 return
             size = run.store.layers[layer_id].image.total_bytes
             if within_room and not self._buffers.has_one(size, run.weight_room_bytes):
                 return
-            self._upload(run, task, layer_id, place)
+            self._upload(run, of_task, layer_id, place)
 
-    def ready(self, run: Run, task: StageTask, layer_id: int, place: Place) -> torch.Tensor:
-        """The layer's weights; compute queued from now on waits for this layer's upload, and for no other."""
-        key = self._key(run, task, layer_id)
-        if key not in self._images:
+    def ready(self, run: Run, task: StageTask, replica: Replica, place: Place) -> list[torch.Tensor]:
+        """Return the layer's weights; compute queued from now on waits for the upload of this layer and no other."""
+        of_task, layer_id = self._of(run, task), replica.record.layer_id
+        if layer_id not in of_task.images:
             if not run.store.weights.wait_for(layer_id, run.version, lambda: run.failed):
                 run.check()
-            self._upload(run, task, layer_id, place)
+            self._upload(run, of_task, layer_id, place)
             self.prefetch(run, task, place)
         place.at(layer_id, "weight upload")
-        image = self._images[key]
+        image = of_task.images[layer_id]
         self._device.stream_wait(StreamKind.COMPUTE, image.uploaded)
-        return image.buffer
+        return self._buffers.views(image.buffer, replica.image_layout)
 
     def finish(self, run: Run, task: StageTask) -> None:
-        """The task is done, or dropped: its buffers are free once compute has passed this point."""
-        for layer_id in task.layers:
+        """The task is done or dropped: its buffers are free once compute has passed this point."""
+        of_task = self._of(run, task)
+        for layer_id in list(of_task.images):
             self.finish_layer(run, task, layer_id)
+        del self._tasks[run.number, task.index]
 
     def finish_layer(self, run: Run, task: StageTask, layer_id: int) -> None:
-        """The same for one layer that the task needs no more."""
-        image = self._images.pop(self._key(run, task, layer_id), None)
-        if image is not None:
-            self._buffers.give(image.buffer, [self._device.record(StreamKind.COMPUTE), image.uploaded])
+        """The task no longer needs this layer: its buffer is free once compute has passed this point."""
+        image = self._of(run, task).images.pop(layer_id)
+        self._buffers.give(image.buffer, [self._device.record(StreamKind.COMPUTE), image.uploaded])
 
-    def _upload(self, run: Run, task: StageTask, layer_id: int, place: Place) -> None:
+    def _of(self, run: Run, task: StageTask) -> _TaskImages:
+        known = self._tasks.get((run.number, task.index))
+        if known is None:
+            known = self._tasks[run.number, task.index] = _TaskImages(run, task)
+        return known
+
+    def _upload(self, run: Run, of_task: _TaskImages, layer_id: int, place: Place) -> None:
         place.at(layer_id, "weight upload")
         layer = run.store.layers[layer_id]
         buffer = self._buffers.take(layer.image.total_bytes, run.weight_room_bytes)
         for part, host in run.store.weights.upload_pieces(layer_id, run.version, buffer):
             self._device.copy(part, host, StreamKind.WEIGHTS_UP)
         uploaded = self._device.record(StreamKind.WEIGHTS_UP)
-        self._images[self._key(run, task, layer_id)] = _Image(buffer, uploaded)
+        of_task.images[layer_id] = _Image(buffer, uploaded)
+        of_task.to_upload.remove(layer_id)
         run.store.weights.upload_issued(run, layer_id, run.version, uploaded)
-
-    @staticmethod
-    def _key(run: Run, task: StageTask, layer_id: int) -> tuple[int, int, int]:
-        return run.number, task.index, layer_id
-
-
-def _order_of_use(run: Run, task: StageTask) -> list[int]:
-    by_layer = task.kind is TaskKind.BACKWARD and run.recall.grain is RecomputeGrain.LAYER
-    return list(reversed(task.layers)) if by_layer else list(task.layers)

@@ -1,1 +1,1 @@
-"""Splits a model of transformers (or one with a repeated list of blocks) into layers that compute the same numbers."""
+"""Splits a model with a repeated list of blocks, such as a transformers model, into layers that compute the same."""

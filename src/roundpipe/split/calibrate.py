@@ -1,7 +1,7 @@
-"""Makes the plan of a split: watches the model on a small batch and finds out what its own code depends on.
+"""Calibration: makes a split plan by running the model on a small batch and testing what its own code depends on.
 
-Called by the splitter. Works on copies of the module tree that share the weights, and hooks, which a model's
-library may install on its first run: nothing else of the model is touched.
+Works on copies of the module tree that share the model's weights and hooks. The model itself does not change, except
+that the model's library may install hooks in its first forward pass.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ModelSplitError
-from roundpipe.module_copy import copy_tree
+from roundpipe.module_copy import ModulePair, copy_tree
 from roundpipe.split.dependence import Dependence
 from roundpipe.split.determinism import WithoutDropout, fresh_generators, own_generators, refusing, state_of_generators
-from roundpipe.split.discovery import Discovery, discover, observe
+from roundpipe.split.discovery import Discovery, discover, record_events
+from roundpipe.split.layers import element_tree
 from roundpipe.split.observe import Recording
 from roundpipe.split.plan import SplitPlan
-from roundpipe.split.stub_tree import Ghosts, StubTree, refuse_own_forward
+from roundpipe.split.stubs import Ghosts, StubTree, refuse_own_forward
 from roundpipe.split.transformers import copied_cache, is_cache, keep_hook_marks
 from roundpipe.split.values import equal, is_plain, leaves_of, map_leaves
 
-_CLOSE = 1e-4  # relative; kernels may choose another path for the same values
+_CLOSE = 1e-4  # relative difference between runs that compute the same: kernels may sum in another order
 
 
 class ChangesItself(ModelSplitError):
-    """A forward that exchanges modules, once, over the same parameters; others than these inputs may not cause it."""
+    """The model's forward replaced some of its modules but kept the parameters: it can be split after one run."""
 
 
 def calibrate(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool, in_one: bool = False
 ) -> SplitPlan:
-    """Raises ModelSplitError with the reason where the model cannot be split for such a call.
+    """Return the split plan for calls of this form; raises ModelSplitError with the reason if there is none.
 
-    `in_one`: what calls the elements of repeated lists is a layer, not each element.
+    in_one: the modules that call the elements of repeated lists are the blocks, instead of the elements.
     """
-    refuse_random_depth(model)
+    _refuse_random_depth(model)
     for module in model.modules():
         refuse_own_forward(module)
     with (
-        torch.random.fork_rng(devices=()),  # first: the others draw
+        torch.random.fork_rng(devices=()),  # first, because own_generators draws from torch's generator
         own_generators(),
         WithoutDropout(),
         torch.set_grad_enabled(with_grad),
@@ -53,6 +54,8 @@ def calibrate(
 
 
 class _Calibration:
+    """One calibration of a model on one set of inputs."""
+
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool) -> None:
         self._model, self._args, self._kwargs, self._in_one = model, args, kwargs, in_one
         self._names = {id(param): name for name, param in model.named_parameters()}
@@ -61,15 +64,18 @@ class _Calibration:
     def plan(self) -> SplitPlan:
         seed = torch.get_rng_state()
         copy, pairs = private_copy(self._model)
-        outputs = self._first_run(copy, pairs)  # raises what the model itself raises for this call
+        outputs = self._first_run(copy, pairs)  # outside of `refusing`: its exceptions are the model's own
         with refusing("finding out how it can be split"):
             return self._plan_of(copy, outputs, seed)
 
     def _plan_of(self, copy: nn.Module, outputs: Any, seed: torch.Tensor) -> SplitPlan:
+        # The second run finds the blocks and taps.
         torch.set_rng_state(seed)
         args, kwargs = self._inputs()
-        events, _ = observe(copy, lambda: copy(*args, **kwargs))
+        events, _ = record_events(copy, lambda: copy(*args, **kwargs))
         found = discover(copy, events, in_one=self._in_one)
+        # The third run, on a stub tree, records the values. It has the seed of the first run, so that the outputs can
+        # be compared.
         tree = self._tree(copy, found)
         recording = Recording(frozenset(found.calls))
         torch.set_rng_state(seed)
@@ -80,14 +86,14 @@ class _Calibration:
         _check_calls(found, recording)
         _check_outputs(outputs, recorded, draws_globally)
         plan = SplitPlan(
-            found.calls,
-            found.taps,
-            tuple(c.outline for c in recording.calls),
-            (0, len(found.calls)),
-            {},
-            {},
-            frozenset(),
-            {},
+            calls=found.calls,
+            taps=found.taps,
+            outlines=tuple(c.outline for c in recording.calls),
+            points=(0, len(found.calls)),
+            reads={},
+            needs={},
+            copying=frozenset(),
+            reasons={},
         )
         dependence = Dependence(tree, recording, plan, recorded, *self._inputs())
         self._find_points(dependence)
@@ -98,8 +104,11 @@ class _Calibration:
             dependence.plan, head=recording.head(), draws_globally=draws_globally, has_caches=has_caches
         )
 
-    def _first_run(self, copy: nn.Module, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> Any:
-        """What the model returns. Lets the library do what it does once, and refuses what cannot be undone."""
+    def _first_run(self, copy: nn.Module, pairs: Sequence[ModulePair]) -> Any:
+        """Run the model's copy once and return its outputs.
+
+        A library may install hooks in the first run. Raises ModelSplitError if the forward replaces modules.
+        """
         before, params_before = list(copy.modules()), dict(copy.named_parameters())
         args, kwargs = self._inputs()
         try:
@@ -114,6 +123,7 @@ class _Calibration:
         return outputs
 
     def _find_points(self, dependence: Dependence) -> None:
+        """Find the segments whose code depends on outputs of blocks, from the first to the last."""
         points, reasons = [0], {}
         while (unknown := dependence.first_unknown(points[-1])) is not None:
             points.append(unknown[0])
@@ -122,14 +132,16 @@ class _Calibration:
         dependence.plan = dataclasses.replace(dependence.plan, points=tuple(points), reasons=reasons)
 
     def _find_reads(self, dependence: Dependence, recording: Recording) -> None:
-        """From the last point to the first: what a later one reads of a segment, the segment must hand on."""
+        """Find what each point reads."""
+        # Until no point is added, because a new point reads tensors itself. From the last point to the first, because
+        # the results of a point include the tap outputs that later points read.
         while True:
             dependence.plan = dataclasses.replace(dependence.plan, reads={}, copying=frozenset())
             for point in reversed(dependence.plan.points[1:]):
                 read = dependence.reads_of(point)
                 plan = dependence.plan
                 dependence.plan = dataclasses.replace(plan, reads={**plan.reads, point: read})
-            # A tap that is read later must have run on real values: its segment has to be a point.
+            # The output of a tap that is read later must be computed from real values, so its segment must be a point.
             points = dependence.plan.points
             taps = {key[1] for read in dependence.plan.reads.values() for key in read if key[0] == "tap"}
             extra = {recording.taps[t].segment for t in taps} - set(points)
@@ -140,7 +152,7 @@ class _Calibration:
                 points=tuple(sorted({*points, *extra})),
                 reasons={
                     **dependence.plan.reasons,
-                    **dict.fromkeys(extra, "the output of a module in it is read later"),
+                    **dict.fromkeys(extra, "a later point reads the output of a module that it calls"),
                 },
             )
 
@@ -148,6 +160,7 @@ class _Calibration:
             dependence.note_late_changes(point)
 
     def _find_needs(self, dependence: Dependence, found: Discovery) -> None:
+        """Find the parameters that each point needs, and test that a replay with these alone gives the same results."""
         forced, _ = private_copy(self._model, forced=True)
         names = {id(param): name for name, param in forced.named_parameters()}
         forced_tree = self._tree(forced, found)
@@ -155,19 +168,21 @@ class _Calibration:
         plan = dependence.plan
         needs: dict[int, frozenset[str]] = {}
         for point in plan.points:
+            # Parameters that the segment's code uses itself, and those of its taps.
             own = {names[i] for i in dependence.parameters_reached(point, forced_tree) if i in names}
             for path in plan.taps_of(point):
                 own |= {self._names[id(param)] for param in by_path[path].parameters()}
             needs[point] = frozenset(own)
             if not dependence.agrees_on(point, self._element_tree(plan, point, own)):
-                # Its code reads a parameter where autograd does not see it: let it have all it can reach itself.
+                # The code reads a parameter without autograd (detach, no_grad): give it all parameters outside of
+                # blocks and taps.
                 needs[point] |= self._outside(plan)
                 if not dependence.agrees_on(point, self._element_tree(plan, point, needs[point])):
-                    raise ModelSplitError(f"the code of segment {point} needs weights that it does not show to need")
+                    raise ModelSplitError(f"the code of segment {point} uses weights in a way that cannot be traced")
         dependence.plan = dataclasses.replace(plan, needs=needs)
 
     def _outside(self, plan: SplitPlan) -> frozenset[str]:
-        """Names of parameters of modules that are neither blocks nor taps nor inside any."""
+        """Return the names of the parameters that are outside of blocks and taps."""
         inside = {
             id(param)
             for path, module in self._model.named_modules()
@@ -177,22 +192,24 @@ class _Calibration:
         return frozenset(name for name, param in self._model.named_parameters() if id(param) not in inside)
 
     def _element_tree(self, plan: SplitPlan, point: int, needs: Any) -> nn.Module:
+        """Return the tree that a layer would have for `point`."""
         tree = element_tree(private_copy(self._model)[0], plan, point, needs, self._ghosts)
         tree.fill_in(torch.device("cpu"))
         return tree.root
 
     def _tree(self, copy: nn.Module, found: Discovery) -> nn.Module:
+        """Return a stub tree that includes all modules and parameters."""
         stubs = frozenset([*found.calls, *(tap.path for tap in found.taps)])
         everything = {id(param) for param in copy.parameters()}
         return StubTree(copy, stubs, lambda module: True, everything, self._ghosts).root
 
     def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs anew: the model may write into them."""
+        """Return copies of the inputs: the model may write into them."""
         return fresh((self._args, self._kwargs))  # type: ignore[no-any-return]
 
 
 def fresh(inputs: Any) -> Any:
-    """Copies of a call's inputs, in host memory: a model may write into tensors, and fills caches."""
+    """Return copies of a call's inputs in host memory: a model may write into tensors and fill caches."""
     return map_leaves(_fresh_leaf, inputs)
 
 
@@ -200,39 +217,22 @@ def _fresh_leaf(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copied_cache(leaf)
 
 
-def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghosts: Ghosts) -> StubTree:
-    """The tree of one element: taps that it runs, or of which it needs a parameter, are there as a whole."""
-    owned = {id(param) for name, param in model.named_parameters() if name in needs}
-    own_taps = plan.taps_of(point)
-    paths = {id(module): path for path, module in model.named_modules()}
+def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, list[ModulePair]]:
+    """Copy the module tree; returns the root and the pairs of `copy_tree`.
 
-    def is_real(module: nn.Module) -> bool:
-        path, params = paths[id(module)], list(module.parameters())
-        if path in plan.blocks:
-            return False
-        if any(id(param) in owned for param in params):
-            return True
-        # A tap with state but no weights is there only where it runs: its state belongs to one layer.
-        return path in own_taps if path in plan.stub_paths else not params
-
-    return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
-
-
-def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, list[tuple[nn.Module, nn.Module]]]:
-    """A copy of the module tree over the same weights, with buffers of its own, which a forward may write.
-
-    `forced`: every weight requires grad.
+    Parameters are new objects that share the weights' memory, so gradients stay in the copy. Buffers are copied,
+    because a forward may write to them. forced: every weight of the copy requires grad.
     """
-    return copy_tree(model, parameter=lambda param: alias(param, forced), buffer=torch.Tensor.clone)
+
+    def alias(param: nn.Parameter) -> nn.Parameter:
+        wants_grad = param.requires_grad or (forced and param.is_floating_point())
+        return nn.Parameter(param.detach(), requires_grad=wants_grad)
+
+    return copy_tree(model, parameter=alias, buffer=torch.Tensor.clone)
 
 
-def alias(param: nn.Parameter, forced: bool = False) -> nn.Parameter:
-    """The same memory as a parameter of its own."""
-    wants_grad = param.requires_grad or (forced and param.is_floating_point())
-    return nn.Parameter(param.detach(), requires_grad=wants_grad)
-
-
-def refuse_random_depth(model: nn.Module) -> None:
+def _refuse_random_depth(model: nn.Module) -> None:
+    """Raise ModelSplitError if the model skips layers at random: a plan has a fixed sequence of calls."""
     for path, module in model.named_modules():
         rate = getattr(module, "layerdrop", None)
         if model.training and isinstance(rate, float) and rate > 0:
@@ -240,40 +240,52 @@ def refuse_random_depth(model: nn.Module) -> None:
 
 
 def let_change_itself(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run a model's forward on the host for what it does to the model itself, as its first run by the user would."""
+    """Run the model itself once on the host, so that its forward replaces its modules, as in the user's first call."""
     with torch.random.fork_rng(devices=()), own_generators(), torch.no_grad():
         args, kwargs = fresh((args, kwargs))
         model(*args, **kwargs)
 
 
 def _check_calls(found: Discovery, recording: Recording) -> None:
+    """Raise ModelSplitError if the recorded calls are not those found before, or pass objects of unknown classes."""
     if [call.path for call in recording.calls] != list(found.calls) or [
         (tap.path, tap.segment) for tap in recording.taps
     ] != [(tap.path, tap.segment) for tap in found.taps]:
-        raise ModelSplitError("its forward calls modules past the tree it is given, or in another order when run again")
+        raise ModelSplitError(
+            "its forward calls modules that are not in its module tree, or in another order when it runs again"
+        )
     for call in recording.calls:
         for leaf in call.arguments:
-            if not (isinstance(leaf, torch.Tensor | nn.Module | enum.Enum | types.FunctionType) or is_known(leaf)):
-                raise ModelSplitError(f"a {type(leaf).__name__}, which nobody can look into, is handed to {call.path}")
+            if not _can_be_passed(leaf):
+                raise ModelSplitError(
+                    f"{call.path} receives a {type(leaf).__name__} object; only tensors, numbers, strings, modules, "
+                    "functions, enums, configs and caches, and nests of them, can travel between layers"
+                )
 
 
 def _check_outputs(outputs: Any, recorded: Any, draws_globally: bool) -> None:
+    """Raise ModelSplitError if the recorded run returned other values than the model."""
     expected, got = leaves_of(outputs), leaves_of(recorded)
     if len(expected) == len(got) and all(map(_close, expected, got)):
         return
+    # Both runs had the same torch seed, but different states of Python's and numpy's generators.
     if draws_globally:
         raise ModelSplitError(
-            "run again, it gives other results: it draws random numbers from Python's or numpy's generators "
-            "(to augment its inputs, say; turn that off)"
+            "it gives other results when it runs again: it draws random numbers from Python's or numpy's generators, "
+            "for example to augment its inputs; turn that off"
         )
-    raise ModelSplitError("run apart from each other, its blocks give other results: they share state")
+    raise ModelSplitError("its blocks give other results when they run separately: they share state")
 
 
-def is_known(leaf: Any) -> bool:
+def _can_be_passed(leaf: Any) -> bool:
+    """Whether a leaf may be an argument of a block: tensors inside it, if any, can be found and moved to devices."""
+    if isinstance(leaf, torch.Tensor | nn.Module | enum.Enum | types.FunctionType):
+        return True
     return is_plain(leaf) or is_cache(leaf) or type(leaf).__name__.endswith("Config")
 
 
 def _close(left: Any, right: Any) -> bool:
+    """Whether two leaves are equal, floating-point tensors up to rounding."""
     if equal(left, right):
         return True
     if not isinstance(left, torch.Tensor) or left.shape != right.shape or not left.is_floating_point():

@@ -1,21 +1,8 @@
-"""Lets modules run another forward for a while. They must be the caller's alone: copies, or a layer's on its device.
+"""Controlled runs of a model: forward passes that can be compared or repeated, and failures that become answers.
 
-Things that are tried out: a trial that raises has the answer "no".
-
-Used wherever a property of a model is found by running it. Interrupts and exhausted memory are no answers: they reach
-the caller.
-
-A mode in which dropout does nothing: calibration compares runs of a model that is in training mode.
-
-Random numbers that a model draws from the process: Python's and numpy's generators, which all threads share.
-
-Used by calibration, to find out, and by the layers of models that do so. Such a layer runs alone, on numbers of its own
-that are derived from its torch stream: its recomputation draws the same, whatever other threads do.
-
-A mode in which products with large half-precision matrices are computed in float32, a part of the matrix at a time.
-
-Used by verification around backward passes on the host. Many CPUs have no instructions for half precision, and torch
-then takes a hundred times as long for the product of a gradient and a weight as for that of an input and a weight.
+Calibration compares runs of one model, so dropout must be off and random numbers the same. A layer's recomputation must
+draw the same random numbers and choose the same experts as its forward pass.
+Knows torch modes, generators and modules: no plans.
 """
 
 from __future__ import annotations
@@ -30,17 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from roundpipe.context import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.errors import ModelSplitError
 from roundpipe.monitor import process_rlock
 
 logger = logging.getLogger("roundpipe")
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+Forward = Callable[..., Any]
+
+
+# Trials. Interrupts and exhausted memory say nothing about the model, so they always reach the caller.
 
 
 def succeeds(what: str, trial: Callable[[], bool], *, passing: tuple[type[Exception], ...] = ()) -> bool:
-    """The answer of a trial; False, and a line in the debug log, where it raises. `passing`: what the caller gets."""
+    """Return the result of `trial`, or False if it raises; the exception is logged at debug level.
+
+    what: the statement that is tested, for the log. passing: exceptions that are re-raised.
+    """
     try:
         return trial()
     except OUT_OF_MEMORY:
@@ -54,7 +48,7 @@ def succeeds(what: str, trial: Callable[[], bool], *, passing: tuple[type[Except
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Around an examination that a model need not stand: what it raises becomes a ModelSplitError."""
+    """Turn exceptions of the block into a ModelSplitError. what: what the block does, for the message."""
     try:
         yield
     except (ModelSplitError, *OUT_OF_MEMORY):
@@ -63,16 +57,42 @@ def refusing(what: str) -> Iterator[None]:
         raise ModelSplitError(f"{what} raised {error!r}") from error
 
 
+@contextlib.contextmanager
+def other_forwards(others: Iterable[tuple[nn.Module, Callable[[Forward], Forward]]]) -> Iterator[None]:
+    """Replace the forwards of modules. others: pairs of a module and a function from the old to the new forward.
+
+    The modules are changed, so no other thread may use them meanwhile.
+    """
+    before: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for module, other in others:
+            own = module.__dict__
+            before.append((own, own.get("forward")))
+            own["forward"] = other(module.forward)
+        yield
+    finally:
+        # In reverse order: a module may occur twice.
+        for own, forward in reversed(before):
+            if forward is None:
+                del own["forward"]
+            else:
+                own["forward"] = forward
+
+
+# Dropout.
+
 _ON_BY_DEFAULT = frozenset(("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"))
 _DROPOUTS = _ON_BY_DEFAULT | {"alpha_dropout", "feature_alpha_dropout"}
 _ATTENTION = "scaled_dot_product_attention"
-_NOISE = "uniform_"  # of a router, say
+_NOISE = "uniform_"  # for example the jitter of a router
 
 
 class WithoutDropout(TorchFunctionMode):
+    """Turns off dropout and uniform noise in a model that is in training mode."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.was_needed = False  # whether anything would have been dropped
+        self.was_needed = False  # whether any call would have drawn random numbers
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -83,7 +103,7 @@ class WithoutDropout(TorchFunctionMode):
         self.was_needed = self.was_needed or is_random
         if name in _DROPOUTS:
             given = args[0] if args else kwargs["input"]
-            # A tensor of its own wherever dropout would return one: which is which matters to the plan.
+            # A new tensor wherever dropout would return one: the plan depends on which tensors are the same object.
             return given.clone() if is_random and not _is_in_place(name, args, kwargs) else given
         if name == _NOISE:
             low, high = (*args[1:3], *(kwargs[key] for key in ("from", "to") if key in kwargs), 0.0, 1.0)[:2]
@@ -97,7 +117,7 @@ class WithoutDropout(TorchFunctionMode):
 
 
 def drops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call would draw random numbers if it were not for `WithoutDropout`."""
+    """Whether a call draws random numbers that `WithoutDropout` turns off."""
     name = getattr(func, "__name__", "")
     if name == _ATTENTION:
         return bool(_argument(args, kwargs, 4, 0.0, "dropout_p") > 0.0)
@@ -112,36 +132,24 @@ def _is_in_place(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, default: Any, *names: str) -> Any:
+    """Return an argument given by position or by one of its names, or its default."""
     if len(args) > position:
         return args[position]
     return next((kwargs[name] for name in names if name in kwargs), default)
 
 
-_lock = process_rlock()
+# Random numbers from Python's and numpy's global generators, which all threads of the process share.
 
-
-def state_of_generators() -> Any:
-    """Equal to an earlier one if nobody has drawn since."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate(), None
-    name, keys, *rest = numpy.random.get_state()
-    return random.getstate(), (name, keys.tobytes(), *rest)
-
-
-def fresh_generators() -> Any:
-    """Put the generators into a state that nobody arrives at by himself. Only inside `own_generators`."""
-    seed = random.getrandbits(31)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)
-    return state_of_generators()
+_lock = process_rlock()  # held by the thread that draws from them
 
 
 @contextlib.contextmanager
 def own_generators() -> Iterator[None]:
-    """Inside it this thread alone draws from the process's generators; they are as before when it is left."""
+    """Give this thread exclusive use of the global generators; restores their state at the end.
+
+    Seeds them from torch's generator. A recomputation with the same torch seed therefore draws the same numbers,
+    whatever other threads draw.
+    """
     numpy = sys.modules.get("numpy")
     with _lock:
         python_state = random.getstate()
@@ -158,44 +166,92 @@ def own_generators() -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
-_PART = 2**24  # numbers of the matrix at a time
-_HALF = (torch.bfloat16, torch.float16)
+def fresh_generators() -> Any:
+    """Reseed the global generators and return their state. Only inside `own_generators`.
+
+    If `state_of_generators` returns the same state later, no random number was drawn and no fixed seed was set.
+    """
+    seed = random.getrandbits(31)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+    return state_of_generators()
 
 
-class FloatProducts(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+def state_of_generators() -> Any:
+    """Return the state of the global generators, which can be compared with `==`."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    name, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (name, keys.tobytes(), *rest)
+
+
+# Choices of a router. Sums on a GPU may differ in the last bit when they are repeated, and where two experts are nearly
+# equal the last bit decides. A recomputation must send each token to the experts that the forward pass chose.
+
+_TOP_K = (torch.topk, torch.Tensor.topk)
+_ARGMAX = (torch.argmax, torch.Tensor.argmax)
+_MAX = (torch.max, torch.Tensor.max)
+
+
+class KeptRoutes(TorchFunctionMode):
+    """Around a block's forward: saves the indices of each top-k and argmax. In its recomputation: returns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recalled = iter(get_recompute_data()) if doing_recompute() else None
+        self._chosen: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.mm.default and args[0].dtype in _HALF and args[0].device.type == "cpu":
-            return _product(*args)
+        kwargs = kwargs or {}
+        if not _chooses(func, args, kwargs):
+            return func(*args, **kwargs)
+        if self._recalled is None:
+            found = func(*args, **kwargs)
+            self._chosen.append((found if func in _ARGMAX else found.indices).detach())
+            return found
+        indices = next(self._recalled)
+        if func in _ARGMAX:
+            return indices
+        return _top_k(indices, *args, **kwargs) if func in _TOP_K else _max(indices, *args, **kwargs)
+
+    def save(self) -> None:
+        """Save the choices of a forward pass for its recomputation. To be called after the block."""
+        if self._recalled is None:
+            save_for_recompute(*self._chosen)
+
+
+class ChoicesSeen(TorchFunctionMode):
+    """Notes in `seen` whether any top-k or argmax was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.seen = self.seen or _chooses(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Summed over parts of the inner dimension."""
-    length = max(_PART // max(right.shape[1], 1), 1)
-    total = torch.zeros(left.shape[0], right.shape[1])
-    for rows, columns in zip(right.split(length), left.split(length, dim=1), strict=True):
-        total.addmm_(columns.float(), rows.float())
-    return total.to(left.dtype)
+def _chooses(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call returns the indices of the largest values."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return func in _TOP_K or func in _ARGMAX or (func in _MAX and isinstance(dim, int))
 
 
-Forward = Callable[..., Any]
+def _top_k(indices: torch.Tensor, input: torch.Tensor, k: int, dim: int = -1, *rest: Any, **more: Any) -> Any:
+    """torch.topk with known indices."""
+    return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
-@contextlib.contextmanager
-def other_forwards(others: Iterable[tuple[nn.Module, Callable[[Forward], Forward]]]) -> Iterator[None]:
-    """For each module what makes its other forward of its own."""
-    before: list[tuple[dict[str, Any], Any]] = []
-    try:
-        for module, other in others:
-            own = module.__dict__
-            before.append((own, own.get("forward")))
-            own["forward"] = other(module.forward)
-        yield
-    finally:
-        for own, forward in reversed(before):
-            if forward is None:
-                del own["forward"]
-            else:
-                own["forward"] = forward
+def _max(indices: torch.Tensor, input: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+    """torch.max along a dimension with known indices."""
+    if keepdim:
+        return torch.return_types.max((input.gather(dim, indices), indices))
+    return torch.return_types.max((input.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices))

@@ -1,6 +1,7 @@
-"""Finds the blocks of a model and the modules between them, by watching one run of its forward.
+"""Finds the blocks and taps of a model from its module tree and a record of one forward pass.
 
-Called by calibration on a copy of the model that nobody else sees.
+A block is an element of a repeated list of modules (a decoder layer). A tap is a call of a module that runs between
+blocks (an embedding, a norm, a head). Knows module paths and the order of calls, but no values.
 """
 
 from __future__ import annotations
@@ -17,25 +18,32 @@ from roundpipe.errors import ModelSplitError
 from roundpipe.split.determinism import Forward, other_forwards
 from roundpipe.split.plan import TapCall
 
-_SMALLEST_SHARE = 0.05  # a list with fewer parameters, beside the largest, is not worth cutting at
-_LARGEST_IN_ONE = 4 * 2**30  # bytes of weights: more of them had better not be on a device at once
+_SMALLEST_SHARE = 0.05  # a list with fewer parameters, relative to the largest list, gives no blocks
+_LARGEST_IN_ONE = 4 * 2**30  # bytes of weights that may become one layer
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
+    """The start or the end of a module's forward."""
+
     path: str
     enters: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Discovery:
+    """The calls of blocks, by path, and the taps, both in the order of the forward pass."""
+
     calls: tuple[str, ...]
     taps: tuple[TapCall, ...]
 
 
-def observe(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Event], Any]:
-    """Every entry into and exit from a forward, calls of `forward` itself included, and what `run` returns."""
+def record_events(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Event], Any]:
+    """Call `run`; returns the start and end of each forward of the model's modules, and the result of `run`.
+
+    Replaces the forwards meanwhile, so direct calls of `module.forward` are recorded, too (hooks would miss them).
+    """
     events: list[Event] = []
 
     def watched(path: str, forward: Forward) -> Forward:
@@ -54,7 +62,11 @@ def observe(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Event], Any]
 
 
 def discover(model: nn.Module, events: Sequence[Event], *, in_one: bool = False) -> Discovery:
-    """`in_one`: the modules that call the elements of repeated lists are the blocks, not the elements."""
+    """Return the blocks' calls and the taps of a recorded forward pass.
+
+    in_one: the modules that call the elements of repeated lists are the blocks, instead of the elements.
+    Raises ModelSplitError if the model has no blocks.
+    """
     num_calls = Counter(event.path for event in events if event.enters)
     blocks = block_paths(model, num_calls)
     if not blocks:
@@ -67,7 +79,8 @@ def discover(model: nn.Module, events: Sequence[Event], *, in_one: bool = False)
     while True:
         taps = _taps(events, called, ancestors)
         tapped = {tap.path for tap in taps} | called
-        # A module that is called as a whole and from inside as well is opened: its parts are the taps.
+        # A module may be called as a whole and have a part that is also called from outside. Stubs cannot be nested, so
+        # such a module is opened: its parts become taps instead of the module.
         opened = {path for path in tapped - called if inside[path] & tapped}
         if not opened:
             return Discovery(tuple(calls), tuple(taps))
@@ -75,7 +88,10 @@ def discover(model: nn.Module, events: Sequence[Event], *, in_one: bool = False)
 
 
 def block_paths(model: nn.Module, num_calls: Counter[str] | None = None) -> set[str]:
-    """The elements of the outermost repeated lists; with `num_calls` only those that were called."""
+    """Return the paths of the elements of the outermost repeated lists.
+
+    num_calls: by path, how often a module was called; elements that were not called are left out.
+    """
     paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     found: list[tuple[nn.Module, list[nn.Module], int]] = []
     for _, module in model.named_modules():
@@ -83,6 +99,7 @@ def block_paths(model: nn.Module, num_calls: Counter[str] | None = None) -> set[
             continue
         called = [c for c in module.children() if num_calls is None or num_calls[paths[id(c)]]]
         size = sum(param.numel() for param in {id(p): p for c in called for p in c.parameters()}.values())
+        # An nn.Sequential of different modules is a piece of code (conv, norm, activation), not a repetition.
         is_mixed = isinstance(module, nn.Sequential) and len({type(child) for child in called}) > 1
         if size and not is_mixed and not any(map(_is_mere_operator, called)):
             found.append((module, called, size))
@@ -93,12 +110,12 @@ def block_paths(model: nn.Module, num_calls: Counter[str] | None = None) -> set[
 
 
 def _is_mere_operator(module: nn.Module) -> bool:
-    """A module without submodules, such as a Linear, is no block; a recurrent layer does as much as one."""
+    """Whether a module is too simple to be a block: it has no submodules (a Linear) and is not recurrent."""
     return next(module.children(), None) is None and not isinstance(module, nn.RNNBase)
 
 
 def _children_of(model: nn.Module) -> dict[str, set[str]]:
-    """By path, the paths of all modules inside."""
+    """Return, by path of a module, the paths of all modules inside it."""
     canonical = {id(module): path for path, module in model.named_modules()}
     return {
         path: {canonical[id(inner)] for inner in module.modules() if inner is not module}
@@ -107,11 +124,11 @@ def _children_of(model: nn.Module) -> dict[str, set[str]]:
 
 
 def _calls(events: Sequence[Event], blocks: set[str]) -> tuple[list[str], set[str]]:
-    """The calls of blocks that are not inside another block, and all modules whose forward called one."""
+    """Return the calls of blocks outside of other blocks, and the paths of all modules whose forwards called one."""
     calls: list[str] = []
     ancestors: set[str] = set()
     stack: list[str] = []
-    depth: int | None = None
+    depth: int | None = None  # of the stack where the current block was called
     for event in events:
         if event.enters:
             if depth is None and event.path in blocks:
@@ -127,7 +144,10 @@ def _calls(events: Sequence[Event], blocks: set[str]) -> tuple[list[str], set[st
 
 
 def _callers(model: nn.Module, events: Sequence[Event], blocks: set[str]) -> set[str]:
-    """The modules whose forwards call blocks, where none is the model itself or too large to be one layer."""
+    """Return the paths of the modules whose forwards call blocks.
+
+    Raises ModelSplitError if one of them is the whole model or too large to be one layer.
+    """
     callers: set[str] = set()
     stack: list[str] = []
     for event in events:
@@ -145,10 +165,11 @@ def _callers(model: nn.Module, events: Sequence[Event], blocks: set[str]) -> set
 
 
 def _taps(events: Sequence[Event], blocks: frozenset[str], ancestors: set[str]) -> list[TapCall]:
+    """Return the outermost calls between blocks of modules that call no block (are not among `ancestors`)."""
     taps: list[TapCall] = []
     segment = 0
     stack: list[str] = []
-    depth: int | None = None
+    depth: int | None = None  # of the stack where the current block or tap was called
     in_block = False
     for event in events:
         if event.enters:

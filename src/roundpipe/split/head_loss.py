@@ -1,26 +1,23 @@
-"""The head of a language model and its loss in one, where the logits are large and nobody asks for them.
-
-Used by the stub trees. A model of transformers calls `self.loss_function(logits=..., labels=...)`; in a tree that is a
-stub, too. Where calibration has shown that the logits go straight from a linear head into a cross entropy over shifted
-or unshifted labels, a replay can leave them out: the head returns a placeholder, and the loss is computed from the
-head's input, a chunk of tokens at a time.
-
-A linear head and its cross entropy in one step, without the logits of all tokens in memory.
-
-Called by presets, as the last layer of a language model with labels. Knows tensors: no modules, devices or schedules.
+"""The head of a language model fused with its loss: the logits of all tokens are never in memory at once.
 
 With a large vocabulary the logits are by far the largest tensor of a model: 80 000 tokens of 150 000 classes are 48 GB
-in float32, and as much again for their gradient. Here tokens pass in chunks. The logits of a chunk become its loss and
-its gradient, and are gone before the next chunk begins; what lasts is as large as `hidden` and `weight`.
+in float32, and as much again for their gradient. `linear_cross_entropy` processes tokens in chunks. It computes a
+chunk's logits, loss and gradients, and frees the logits before the next chunk. What remains has the size of `hidden`
+and `weight`.
+
+A transformers model calls `self.loss_function(logits=..., labels=...)`. If calibration shows that a linear head's
+output goes unchanged into a cross entropy over shifted or unshifted labels, a replay uses a `HeadLoss`: the head
+returns a placeholder for the logits, and the loss function computes the loss from the head's input.
 
 [Note: when gradients are scaled]
-The gradient of the loss arrives in backward, after the chunks. Forward works with the gradient of the loss itself, that
-is with the factor 1 / (number of targets): logit gradients get it before they are rounded to the head's dtype, as in a
-plain head. Backward multiplies by the gradient of the loss, in float32; where that is 1 or a power of two, nothing is
-rounded a second time.
-float16 has too few exponents for it: p / n is lost below 6e-8, and the loss scale that would save it is not there yet.
-So float16 logits keep gradients between -1 and 1 in forward, and backward applies both factors. Sums over tokens then
-grow with their number, so the gradient of the weight is summed in float32, of rows made smaller for each product.
+The gradient of the loss arrives in backward, after all chunks. Forward computes the gradients of the mean loss, that is
+with the factor 1 / (number of targets). Logit gradients are multiplied by this factor before they are rounded to the
+head's dtype, as in a plain head. Backward multiplies by the gradient of the loss in float32. If that is 1 or a power of
+two, as with a loss scale, nothing is rounded a second time.
+float16 has too small a range for this: p / n underflows below 6e-8, and the loss scale that prevents it arrives only in
+backward. So for float16 forward keeps logit gradients between -1 and 1, and backward applies both factors. Sums over
+tokens then grow with the number of tokens, so the gradient of the weight is summed in float32, and rows are scaled down
+for each product.
 """
 
 from __future__ import annotations
@@ -36,11 +33,10 @@ from torch.nn import functional as F
 
 from roundpipe.errors import ConfigError, StaleGraphError
 from roundpipe.split.determinism import succeeds
-from roundpipe.split.stubs import current_director
-from roundpipe.split.transformers import is_pretrained
 from roundpipe.split.values import Outline, map_leaves, placeholder
 
-LOGITS_BYTES = 512 * 10**6
+LOGITS_BYTES = 512 * 10**6  # of one chunk
+_CLOSE = 1e-5  # relative difference between the fused and the model's loss: they sum in another order
 
 
 def linear_cross_entropy(
@@ -54,20 +50,21 @@ def linear_cross_entropy(
     shift: bool = True,
     logits_bytes: int = LOGITS_BYTES,
 ) -> Tensor:
-    """The cross entropy of `F.linear(hidden, weight, bias)`, taken in float32, to `labels`: a scalar of float32.
+    """Return the cross entropy between `F.linear(hidden, weight, bias)` and `labels`, a scalar of float32.
 
-    `hidden` is [..., H], `weight` [V, H], `bias` [V], `labels` [...] on any device. With `shift` a position is to
-    predict the label of the next one in its row, and the last position of a row does not count; else its own label.
-    Positions whose target is `ignore_index` cost nothing. The result is the mean over the others (NaN if there are
-    none), or their sum / `num_items`. float64 is computed, and returned, in float64.
+    `hidden` is [..., H], `weight` [V, H], `bias` [V], `labels` [...] on any device. With `shift`, the target of a
+    position is the label of the next position in its row, and the last position of a row does not count. Without it,
+    the target is the position's label. Positions whose target is `ignore_index` do not count. The result is the mean
+    over the positions that count (NaN if there are none), or their sum / `num_items`. It is computed in float32, and
+    for float64 inputs in float64.
 
-    `logits_bytes` bounds what chunks are made of: tokens x V x 8 bytes, as many as fit, at least one token. Those are
-    two float32 tensors, the logits and their logarithmic softmax, which becomes the gradient in place once the logits
-    are gone (16 bytes in float64). Everything else that is held has the size of `hidden`, of its rows in a chunk, or
-    of `weight`, see `_WeightGradient`.
+    `logits_bytes` limits the size of a chunk: tokens x V x 8 bytes, but at least one token. The 8 bytes are two float32
+    tensors, the logits and their log-softmax; the log-softmax becomes the gradient in place after the logits are freed.
+    (16 bytes in float64.) All other tensors have the size of `hidden`, of its rows in a chunk, or of `weight`, see
+    `_WeightGradient`.
 
-    Gradients are made in this call, for those of `hidden`, `weight` and `bias` that require one; backward only scales
-    them, in place, so it can run once, and not for second derivatives.
+    The gradients of `hidden`, `weight` and `bias` are computed in this call, if they require grad. Backward only scales
+    them, in place, so it can run once, and second derivatives are not supported.
     """
     _check(hidden, labels, num_items, logits_bytes)
     targets = shifted(labels, ignore_index) if shift else labels
@@ -84,11 +81,13 @@ def linear_cross_entropy(
 
 
 def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """What each position is to predict: the label of the one after it, and nothing for the last of a row."""
+    """Return the target of each position: the label of the next one, and `ignore_index` for the last of a row."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The autograd function behind `linear_cross_entropy`; `hidden` is [tokens, H], `targets` [tokens]."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -101,13 +100,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits_bytes: int,
         grad_mode: bool,
     ) -> Tensor:
-        # The one wait for the device, if all tensors are there: to make chunks the host must know how many rows count.
+        # The only synchronisation with the device: the host needs the number of rows to make chunks.
         counted = (targets != ignore_index).nonzero().squeeze(1)
         loss_sum = hidden.new_zeros((), dtype=_loss_dtype(hidden.dtype))
         chunks = _chunks(counted, 2 * loss_sum.element_size() * weight.shape[0], logits_bytes)
         divisor = counted.numel() if num_items is None else num_items
         gradients = None
-        # needs_input_grad knows the inputs, not whether a graph is recorded.
+        # needs_input_grad says that inputs require grad, even under no_grad.
         if grad_mode and any(ctx.needs_input_grad):
             scale = torch.ones_like(loss_sum) / divisor
             gradients = _Gradients(ctx.needs_input_grad[:3], hidden, weight, scale, len(chunks))
@@ -120,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        # The gradients have no graph: who asks for one would take them for constants and get a wrong result.
+        # The gradients have no graph, so a second derivative would silently treat them as constants.
         if torch.is_grad_enabled():
             raise StaleGraphError(
                 "a second derivative (create_graph=True) cannot be taken through linear_cross_entropy; use a linear "
@@ -128,9 +127,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         if ctx.gradients is None:
             raise StaleGraphError(
-                "backward through this linear_cross_entropy ran already and its gradients are gone; call it again."
+                "backward through this linear_cross_entropy ran already and its gradients were freed; call "
+                "linear_cross_entropy again for another backward."
             )
-        # Let go of, so that autograd can hand these very tensors on instead of copies.
+        # Drop the reference in ctx, so that autograd can use these tensors as .grad without copying them.
         gradients, ctx.gradients = ctx.gradients, None
         return (*gradients.scaled(loss_grad), None, None, None, None, None)
 
@@ -143,9 +143,9 @@ def _run_chunk(
     loss_sum: Tensor,
     gradients: _Gradients | None,
 ) -> None:
-    """Add the losses of `positions` to `loss_sum`, and what follows from them to `gradients`.
+    """Add the losses of the rows at `positions` to `loss_sum`, and their gradients to `gradients`.
 
-    A function of its own, so that nothing of a chunk is alive when the next one begins.
+    A separate function, so that all tensors of a chunk are freed before the next chunk begins.
     """
     hidden, weight, bias = head
     rows, row_targets = hidden.index_select(0, positions), targets.index_select(0, positions)
@@ -153,21 +153,21 @@ def _run_chunk(
     logits = logits.to(loss_sum.dtype)
     log_softmax = torch.log_softmax(logits, -1)
     del logits
-    # No row is ignored here; without the argument a label of -100 would be, whatever `ignore_index` is.
+    # Rows to ignore are already left out. The argument is needed because nll_loss ignores -100 by default.
     loss_sum += F.nll_loss(log_softmax, row_targets, ignore_index=ignore_index, reduction="sum")
     if gradients is not None:
         gradients.add(positions, rows, log_softmax, row_targets)
 
 
 class _Gradients:
-    """The gradients of `hidden`, `weight` and `bias`, as far as they are wanted: the sum over chunks, then scaled."""
+    """The gradients of `hidden`, `weight` and `bias` that are wanted: summed over chunks, then scaled in backward."""
 
     def __init__(
         self, wanted: tuple[bool, bool, bool], hidden: Tensor, weight: Tensor, scale: Tensor, num_chunks: int
     ) -> None:
         hidden_wanted, weight_wanted, bias_wanted = wanted
         one = torch.ones_like(scale)
-        # See [Note: when gradients are scaled]. Without chunks all is zero, and scale may be infinite.
+        # See [Note: when gradients are scaled]. Without chunks all gradients are zero, and scale may be infinite.
         self._scale_before, self._scale_after = (one, scale) if weight.dtype is torch.float16 else (scale, one)
         if not num_chunks:
             self._scale_after = one
@@ -177,7 +177,8 @@ class _Gradients:
         self._bias = scale.new_zeros(weight.shape[0]) if bias_wanted else None
 
     def add(self, positions: Tensor, rows: Tensor, log_softmax: Tensor, row_targets: Tensor) -> None:
-        """One chunk's part; overwrites `log_softmax`. `positions` says where in `hidden` the rows are from."""
+        """Add one chunk; overwrites `log_softmax`. positions: the indices of the rows in `hidden`."""
+        # The gradient of the cross entropy is softmax - one_hot(target).
         logits_grad = log_softmax.exp_().mul_(self._scale_before)
         at_target = row_targets.unsqueeze(1)
         logits_grad.scatter_(1, at_target, logits_grad.gather(1, at_target) - self._scale_before)
@@ -190,13 +191,13 @@ class _Gradients:
             self._weight.add(logits_grad, rows)
 
     def settle(self) -> None:
-        """All chunks are in."""
+        """To be called after the last chunk."""
         if self._weight is not None:
             self._weight.settle()
 
     def scaled(self, loss_grad: Tensor) -> list[Tensor | None]:
-        """The gradients, for a loss with the gradient `loss_grad`; this object is spent."""
-        # One dimension, because a device may round a factor without any to the dtype of what it multiplies.
+        """Return the gradients for a loss whose gradient is `loss_grad`. Scales in place, so it can be called once."""
+        # A tensor with one dimension: a device may round a 0-dim factor to the dtype of the tensor it multiplies.
         factor = (loss_grad * self._scale_after).reshape(1)
         sums = (self._hidden, None if self._weight is None else self._weight.total, self._bias)
         dtype = self._head_weight.dtype
@@ -204,12 +205,12 @@ class _Gradients:
 
 
 class _WeightGradient:
-    """The sum of logits_grad.T @ rows over all chunks, as large as the weight.
+    """The sum of logits_grad.T @ rows over all chunks; it has the shape of the weight.
 
     A bfloat16 sum of many chunks would stop growing: a part 256 times smaller than the sum is rounded away. So with
-    more than one chunk low precision is summed in float32: 4 bytes for each element of the weight, and 2 for the
-    product of one chunk, which matrix kernels give in the precision of what they multiply. After the last chunk a
-    bfloat16 gradient is all that is left. float16 is always summed so, and stays float32 until backward has scaled it.
+    more than one chunk bfloat16 is summed in float32. This takes 4 bytes per element of the weight, and 2 for the
+    product of one chunk, which matrix kernels return in the dtype of their inputs. After the last chunk the sum is
+    rounded to bfloat16. float16 is always summed in float32, and stays float32 until backward has scaled it.
     """
 
     def __init__(self, weight: Tensor, num_chunks: int) -> None:
@@ -222,20 +223,20 @@ class _WeightGradient:
         if self._part is None:
             self.total.addmm_(logits_grad.T, rows)
             return
-        # Elements of the product are below 16 times the largest of `rows`, however many rows there are.
+        # Scale rows down by a power of two: a float16 product then stays below 16 times the largest element of `rows`.
         down = 2.0 ** max(0, (len(rows) - 1).bit_length() - 4) if self._is_half else 1.0
         torch.mm(logits_grad.T, rows / down if down > 1.0 else rows, out=self._part)
         self.total.add_(self._part, alpha=down)
 
     def settle(self) -> None:
-        """All chunks are in: keep what backward needs and no more."""
+        """To be called after the last chunk: free what backward does not need."""
         if self._part is not None and not self._is_half:
             self.total = self._part.copy_(self.total)
         self._part = None
 
 
 def _chunks(counted: Tensor, bytes_per_row: int, logits_bytes: int) -> tuple[Tensor, ...]:
-    """`counted` in parts of about one size, the fewest that hold no more than `logits_bytes` each; none of nothing."""
+    """Split `counted` into the fewest parts of about equal size that take at most `logits_bytes` each."""
     num_counted = counted.numel()
     if not num_counted:
         return ()
@@ -244,16 +245,17 @@ def _chunks(counted: Tensor, bytes_per_row: int, logits_bytes: int) -> tuple[Ten
 
 
 def _loss_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which losses of inputs of `dtype` are computed."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _cast_as_autocast_would(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands as a linear layer would use them here: float64 is left alone.
+    """Return the operands in the dtype that autocast uses for a linear layer; float64 stays float64.
 
-    Not left to autocast itself: what it casts it keeps, also where no graph is recorded as in our forward, and the same
-    weight used again by the caller would then have no gradient.
+    Autocast itself must not do it: it caches cast weights, here without a graph because the forward of an autograd
+    function records none. If the caller used the same weight again, it would get no gradient.
     """
     if not torch.is_autocast_enabled(hidden.device.type):
         return hidden, weight, bias
@@ -277,70 +279,54 @@ def _check(hidden: Tensor, labels: Tensor, num_items: int | float | Tensor | Non
         raise ConfigError(f"logits_bytes must be at least 1, got {logits_bytes}.")
 
 
-_CLOSE = 1e-5
-
-
 @dataclasses.dataclass(frozen=True)
 class FusedHead:
-    """Which tap is the head, whether position i is to predict label i + 1, and the loss function that showed it."""
+    """A linear head that can be fused with the model's loss."""
 
     tap: int
-    shift: bool
-    loss_function: Any = dataclasses.field(compare=False)
+    shift: bool  # whether the target of position i is label i + 1
+    loss_function: Any = dataclasses.field(compare=False)  # the function for which the fused loss was compared
 
 
-class LossStub:
-    """Stands for the loss function of `original`, which is looked up when it is called: not every model has one."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return current_director().loss(self._original.loss_function, args, kwargs)
-
-
-def watch_loss(original: nn.Module, copy: nn.Module) -> None:
-    """Let a copy of one of transformers' models have a stub for its loss function."""
-    if is_pretrained(copy) and hasattr(type(copy), "loss_function"):
-        copy.__dict__["_loss_function"] = LossStub(original)
-
-
-class _Marker(torch.Tensor):
-    """Stands for the logits until the loss function gets it; whatever is computed from it is an ordinary tensor."""
+class _LogitsPlaceholder(torch.Tensor):
+    """The head's output in place of the logits. Results of operations on it are ordinary tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def contiguous(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Itself, as of logits a linear layer returned."""
+        """Return self, as for the contiguous logits of a linear layer: the loss function must receive this object."""
         return self
 
 
 class HeadLoss:
-    """The fused computation in one replay of an epilogue."""
+    """The fused head and loss in one replay of the epilogue."""
 
     def __init__(self, head: FusedHead) -> None:
         self.head = head
         self._hidden: torch.Tensor | None = None
         self._module: nn.Linear | None = None
-        self._marker: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
 
     def call_head(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Keep the head's input; returns a placeholder for the logits."""
         assert isinstance(module, nn.Linear)
         (self._hidden,) = args or tuple(kwargs.values())
         self._module = module
         outline = Outline(torch.Size([*self._hidden.shape[:-1], module.out_features]), self._hidden.dtype)
-        self._marker = placeholder(outline, self._hidden.device).as_subclass(_Marker)
-        return self._marker
+        self._logits = placeholder(outline, self._hidden.device).as_subclass(_LogitsPlaceholder)
+        return self._logits
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self._marker is not None and (
-            kwargs.get("logits") is self._marker or (bool(args) and args[0] is self._marker)
+        """Whether a call of a loss function gets the placeholder."""
+        return self._logits is not None and (
+            kwargs.get("logits") is self._logits or (bool(args) and args[0] is self._logits)
         )
 
     def loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return the loss of a call of `head.loss_function`, without computing the logits."""
         assert self._hidden is not None
         assert self._module is not None
-        given = {**dict(zip(("logits", "labels", "vocab_size"), args, strict=False)), **kwargs}
+        given = loss_arguments(args, kwargs)
         shifted = given.get("shift_labels")
         return linear_cross_entropy(
             self._hidden,
@@ -353,28 +339,29 @@ class HeadLoss:
         )
 
     def plain_loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """By another function than the one it was tried with: on the logits, which are made after all."""
+        """Return the loss of another function than `head.loss_function`: computes the logits and calls `plain`."""
         assert self._module is not None
         logits = self._module(self._hidden)
 
         def instead(value: Any) -> Any:
-            return logits if value is self._marker else value
+            return logits if value is self._logits else value
 
         return plain(*map(instead, args), **{name: instead(value) for name, value in kwargs.items()})
 
-    def without_marker(self, returned: Any) -> Any:
-        """What the model returned, with None for the logits."""
-        return map_leaves(lambda leaf: None if leaf is self._marker else leaf, returned)
+    def without_logits(self, returned: Any) -> Any:
+        """Return the model's output with None in place of the logits."""
+        return map_leaves(lambda leaf: None if leaf is self._logits else leaf, returned)
+
+
+def loss_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a transformers loss function by name."""
+    return {**dict(zip(("logits", "labels", "vocab_size"), args, strict=False)), **kwargs}
 
 
 def are_large(hidden: torch.Tensor, module: nn.Module) -> bool:
-    """Whether logits would take more memory than is set for them."""
+    """Whether the logits of a linear head would take more memory than one chunk, LOGITS_BYTES."""
     num_rows = hidden.numel() // max(hidden.shape[-1], 1)
     return isinstance(module, nn.Linear) and num_rows * module.out_features * 8 > LOGITS_BYTES
-
-
-def can_be_fused(head: nn.Module) -> bool:
-    return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
 
 def find_head(
@@ -384,15 +371,17 @@ def find_head(
     given: dict[str, Any],
     loss_function: Any,
 ) -> FusedHead | None:
-    """The head whose very output `logits` is, if `loss` is the cross entropy that can be fused with it.
+    """Return the head whose output is `logits`, if the fused computation gives the same loss; else None.
 
-    taps: (module, its first argument, its output), in the order of their calls.
+    taps: (module, its first argument, its output), in the order of their calls. given: arguments of the loss function.
     """
     labels = given.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
         return None
     for t, (module, hidden, output) in enumerate(taps):
-        if output is logits and can_be_fused(module) and labels.shape == logits.shape[:-1]:
+        # Hooks of the head would not run in the fused computation.
+        is_plain = type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+        if output is logits and is_plain and labels.shape == logits.shape[:-1]:
             for shift in (True, False):
                 fused = HeadLoss(FusedHead(t, shift, loss_function))
                 if succeeds("the head is fused with the loss", partial(_gives, fused, module, hidden, given, loss)):
@@ -401,7 +390,7 @@ def find_head(
 
 
 def _gives(fused: HeadLoss, module: nn.Module, hidden: torch.Tensor, given: dict[str, Any], loss: torch.Tensor) -> bool:
-    """Whether the fused computation gives the loss."""
+    """Whether the fused computation gives `loss`."""
     fused.call_head(module, (hidden,), {})
     with torch.no_grad():
         found = fused.loss((), given)

@@ -1,14 +1,14 @@
-"""Which layers a split model has: grown so that every plan made so far has its place among them.
+"""The layers of a split model, and their arrangement, which has a place for every split plan.
 
-A plan is a row of elements, points and calls in turn. Its first and last element are the first and last layer; between
-them elements are laid onto layers in order, blocks onto layers of the same block. Where a new plan does not fit, layers
-are added, as few as can be.
+There are two kinds of layers: a block layer runs a block, a glue layer replays the model's own code between blocks.
+They become the children of an nn.Sequential. The first layer takes the model's inputs, every other layer takes and
+returns (state, ledger), and the last layer returns the model's outputs. The ledger says which plan the call follows, so
+one layer serves all plans. A layer that has no part in a plan returns its input.
 
-The layers of a split model: blocks, and glue that replays the model's own code between them.
-
-They become the children of an nn.Sequential. Every layer but the first takes and returns (state, ledger) of
-models.travel; the last returns what the model returns. Which plan a call follows is in its ledger, so one layer serves
-all plans; a layer that has no part in a plan hands on what it got.
+[Note: arrangement]
+A plan is a row of elements (points and calls). Its first and last element are placed on the first and last layer. The
+elements between are placed on layers in order, each call on a layer of the same block. If a new plan does not fit, as
+few layers as possible are added.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import torch
 from torch import nn
 
 from roundpipe.errors import UsageError
-from roundpipe.split.calibrate import element_tree
-from roundpipe.split.determinism import own_generators
+from roundpipe.split.determinism import KeptRoutes, own_generators
 from roundpipe.split.discovery import block_paths
-from roundpipe.split.observe import KeptRoutes, call_block
+from roundpipe.split.observe import call_block
 from roundpipe.split.plan import CallRecord, KeepLogits, Ledger, SplitPlan, State, without_dead
-from roundpipe.split.replay import CallOrderChanged, Replay, device_of, handed_on
-from roundpipe.split.stub_tree import Ghosts, StubTree
+from roundpipe.split.replay import CallOrderChanged, Replay
+from roundpipe.split.stubs import Ghosts, StubTree
 from roundpipe.split.tiling import tiled
 from roundpipe.split.transformers import Captured, caches_in, is_cache, move_cache, own_caches
 from roundpipe.split.values import Outline, filled_in, leaves_of, map_leaves
 
-# A keyword argument for the first layer, not for the model: a KeepLogits.
-KEEPS_LOGITS = "roundpipe_keeps_logits"
+KEEPS_LOGITS = "roundpipe_keeps_logits"  # keyword argument for the first layer, not for the model: a KeepLogits
+_NOTHING_TO_ENTER = contextlib.nullcontext()
+GLUE = ""  # the path of a glue layer, in place of a block's
 
 _NOT_APART = (
     "the layers that a model was split into (wrapper.model) cannot be copied or pickled; copy or save the network "
@@ -45,30 +45,29 @@ _NOT_APART = (
 
 @dataclasses.dataclass(frozen=True)
 class PlacedPlan:
-    """A plan and the layers that carry it out: by layer its point or call, and the name of its tree."""
+    """A plan and its places: which layer carries out which element."""
 
     plan: SplitPlan
-    points: Mapping[int, int]
-    calls: Mapping[int, int]
-    trees: Mapping[int, str]
+    points: Mapping[int, int]  # by layer_id: its point
+    calls: Mapping[int, int]  # by layer_id: its call
+    trees: Mapping[int, str]  # by layer_id of a point: the name of its stub tree in the layer
 
 
-_NOTHING_TO_ENTER = contextlib.nullcontext()
-
-
-class PlanBook(Protocol):
-    """Knows the plan for a call."""
+class PlanFinder(Protocol):
+    """Returns the plan for a call of the model."""
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan: ...
 
 
 class GlueLayer(nn.Module):
+    """Replays the model's own code between blocks. Has a stub tree for each plan that needs another one."""
+
     trees: nn.ModuleDict
 
-    def __init__(self, layer_id: int, book: PlanBook) -> None:
+    def __init__(self, layer_id: int, finder: PlanFinder) -> None:
         super().__init__()
         self.layer_id = layer_id
-        self.book = book
+        self.finder = finder
         self.trees = nn.ModuleDict()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -80,8 +79,9 @@ class GlueLayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.layer_id == 0:
             keeps_logits = kwargs.pop(KEEPS_LOGITS, KeepLogits.ALWAYS)
-            placed = self.book.find(args, kwargs, self.training)
+            placed = self.finder.find(args, kwargs, self.training)
             state, ledger = Ledger.begin(placed.plan, placed, args, kwargs)
+            # Only without grad, as in generation, is no block recomputed, so that it may fill the caller's caches.
             ledger = dataclasses.replace(
                 ledger, keeps_logits=keeps_logits, fills_caches=not torch.is_grad_enabled() and placed.plan.has_caches
             )
@@ -93,27 +93,31 @@ class GlueLayer(nn.Module):
         return self._replay(point, state, ledger)
 
     def _replay(self, point: int, state: State, ledger: Ledger) -> Any:
-        device = device_of(state)
+        device = _device_of(state)
         tree = self.trees[ledger.placed.trees[self.layer_id]]
         assert isinstance(tree, StubTree)
         tree.fill_in(device)
         replay = Replay(ledger, point, state, device)
+        # Code that fails on a marker or placeholder depends on values that the plan assumes it does not use: the call
+        # needs another plan. Otherwise the exception is the model's own.
         try:
-            with drawing(ledger.plan):
+            with _drawing(ledger.plan):
                 returned = replay.run(tree.root)
         except (CallOrderChanged, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if not replay.has_guessed:
                 raise
-            raise CallOrderChanged(f"its code failed on what the plan put in place of blocks: {error!r}") from error
+            raise CallOrderChanged(f"its code failed on the placeholders for outputs of blocks: {error!r}") from error
         if point == ledger.plan.num_calls:
             return _with_filled_caches(returned, ledger) if ledger.fills_caches else returned
-        state, ledger = handed_on(replay, ledger, state)
+        state, ledger = replay.handed_on()
         return without_dead(state, ledger, point - 0.5), ledger
 
 
 class BlockLayer(nn.Module):
+    """Runs one block of the model."""
+
     def __init__(self, layer_id: int, block: nn.Module) -> None:
         super().__init__()
         self.layer_id = layer_id
@@ -126,9 +130,12 @@ class BlockLayer(nn.Module):
             return travelling
         record = ledger.calls[k]
         args, kwargs = filled_in(record.arguments, state)
+        # In generation blocks fill the caller's caches. In training each block gets a copy: a recomputation must not
+        # find in the cache what the forward pass wrote.
         caches = caches_in(args, kwargs) if record.has_caches and ledger.fills_caches else []
         for cache in caches:
-            move_cache(cache, device_of(state))
+            move_cache(cache, _device_of(state))
+        # A block must not change its saved input in place: its recomputation starts from the same tensors.
         if ledger.plan.outlines[k].changes_arguments:
             args, kwargs = map_leaves(_cloned, (args, kwargs))
         if record.has_caches and not caches:
@@ -143,12 +150,13 @@ class BlockLayer(nn.Module):
     def _run(
         self, k: int, record: CallRecord, args: Any, kwargs: Any, plan: SplitPlan
     ) -> tuple[dict[str, Any], Captured]:
-        if record.with_grad and not (record.is_long or plan.draws_globally or plan.outlines[k].routes):  # as most
+        # The common case first: it avoids the cost of entering four contexts.
+        if record.with_grad and not (record.is_long or plan.draws_globally or plan.outlines[k].routes):
             return call_block(self.block, args, kwargs, record.captures, has_containers=record.has_containers)
         routes = KeptRoutes() if plan.outlines[k].routes and torch.is_grad_enabled() else None
         tiles = tiled(self.block, plan.tokenwise.get(plan.calls[k], ())) if record.is_long else _NOTHING_TO_ENTER
         grad_mode = _NOTHING_TO_ENTER if record.with_grad else torch.no_grad()
-        with drawing(plan), tiles, grad_mode, _NOTHING_TO_ENTER if routes is None else routes:
+        with _drawing(plan), tiles, grad_mode, _NOTHING_TO_ENTER if routes is None else routes:
             done = call_block(self.block, args, kwargs, record.captures, has_containers=record.has_containers)
         if routes is not None:
             routes.save()
@@ -156,7 +164,11 @@ class BlockLayer(nn.Module):
 
 
 def _with_filled_caches(returned: Any, ledger: Ledger) -> Any:
-    """A cache that the epilogue's run made anew is the one the blocks were given, which they have filled."""
+    """Return the model's outputs with the caches that the blocks filled.
+
+    Each replay runs the code that creates a cache, so the epilogue returns a new, empty one. The blocks filled the
+    cache that the prologue passed to them.
+    """
     given = [
         leaf for k in (0, len(ledger.calls) - 1) for leaf in leaves_of(ledger.calls[k].arguments) if is_cache(leaf)
     ]
@@ -164,13 +176,14 @@ def _with_filled_caches(returned: Any, ledger: Ledger) -> Any:
     return map_leaves(lambda leaf: by_type.get(type(leaf), leaf), returned)
 
 
-def drawing(plan: SplitPlan) -> AbstractContextManager[None]:
+def _drawing(plan: SplitPlan) -> AbstractContextManager[None]:
+    """Give the thread exclusive use of the global random generators if the model draws from them."""
     return own_generators() if plan.draws_globally else _NOTHING_TO_ENTER
 
 
 def _kept(value: Any, state: State, key: tuple[Any, ...]) -> Any:
-    """Put the tensors of a value into the state; returns its outline."""
-    if type(value) is dict and type(value.get("ret")) is torch.Tensor and value.get("side") == {}:  # as most blocks
+    """Add the tensors of a value to the state; returns the value with an Outline for each. key: prefix of the keys."""
+    if type(value) is dict and type(value.get("ret")) is torch.Tensor and value.get("side") == {}:  # the common case
         state[(*key, 0)] = value["ret"]
         return {"ret": Outline.of(value["ret"]), "side": {}}
     position = -1
@@ -186,20 +199,24 @@ def _kept(value: Any, state: State, key: tuple[Any, ...]) -> Any:
     return map_leaves(keep, value)
 
 
+def _device_of(state: State) -> torch.device:
+    return next((tensor.device for tensor in state.values()), torch.device("cpu"))
+
+
 def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-GLUE = ""  # the path of a layer that is no block's
-
-
 @dataclasses.dataclass(frozen=True)
 class Element:
+    """A point or a call of a plan."""
+
     path: str  # of the block; GLUE for a point
-    number: int  # the call, or the point
+    number: int  # of the call or the point
 
 
 def elements_of(plan: SplitPlan) -> list[Element]:
+    """Return the points and calls of a plan in the order in which they run."""
     row = []
     for k, path in enumerate(plan.calls):
         if k in plan.points:
@@ -208,19 +225,19 @@ def elements_of(plan: SplitPlan) -> list[Element]:
     return [*row, Element(GLUE, plan.num_calls)]
 
 
-class Layout:
-    """The layers, and the place of every plan among them."""
+class LayerArrangement:
+    """The layers of a split model, and the place of each plan among them. See [Note: arrangement]."""
 
-    def __init__(self, model: nn.Module, book: PlanBook) -> None:
-        self._model, self._book = model, book
+    def __init__(self, model: nn.Module, finder: PlanFinder) -> None:
+        self._model, self._finder = model, finder
         self._ghosts = Ghosts(model)
-        self._paths: list[str] = []
+        self._paths: list[str] = []  # by layer: the path of its block, or GLUE
         self._plans: list[SplitPlan] = []
         self.placed: list[PlacedPlan] = []
         self.layers: list[nn.Module] = []
 
     def add(self, plan: SplitPlan) -> bool:
-        """Give the plan a place, the last of `placed`; returns whether the layers are others than before."""
+        """Place a plan, as the last of `placed`; returns whether layers were added or got other parameters."""
         self._plans.append(plan)
         trees = self._num_trees()
         if self._needed_paths() == self._paths:
@@ -233,17 +250,20 @@ class Layout:
         return True
 
     def build(self) -> None:
-        """Make all layers anew, with a place for every plan."""
+        """Create all layers again, with a place for every plan."""
         self._paths = paths = self._needed_paths()
         by_path = dict(self._model.named_modules())
         self.layers = [
-            BlockLayer(i, by_path[path]) if path else GlueLayer(i, self._book) for i, path in enumerate(paths)
+            BlockLayer(i, by_path[path]) if path else GlueLayer(i, self._finder) for i, path in enumerate(paths)
         ]
         self.placed = [self._place(plan) for plan in self._plans]
         self.layers[-1].rest = self._rest()
 
     def _needed_paths(self) -> list[str]:
-        """Of all layers: those of the plans, and before them blocks that no plan calls, which must live somewhere."""
+        """Return the path of each layer that the plans need.
+
+        Blocks that no plan calls get layers, too, before all others: their parameters belong to the model.
+        """
         row: list[str] = []
         for plan in self._plans:
             row = _merged(row, [element.path for element in elements_of(plan)[1:-1]])
@@ -252,7 +272,7 @@ class Layout:
         return [GLUE, *unused, *row, GLUE]
 
     def _rest(self) -> nn.Module:
-        """Holds parameters that no layer has."""
+        """Return a module that holds the parameters that no layer has."""
         rest = nn.Module()
         self.layers[-1]._modules.pop("rest", None)
         used = {id(param) for layer in self.layers for param in layer.parameters()}
@@ -278,12 +298,12 @@ class Layout:
         return PlacedPlan(plan, points, calls, trees)
 
     def _tree(self, plan: SplitPlan, layer_id: int, point: int) -> str:
-        """The name of a tree in this layer that serves the plan's point, made where there is none yet."""
+        """Return the name of a tree in this layer that serves the plan's point; creates one if there is none."""
         layer = self.layers[layer_id]
         assert isinstance(layer, GlueLayer)
         for name, tree in layer.trees.items():
             assert isinstance(tree, StubTree)
-            serves = tree.needs >= plan.needs[point] and tree.at_hand >= plan.taps_of(point)
+            serves = tree.needs >= plan.needs[point] and tree.present >= plan.taps_of(point)
             if tree.stubs == plan.stub_paths and serves:
                 return name
         tree = element_tree(self._model, plan, point, plan.needs[point], self._ghosts)
@@ -292,13 +312,35 @@ class Layout:
         return name
 
 
+def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghosts: Ghosts) -> StubTree:
+    """Return the stub tree of a layer that replays `point`.
+
+    It includes the taps that the point runs, and those that have a parameter the point needs. needs: parameter names.
+    """
+    owned = {id(param) for name, param in model.named_parameters() if name in needs}
+    own_taps = plan.taps_of(point)
+    paths = {id(module): path for path, module in model.named_modules()}
+
+    def is_real(module: nn.Module) -> bool:
+        path, params = paths[id(module)], list(module.parameters())
+        if path in plan.blocks:
+            return False
+        if any(id(param) in owned for param in params):
+            return True
+        # A tap without weights may have state (buffers), which must belong to one layer: include it only where it runs.
+        return path in own_taps if path in plan.stub_paths else not params
+
+    return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
+
+
 def _is_among(path: str, row: list[str]) -> bool:
-    """Whether a module is one of a row, or inside one, or one of them is inside it."""
+    """Whether the module at `path` is a block of the row, is inside one, or contains one."""
     return any(f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}.") for other in row if other)
 
 
 def _merged(old: list[str], new: list[str]) -> list[str]:
-    """The shortest row that contains both rows in their order."""
+    """Return the shortest row that contains both rows as subsequences."""
+    # rest[i][j]: the length of the shortest row that contains old[i:] and new[j:].
     rest = [[0] * (len(new) + 1) for _ in range(len(old) + 1)]
     for i in range(len(old), -1, -1):
         for j in range(len(new), -1, -1):

@@ -1,14 +1,7 @@
-"""One run of a model over a stub tree with everything real, recorded: the truth that calibration compares with.
+"""Runs blocks and records everything they did: returned values, changed containers, captured outputs.
 
-Keeps the choices of a router: a block that is recomputed sends each token to the experts its forward sent it to.
-
-Used by block layers. Sums on a GPU need not come out the same twice, and where two experts are nearly equal the last
-bit decides. So the indices of every top-k and of every largest value along a dimension are saved in a block's forward
-and used again in its recomputation.
-
-Runs one block apart from the model around it, and says everything it did: returned, wrote, captured.
-
-Used by calibration and by block layers.
+`call_block` runs one block. `Recording` runs a whole model on a stub tree that includes all modules; calibration
+compares every later run with this recording.
 """
 
 from __future__ import annotations
@@ -19,88 +12,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from roundpipe.context import doing_recompute, get_recompute_data, save_for_recompute
-from roundpipe.split.head_loss import FusedHead, find_head
+from roundpipe.split.determinism import ChoicesSeen
+from roundpipe.split.head_loss import FusedHead, find_head, loss_arguments
 from roundpipe.split.plan import CallOutline, State
 from roundpipe.split.stubs import directed_by, unstubbed
 from roundpipe.split.transformers import Captured, active_collector, call_capturing, own_caches, wanted_captures
 from roundpipe.split.values import (
     Key,
-    Outline,
     containers_in,
     content_of,
     fill,
     is_changed,
     leaves_of,
-    map_leaves,
+    outlined,
     structure_of,
     tensors_of,
 )
-
-_TOP_K = (torch.topk, torch.Tensor.topk)
-_ARGMAX = (torch.argmax, torch.Tensor.argmax)
-_MAX = (torch.max, torch.Tensor.max)
-
-
-def _chooses(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call returns indices of what it has found to be large."""
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return func in _TOP_K or func in _ARGMAX or (func in _MAX and isinstance(dim, int))
-
-
-class KeptRoutes(TorchFunctionMode):
-    """Around one run of a block inside a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._recalled = iter(get_recompute_data()) if doing_recompute() else None
-        self._chosen: list[torch.Tensor] = []
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not _chooses(func, args, kwargs):
-            return func(*args, **kwargs)
-        if self._recalled is None:
-            found = func(*args, **kwargs)
-            self._chosen.append((found if func in _ARGMAX else found.indices).detach())
-            return found
-        indices = next(self._recalled)
-        if func in _ARGMAX:
-            return indices
-        return _top_k(indices, *args, **kwargs) if func in _TOP_K else _max(indices, *args, **kwargs)
-
-    def save(self) -> None:
-        """Once the block has run."""
-        if self._recalled is None:
-            save_for_recompute(*self._chosen)
-
-
-def _top_k(indices: torch.Tensor, input: torch.Tensor, k: int, dim: int = -1, *rest: Any, **more: Any) -> Any:
-    return torch.return_types.topk((input.gather(dim, indices), indices))
-
-
-def _max(indices: torch.Tensor, input: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
-    if keepdim:
-        return torch.return_types.max((input.gather(dim, indices), indices))
-    return torch.return_types.max((input.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices))
-
-
-class ChoicesSeen(TorchFunctionMode):
-    """Notes whether anything inside it chose so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.seen = self.seen or _chooses(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 def call_block(
@@ -111,8 +39,12 @@ def call_block(
     *,
     has_containers: bool = True,
 ) -> tuple[dict[str, Any], Captured]:
-    """{"ret": what it returned, "side": by position the new content of dicts and lists it changed}, and captures."""
-    if not has_containers and not captures:  # as most
+    """Run a block; returns {"ret": its return value, "side": its side effects} and its captured outputs.
+
+    Side effects are the new contents of dicts and lists among the arguments, by position in `containers_in`.
+    captures: see `wanted_captures`. has_containers: False if the arguments contain no dict or list.
+    """
+    if not has_containers and not captures:  # the common case
         return {"ret": block(*args, **kwargs), "side": {}}, {}
     containers = _containers(args, kwargs) if has_containers else []
     before = [content_of(container) for container in containers]
@@ -123,7 +55,7 @@ def call_block(
 
 
 def repeat_side_effects(side: Mapping[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the caller's containers be what the block made of them."""
+    """Apply side effects recorded by `call_block` to the dicts and lists among these arguments."""
     if side:
         containers = _containers(args, kwargs)
         for position, content in side.items():
@@ -136,31 +68,32 @@ def _containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 @dataclasses.dataclass
 class RecordedCall:
+    """One call of a block. Lists have one entry per leaf of the arguments or outputs."""
+
     path: str
-    arguments: list[Any]  # the very leaves
-    argument_values: list[Any]  # their values when the call was made
-    argument_versions: list[int | None]
+    arguments: list[Any]  # the objects that were passed
+    argument_values: list[Any]  # copies of the arguments, made before the call
+    argument_versions: list[int | None]  # autograd's version counters before the call; None for other objects
     argument_structure: Any
     outputs: list[Any]
-    output_values: list[Any]
+    output_values: list[Any]  # copies of the outputs, made after the call
     output_versions: list[int | None]
-    captured: Captured
     captured_values: Captured
     outline: CallOutline
-    has_side_effects: bool
 
 
 @dataclasses.dataclass
 class RecordedTap:
+    """One call of a tap. Lists have one entry per leaf of its output."""
+
     path: str
     segment: int
-    outputs: list[Any]
-    output_values: list[Any]
+    output_values: list[Any]  # copies of the outputs, made after the call
     outline: Any
 
 
 class Recording:
-    """The director of such a run."""
+    """A director that runs every block and tap of a forward pass and records its calls."""
 
     device = torch.device("cpu")
 
@@ -168,9 +101,8 @@ class Recording:
         self.calls: list[RecordedCall] = []
         self.taps: list[RecordedTap] = []
         self._blocks = blocks
-        self.losses: list[tuple[dict[str, Any], Any, Any]] = []
-        self._linears: list[tuple[nn.Module, torch.Tensor, Any]] = []
-        self._alive: list[Any] = []
+        self._losses: list[tuple[dict[str, Any], Any, Any]] = []  # arguments, result and function of each loss call
+        self._taps_run: list[tuple[nn.Module, torch.Tensor, Any]] = []  # module, first input tensor, first output
 
     def run(self, tree: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with directed_by(self):
@@ -178,39 +110,37 @@ class Recording:
 
     def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = plain(*args, **kwargs)
-        given = {**dict(zip(("logits", "labels", "vocab_size"), args, strict=False)), **kwargs}
-        self.losses.append((given, value, plain))
+        self._losses.append((loss_arguments(args, kwargs), value, plain))
         return value
 
     def head(self) -> FusedHead | None:
-        """The head that can be computed together with the loss, if there is one loss and such a head."""
-        if len(self.losses) != 1:
+        """Return the head that can be fused with the model's loss, or None."""
+        if len(self._losses) != 1:
             return None
-        given, loss, plain = self.losses[0]
+        given, loss, plain = self._losses[0]
         logits = given.get("logits")
         if not isinstance(logits, torch.Tensor) or not isinstance(loss, torch.Tensor) or loss.dim():
             return None
-        return find_head(logits, loss, self._linears, given, plain)
+        return find_head(logits, loss, self._taps_run, given, plain)
 
     def call(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real = stub._modules["real"]
         assert real is not None
-        if path in self._blocks:
-            return self._block(real, path, args, kwargs)
-        value = real(*args, **kwargs)
+        return self._block(real, path, args, kwargs) if path in self._blocks else self._tap(real, path, args, kwargs)
+
+    def _tap(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = module(*args, **kwargs)
         leaves = leaves_of(value)
         inputs = tensors_of((args, kwargs))
-        self._linears.append((real, inputs[0] if inputs else torch.empty(0), leaves[0]))
-        self.taps.append(
-            RecordedTap(path, len(self.calls), leaves, [_frozen(leaf) for leaf in leaves], outlined(value))
-        )
-        self._alive.append(value)
+        self._taps_run.append((module, inputs[0] if inputs else torch.empty(0), leaves[0]))
+        values = [_copied(leaf) for leaf in leaves]
+        self.taps.append(RecordedTap(path, len(self.calls), values, outlined(value)))
         return value
 
     def _block(self, block: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = tuple(map(unstubbed, args)), {name: unstubbed(value) for name, value in kwargs.items()}
         arguments = leaves_of((args, kwargs))
-        values, versions = [_frozen(leaf) for leaf in arguments], [_version(leaf) for leaf in arguments]
+        values, versions = [_copied(leaf) for leaf in arguments], [_version(leaf) for leaf in arguments]
         structure = structure_of((args, kwargs))
         collector = active_collector()
         with ChoicesSeen() as choices:
@@ -223,7 +153,7 @@ class Recording:
         outline = CallOutline(
             outlined(value),
             tuple(_position_of(leaf, arguments) for leaf in outputs),
-            tuple(_alike(leaf, arguments) for leaf in outputs),
+            tuple(_position_of_like(leaf, arguments) for leaf in outputs),
             {kind: [outlined(leaf) for leaf in found] for kind, found in captured.items()},
             changed,
             choices.seen,
@@ -236,20 +166,16 @@ class Recording:
                 versions,
                 structure,
                 outputs,
-                [_frozen(leaf) for leaf in outputs],
+                [_copied(leaf) for leaf in outputs],
                 [_version(leaf) for leaf in outputs],
-                captured,
-                {kind: [_frozen(leaf) for leaf in found] for kind, found in captured.items()},
+                {kind: [_copied(leaf) for leaf in found] for kind, found in captured.items()},
                 outline,
-                bool(value["side"]),
             )
         )
         return value["ret"]
 
-    # What a replay would find in its state.
-
     def candidates(self, point: int) -> State:
-        """Copies of everything blocks and taps before `point` returned."""
+        """Return copies of all tensors that blocks and taps before `point` returned: what the point may read."""
         state: State = {}
         for k, call in enumerate(self.calls[:point]):
             for j, leaf in enumerate(call.output_values):
@@ -267,22 +193,22 @@ class Recording:
         return state
 
     def key_of_argument(self, k: int, position: int) -> Key | None:
-        """Which block's output an argument is: the very object, unchanged since."""
+        """Return the key of the block output that is an argument of call k.
+
+        None if the argument is no output of an earlier block, or was changed in place since the block returned it.
+        """
         call = self.calls[k]
         leaf = call.arguments[position]
         for earlier, source in enumerate(self.calls[:k]):
             for j, output in enumerate(source.outputs):
+                # An output that is an argument itself has the key of where it came from.
                 is_it = output is leaf and source.outline.same_as[j] is None
                 if is_it and source.output_versions[j] == call.argument_versions[position]:
                     return ("out", earlier, j)
         return None
 
 
-def outlined(value: Any) -> Any:
-    return map_leaves(lambda leaf: Outline.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
-
-
-def _frozen(leaf: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -291,12 +217,14 @@ def _version(leaf: Any) -> int | None:
 
 
 def _position_of(leaf: Any, arguments: list[Any]) -> int | None:
+    """Return the position of the argument that is the tensor `leaf` itself."""
     if not isinstance(leaf, torch.Tensor):
         return None
     return next((i for i, argument in enumerate(arguments) if argument is leaf), None)
 
 
-def _alike(leaf: Any, arguments: list[Any]) -> int | None:
+def _position_of_like(leaf: Any, arguments: list[Any]) -> int | None:
+    """Return the position of the first argument with the shape and dtype of the tensor `leaf`."""
     if not isinstance(leaf, torch.Tensor):
         return None
     return next(

@@ -1,11 +1,13 @@
-"""Runs a model's own forward again for one segment: what ran before is recalled, what comes next is recorded.
+"""Replays: running a model's own forward again for one point of a split plan.
 
-The director of a stub tree. Called by glue layers and by calibration; knows one plan and one microbatch.
-
-A replay of point s runs from the model's first line. Blocks and taps before s return what the state holds of them, and
-placeholders for the rest. Taps of the segment run. From call s on arguments are recorded, and the code goes on with
-*markers* for the blocks' outputs, as far as arguments do not depend on their values: up to the next point, where the
-run ends.
+A replay is the director of a stub tree. The forward of the model runs from its first line:
+- Calls of blocks and taps before the point return the tensors that the state holds, and placeholders for the others.
+- Taps from the point on run.
+- Calls of blocks from the point on do not run. Their arguments are recorded, and they return *markers*: tensors of the
+  right shape whose values are not known yet. The state's key of a marker is known, so a later call that gets the marker
+  as an argument is recorded as taking that output.
+- The forward is stopped at the next point, whose code depends on the values of block outputs.
+Knows one plan and one microbatch.
 """
 
 from __future__ import annotations
@@ -33,42 +35,50 @@ from roundpipe.split.values import (
     map_leaves,
     may_hold_containers,
     placeholder,
-    tensors_of,
 )
 
 
 class CallOrderChanged(ModelSplitError):
-    """The model's forward called its modules in another order than the plan says; it needs a plan of its own."""
+    """The model's forward called its modules in another order than the plan says. The call needs another plan."""
 
 
 class _Reached(BaseException):
-    """Ends a run of the model's forward where it is not needed any more. Never reaches a user."""
+    """Stops the model's forward at the next point. Caught by `Replay.run`.
+
+    A BaseException, so that an `except Exception` in the model's code does not catch it.
+    """
 
 
 class Replay:
+    """One replay of a point, on one microbatch."""
+
     def __init__(self, ledger: Ledger, point: int, state: State, device: torch.device) -> None:
         self.device = device
-        self.made: State = {}  # tensors this segment hands on
+        self.made: State = {}  # tensors made in this replay that later elements use
         self._made_versions: list[tuple[torch.Tensor, int]] = []
-        self.calls: dict[int, CallRecord] = {}
-        self.taps: dict[int, Any] = {}
+        self.calls: dict[int, CallRecord] = {}  # by call: its arguments, as recorded in this replay
+        self.taps: dict[int, Any] = {}  # by tap run in this replay: its value with an Outline for each tensor
         self._ledger, self._plan, self._point, self._state = ledger, ledger.plan, point, state
         self._end = ledger.plan.end_of(point)
         self._blocks = ledger.plan.blocks
-        self.num_calls = self._num_taps = 0
+        self.num_calls = self._num_taps = 0  # made so far
         self._head_loss: HeadLoss | None = None
         self._last_named: _Recorded | None = None
-        self._dead: dict[Outline, torch.Tensor] = {}  # placeholders, by what they stand for
+        self._placeholders: dict[Outline, torch.Tensor] = {}
         self._copies = point in ledger.plan.copying
-        self._known: dict[int, tuple[Key, int]] = {}  # by id of a tensor: its key, and its version then
-        self._alive: list[Any] = []  # so that ids stay unique
+        # By id of a tensor: its key, and its version when it got the key. A tensor changed since is another value.
+        self._known: dict[int, tuple[Key, int]] = {}
+        self._alive: list[Any] = []  # references to those tensors, so that ids are not reused
+        # Inputs keep no key: they are passed to the forward as arguments, and an input passed on to a block is stored
+        # under an "arg" key.
         for key, tensor in state.items():
             if key[0] != "in":
                 self._known.setdefault(id(tensor), (key, tensor._version))
 
     def run(self, tree: nn.Module) -> Any:
-        """What the forward returned; None if it was ended at the next point."""
+        """Run the forward of the tree; returns its result, or None if it was stopped at the next point."""
         args, kwargs = filled_in(self._ledger.inputs, self._state)
+        # Code that changes its inputs in place must not change the state: a recomputation starts from it.
         if self._copies:
             args, kwargs = map_leaves(
                 lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
@@ -80,22 +90,38 @@ class Replay:
                 return None
         if self.num_calls < self._plan.num_calls or self._num_taps < len(self._plan.taps):
             raise CallOrderChanged("its forward called fewer modules than the plan says")
-        return returned if self._head_loss is None else self._head_loss.without_marker(returned)
+        return returned if self._head_loss is None else self._head_loss.without_logits(returned)
 
     @property
     def has_guessed(self) -> bool:
-        """Whether the code was given anything in place of what a block or an earlier tap returns."""
+        """Whether the code got a marker or placeholder. If not, an exception is the model's own."""
         return self._point > 0 or bool(self.calls)
 
     def call(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._block(path, args, kwargs) if path in self._blocks else self._tap(stub, path, args, kwargs)
 
+    def handed_on(self) -> tuple[State, Ledger]:
+        """Return the state and ledger after this replay."""
+        last_use = dict(self._ledger.last_use)
+        for k, record in self.calls.items():
+            for key in record.keys:
+                last_use[key] = max(k, last_use.get(key, -1))
+        ledger = dataclasses.replace(
+            self._ledger,
+            calls={**self._ledger.calls, **self.calls},
+            taps={**self._ledger.taps, **self.taps},
+            last_use=last_use,
+        )
+        return {**self._state, **self.made}, ledger
+
     # Taps.
 
     def _tap(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the recorded output of an earlier tap, or run the tap."""
         t, self._num_taps = self._num_taps, self._num_taps + 1
-        if t >= len(self._plan.taps) or self._plan.taps[t].path != path:
-            raise CallOrderChanged(f"{path} was called where the plan expects another module")
+        expected = self._plan.taps[t].path if t < len(self._plan.taps) else "no further module"
+        if path != expected:
+            raise CallOrderChanged(f"{path} was called where the plan expects {expected}")
         if self._plan.taps[t].segment < self._point:
             return self._recalled(self._ledger.taps[t], lambda j: ("tap", t, j))
         value = self._run_tap(t, stub, args, kwargs)
@@ -117,7 +143,9 @@ class Replay:
     def _run_tap(self, t: int, stub: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real = stub._modules.get("real")
         if real is None:
-            raise CallOrderChanged(f"{stub.__dict__['stub_path']} is called where the plan has no weights for it")
+            raise CallOrderChanged(
+                f"{stub.__dict__['stub_path']} was called in a segment that does not have its weights"
+            )
         head = self._plan.head
         if head is not None and head.tap == t and self._drops_logits(args[0], real):
             self._head_loss = HeadLoss(head)
@@ -128,6 +156,7 @@ class Replay:
             return real(*args, **kwargs)
 
     def _drops_logits(self, hidden: torch.Tensor, head: nn.Module) -> bool:
+        """Whether this call computes the loss without logits."""
         match self._ledger.keeps_logits:
             case KeepLogits.ALWAYS:
                 return False
@@ -137,6 +166,7 @@ class Replay:
                 return True
 
     def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the loss; computes it without logits if the head returned a placeholder for them."""
         fused = self._head_loss
         if fused is None or not fused.takes(args, kwargs):
             return plain(*args, **kwargs)
@@ -145,9 +175,11 @@ class Replay:
     # Blocks.
 
     def _block(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the outputs of an earlier call, or record the arguments of a later one and return markers."""
         k, self.num_calls = self.num_calls, self.num_calls + 1
-        if k >= len(self._plan.calls) or self._plan.calls[k] != path:
-            raise CallOrderChanged(f"{path} was called where the plan expects another block")
+        expected = self._plan.calls[k] if k < len(self._plan.calls) else "no further block"
+        if path != expected:
+            raise CallOrderChanged(f"{path} was called where the plan expects {expected}")
         collector = active_collector()
         if k < self._point:
             value, captured = self._ledger.outputs[k]
@@ -156,7 +188,7 @@ class Replay:
                 self._hand_on(collector, k, captured, lambda leaf, key: self._recall(key, leaf))
         else:
             arguments = self._record(k, args, kwargs, collector)
-            if k == self._end - 1:
+            if k == self._end - 1:  # the code after this call belongs to the next point
                 raise _Reached
             outline = self._plan.outlines[k]
             made = self._markers(k, outline, arguments)
@@ -166,10 +198,12 @@ class Replay:
         return made["ret"]
 
     def _record(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], collector: Captured | None) -> list[Any]:
-        if self._last_named is None or not self._last_named.are(kwargs):  # most calls differ in their first argument
+        """Record the arguments of call k; returns their leaves."""
+        # Most calls of blocks differ in the hidden state alone, so the record of named arguments is used again.
+        if self._last_named is None or not self._last_named.are(kwargs):
             self._last_named = _Recorded(kwargs, self._key_of)
         first: _Recorded | _RecordedTensor
-        if len(args) == 1 and type(args[0]) is torch.Tensor:  # as most
+        if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case
             first = _RecordedTensor(args[0], self._key_of(args[0]))
         else:
             first = _Recorded(args, self._key_of)
@@ -187,9 +221,10 @@ class Replay:
         return [*first.leaves, *named.leaves]
 
     def _markers(self, k: int, outline: CallOutline, arguments: list[Any]) -> Any:
-        """What call k returns, with markers for its tensors."""
+        """Return the outputs of call k, as of call_block, with a marker for each new tensor."""
         returned = outline.value["ret"]
-        if type(returned) is Outline and not outline.value["side"] and outline.same_as[0] is None:  # as most do
+        # The common case: one new tensor, no side effects.
+        if type(returned) is Outline and not outline.value["side"] and outline.same_as[0] is None:
             like = outline.like[0]
             shaped = returned if like is None else Outline.of(arguments[like])
             return {"ret": self._marker(shaped, ("out", k, 0)), "side": {}}
@@ -203,41 +238,45 @@ class Replay:
             same_as, like = outline.same_as[position], outline.like[position]
             if same_as is not None:
                 return arguments[same_as]
+            # A batch of another size than in calibration: outputs usually have the shape of an argument.
             shaped = leaf if like is None else Outline.of(arguments[like])
             return self._marker(shaped, ("out", k, position))
 
         return map_leaves(mark, outline.value)
 
     def _marker(self, outline: Outline, key: Key) -> torch.Tensor:
-        """Stands for an output that is not there yet; whoever gets it as an argument gets the output."""
+        """Return a marker for the output with this key."""
         made = self.make_marker(outline)
         self._known[id(made)] = (key, made._version)
         self._alive.append(made)
         return made
 
     def make_marker(self, outline: Outline) -> torch.Tensor:
-        return self._dead_value(outline).detach()
+        # A new tensor object each time: markers are told apart by id.
+        return self._placeholder(outline).detach()
 
-    def _dead_value(self, outline: Outline) -> torch.Tensor:
-        """One placeholder for all of an outline; it cannot be written to."""
-        dead = self._dead.get(outline)
-        if dead is None:
-            dead = self._dead[outline] = placeholder(outline, self.device)
-        return dead
+    def _placeholder(self, outline: Outline) -> torch.Tensor:
+        """Return the placeholder for this outline; all uses in this replay share one tensor."""
+        found = self._placeholders.get(outline)
+        if found is None:
+            found = self._placeholders[outline] = placeholder(outline, self.device)
+        return found
 
     # Tensors and their keys.
 
     def _key_of(self, tensor: torch.Tensor) -> Key:
+        """Return the key of an argument; hands the tensor on under a new key if it has none."""
         known = self._known.get(id(tensor))
         if known is not None and known[1] == tensor._version:
             return known[0]
         return self._make(("arg", self._point, len(self.made)), tensor)
 
     def changed_what_it_made(self) -> bool:
-        """Whether the segment's code has gone on to change, in place, what it hands on."""
+        """Whether the code changed a tensor of `made` in place after it got its key."""
         return any(tensor._version != version for tensor, version in self._made_versions)
 
     def _make(self, key: Key, tensor: torch.Tensor) -> Key:
+        """Hand on a tensor under `key`."""
         self.made[key] = tensor.clone() if self._copies else tensor
         self._made_versions.append((self.made[key], self.made[key]._version))
         self._known.setdefault(id(tensor), (key, tensor._version))
@@ -245,7 +284,8 @@ class Replay:
         return key
 
     def _recalled(self, value: Any, key_of: Callable[[int], Key]) -> Any:
-        if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:  # as most blocks
+        """Return the output of an earlier call or tap, given its outlines and a function from leaf position to key."""
+        if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:  # the common case
             return {"ret": self._recall(key_of(0), value["ret"]), "side": {}}
         position = -1
 
@@ -257,10 +297,11 @@ class Replay:
         return map_leaves(recall, value)
 
     def _recall(self, key: Key, outline: Outline) -> torch.Tensor:
+        """Return the tensor with this key; a placeholder if no later element uses it and it was dropped."""
         tensor = self._state.get(key)
         if tensor is None:
-            dead = self._dead_value(outline)
-            return dead.clone() if self._copies else dead
+            unused = self._placeholder(outline)
+            return unused.clone() if self._copies else unused
         if self._copies:
             tensor = tensor.clone()
             self._known[id(tensor)] = (key, tensor._version)
@@ -274,7 +315,7 @@ class Replay:
         captured: Mapping[str, list[Any]],
         make: Callable[[Outline, Key], torch.Tensor],
     ) -> None:
-        """Give the running forward what the block has captured for it."""
+        """Add the captured outputs of call k to the collector of the running forward. `make` returns their tensors."""
         for kind, found in captured.items():
             if kind in collector:
                 for i, leaf in enumerate(found):
@@ -282,7 +323,7 @@ class Replay:
 
 
 class _Recorded:
-    """Positional or named arguments of a call: their template, and what is to be known of them."""
+    """Positional or named arguments of a call: their template, keys and properties."""
 
     def __init__(self, values: Any, key_of: Callable[[torch.Tensor], Key]) -> None:
         self.leaves: list[Any] = []
@@ -293,7 +334,7 @@ class _Recorded:
                 self.leaves.append(leaf)
                 self.keys.append(key_of(leaf))
                 return Held(self.keys[-1])
-            self.leaves.append(unstubbed(leaf))
+            self.leaves.append(unstubbed(leaf))  # blocks run outside of the stub tree
             return self.leaves[-1]
 
         self._values = values
@@ -305,7 +346,7 @@ class _Recorded:
         self.is_long = is_long(self.leaves)
 
     def are(self, kwargs: dict[str, Any]) -> bool:
-        """Whether these are the same objects under the same names, unchanged, and none that could change unseen."""
+        """Whether `kwargs` are the same objects under the same names, unchanged since they were recorded."""
         return (
             not self.has_containers
             and self._values.keys() == kwargs.keys()
@@ -315,27 +356,10 @@ class _Recorded:
 
 
 class _RecordedTensor:
-    """The same of one positional tensor, in a fraction of the time."""
+    """The same as _Recorded for one positional tensor, faster."""
 
     has_containers = has_caches = False
 
     def __init__(self, tensor: torch.Tensor, key: Key) -> None:
         self.leaves, self.keys, self.template = (tensor,), (key,), (Held(key),)
         self.is_long = is_long(self.leaves)
-
-
-def handed_on(replay: Replay, ledger: Ledger, state: State) -> tuple[State, Ledger]:
-    """State and ledger after a replay."""
-    last_use = dict(ledger.last_use)
-    for k, record in replay.calls.items():
-        for key in record.keys:
-            last_use[key] = max(k, last_use.get(key, -1))
-    new = dataclasses.replace(
-        ledger, calls={**ledger.calls, **replay.calls}, taps={**ledger.taps, **replay.taps}, last_use=last_use
-    )
-    return {**state, **replay.made}, new
-
-
-def device_of(values: Any) -> torch.device:
-    tensors = tensors_of(values)
-    return tensors[0].device if tensors else torch.device("cpu")

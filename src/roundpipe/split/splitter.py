@@ -1,11 +1,8 @@
-"""A model as a row of layers: makes plans for the calls it meets, and gives them a place among the layers.
+"""Splits a model into layers: makes a split plan for each form of call, and arranges the layers for all plans.
 
-Used by api. Holds no engine and starts nothing; the layers are plain modules over the model's own parameters.
-
-Inputs small enough to calibrate with: cut down from a call's own, or made up from what a model's config says.
-
-Used by the splitter. What is computed from them does not matter, only which code runs; so labels that would be ignored
-are made to count.
+Calibration takes a few forward passes on the host, so it uses small inputs: the first tokens of a call's inputs, or
+inputs made up from the model's config. Their values do not matter, only which code runs.
+Holds no engine and starts no thread. The layers are plain modules that hold the model's own parameters.
 """
 
 from __future__ import annotations
@@ -24,30 +21,202 @@ from torch import nn
 
 from roundpipe.errors import ModelSplitError
 from roundpipe.split.calibrate import ChangesItself, calibrate, let_change_itself
-from roundpipe.split.determinism import refusing, succeeds
+from roundpipe.split.determinism import OUT_OF_MEMORY, refusing, succeeds
 from roundpipe.split.discovery import block_paths
-from roundpipe.split.layers import GlueLayer, Layout, PlacedPlan
+from roundpipe.split.layers import GlueLayer, LayerArrangement, PlacedPlan
 from roundpipe.split.plan import Detail, SplitPlan, signature
-from roundpipe.split.stub_tree import StubTree
+from roundpipe.split.stubs import StubTree
 from roundpipe.split.transformers import FusedKernels, with_torch_alone
 from roundpipe.split.verify import verify
 
-_TOKENS = 8
-_ROWS = 2
-# Inputs with a row for each sample and a column for each token, all of which can be cut down alike.
+logger = logging.getLogger("roundpipe")
+_ROWS, _TOKENS = 2, 8  # of the inputs for calibration
+# Names of inputs with a row for each sample and a column for each token, which can be cut alike.
 _BY_TOKEN = frozenset(
     (
         *("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "inputs_embeds"),
         *("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids"),
     )
 )
-_IGNORED = -100
+
+
+class ModelSplitter:
+    """The layers of one model, and the split plans for the forms of call that were met so far."""
+
+    def __init__(self, model: nn.Module, kernels: FusedKernels | None = None) -> None:
+        """kernels: GPU kernels in the model, which are disabled while the model runs on the host."""
+        if not block_paths(model):
+            raise ModelSplitError("it has no repeated list of modules")
+        self._model = model
+        self._kernels = kernels
+        self._arrangement = LayerArrangement(model, self)
+        self._arrangement.build()  # the model has layers, and so parameters, before its first plan
+        self._places: dict[Hashable, int] = {}  # by signature: the position of its plan in the arrangement
+        # By signature of Detail.FORMS: the detail needed where calls with this signature follow different plans.
+        self._details: dict[Hashable, Detail] = {}
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self._arrangement.layers
+
+    def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether there is a plan for calls of this form in the present grad mode."""
+        return self._key(args, kwargs) in self._places
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan:
+        """Return the plan for a call; `learn` must have been called for its form."""
+        place = self._places.get(self._key(args, kwargs, training))
+        if place is None:
+            raise ModelSplitError("there is no plan for a call of this form")
+        return self._arrangement.placed[place]
+
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Make a plan for calls of this form, in the present grad mode; returns whether the layers changed."""
+        with_grad = torch.is_grad_enabled()
+        key = self._key(args, kwargs)
+        start = time.perf_counter()
+        # A more detailed signature means that the sizes or values of the inputs matter, so they must not be cut.
+        may_cut_down = key == signature(args, kwargs, self._model.training)
+        with self.on_the_host():
+            plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
+        changed = self._arrangement.add(plan)
+        self.refresh()  # new layers have to follow the model's mode
+        self._places[key] = len(self._arrangement.placed) - 1
+        logger.info(
+            "%s: made a split plan for calls with %s in %.1f s: %d calls of blocks; its code is replayed at points %s",
+            type(self._model).__name__,
+            ", ".join(kwargs) or "these arguments",
+            time.perf_counter() - start,
+            plan.num_calls,
+            plan.points,
+        )
+        for point, reason in plan.reasons.items():
+            logger.debug("%s: segment %d is a point: %s", type(self._model).__name__, point, reason)
+        return changed
+
+    def learn_by_guess(self) -> bool:
+        """Make a plan for the most likely form of call, from made-up inputs; returns whether the model accepted any."""
+
+        def learns_any() -> bool:
+            return any(
+                succeeds(f"made-up inputs {sorted(kwargs)} fit", partial(learns, kwargs), passing=(ModelSplitError,))
+                for kwargs in made_up(self._model)
+            )
+
+        def learns(kwargs: dict[str, Any]) -> bool:
+            self.learn((), kwargs)
+            return True
+
+        # The outer trial is needed because `made_up` may raise, too, on an unusual config.
+        try:
+            return succeeds("made-up inputs fit", learns_any, passing=(ModelSplitError,))
+        except ChangesItself as error:
+            # Made-up inputs must not change the model: the user's first call may not cause it.
+            logger.debug("no plan from made-up inputs: %s", error)
+            return False
+
+    def distrust(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Use a more detailed signature for calls of this form: one of them did not follow its plan.
+
+        Returns False if the signature has all details already.
+        """
+        key = signature(args, kwargs, self._model.training)
+        detail = self._details.get(key, Detail.FORMS)
+        if detail is Detail.VALUES:
+            return False
+        # The next call of this form gets another key, for which there is no plan yet.
+        self._places.pop(self._key(args, kwargs), None)
+        self._details[key] = Detail(detail + 1)
+        return True
+
+    def take_out(self) -> None:
+        """Remove the GPU kernels from the model."""
+        if self._kernels is not None:
+            self._kernels.remove()
+            self._kernels = None
+
+    def refresh(self) -> None:
+        """Copy attributes that the user changed on the model's modules to the layers' stub trees."""
+        for layer in self.layers:
+            if isinstance(layer, GlueLayer):
+                layer.training = self._model.training
+                for tree in layer.trees.values():
+                    assert isinstance(tree, StubTree)
+                    tree.refresh()
+
+    @contextlib.contextmanager
+    def on_the_host(self) -> Iterator[None]:
+        """Let the model run without kernels that need a GPU."""
+        kernels = contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside()
+        with kernels, with_torch_alone(self._model):
+            yield
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool) -> SplitPlan:
+        """Return a plan made with small inputs, or, if that fails, with the call's own."""
+        small = cut_down(kwargs) if may_cut_down and not args else None
+        if small is not None:
+            try:
+                return self._best_plan((), small, with_grad)
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:  # some models need more than a few tokens
+                logger.debug("no plan from inputs cut down: %r", error)
+        try:
+            return self._best_plan(args, kwargs, with_grad)
+        except ChangesItself as change:
+            logger.info("%s: %s; it runs once on the host to do so", type(self._model).__name__, change)
+            let_change_itself(self._model, args, kwargs)
+        return self._best_plan(args, kwargs, with_grad)
+
+    def _best_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool) -> SplitPlan:
+        """Return a plan with one layer per block or, if that fails, one layer per module that calls blocks."""
+        try:
+            return self._verified_plan(args, kwargs, with_grad)
+        except ChangesItself:
+            raise
+        # The refusal of separate blocks is the one the user can act on, so it is raised if both ways fail.
+        except ModelSplitError as refusal:
+            try:
+                plan = self._verified_plan(args, kwargs, with_grad, in_one=True)
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:
+                logger.debug("no plan with all blocks in one layer: %r", error)
+                raise refusal from None
+            logger.warning(
+                "%s: %s hold all of their blocks in one layer, which must fit into a device's memory, because the "
+                "blocks cannot be separate layers: %s",
+                type(self._model).__name__,
+                ", ".join(sorted(plan.blocks)),
+                refusal,
+            )
+            return plan
+
+    def _verified_plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, in_one: bool = False
+    ) -> SplitPlan:
+        plan = calibrate(self._model, args, kwargs, with_grad=with_grad, in_one=in_one)
+        with refusing("comparing its layers with the model"):
+            tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
+        return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None) -> Hashable:
+        """Return the signature in the detail that calls of this form need. training: by default the model's mode."""
+        mode = self._model.training if training is None else training
+        key = signature(args, kwargs, mode)
+        detail = self._details.get(key)
+        return key if detail is None else signature(args, kwargs, mode, detail)
 
 
 def cut_down(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The first tokens of the first rows; None where the inputs are not of that kind, or small already."""
+    """Return the first tokens of the first rows of a call's inputs.
+
+    None if the inputs have no rows of tokens, or are small already. Masks are set to ones and ignored labels to 0, so
+    that tokens count and the loss is defined.
+    """
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.dim()}
     rows = {tensor.shape[0] for tensor in tensors.values()}
+    # An input of unknown layout cannot be cut to fit the others.
     if not tensors or not tensors.keys() <= _BY_TOKEN or len(rows) > 1:
         return None
     if all(tensor.shape[0] <= _ROWS and tensor[0].numel() <= _TOKENS for tensor in tensors.values()):
@@ -64,7 +233,7 @@ def cut_down(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def made_up(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Guesses at inputs a model takes, the most telling first; a model may raise on any of them."""
+    """Yield made-up inputs that a model may accept, those with labels first. The model may raise on any of them."""
     parameters = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
     has_rest = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -91,7 +260,7 @@ def made_up(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _token_ids(config: Any) -> torch.Tensor:
-    """Ordinary tokens: none that a config gives a meaning to."""
+    """Return tokens that have no special meaning in the config (padding, begin of sequence)."""
     text = getattr(config, "text_config", None) or config
     size = getattr(text, "vocab_size", None)
     size = size if isinstance(size, int) and size > 1 else 100
@@ -114,159 +283,3 @@ def _images(config: Any) -> torch.Tensor:
     height, width = size if isinstance(size, list | tuple) else (size, size)
     channels = getattr(config, "num_channels", None) or 3
     return torch.linspace(-1, 1, _ROWS * channels * height * width).view(_ROWS, channels, height, width)
-
-
-logger = logging.getLogger("roundpipe")
-
-
-class ModelSplitter:
-    def __init__(self, model: nn.Module, kernels: FusedKernels | None = None) -> None:
-        """`kernels`: what was put into the model for GPUs, and is to be set aside on the host."""
-        if not block_paths(model):
-            raise ModelSplitError("it has no repeated list of modules")
-        self._model = model
-        self._kernels = kernels
-        self._layout = Layout(model, self)
-        self._layout.build()
-        self._places: dict[Hashable, int] = {}  # of plans in the layout, by signature
-        self._details: dict[Hashable, Detail] = {}  # by signature that does not tell the plan of a call: what may
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return self._layout.layers
-
-    def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return self._key(args, kwargs) in self._places
-
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan:
-        place = self._places.get(self._key(args, kwargs, training))
-        if place is None:
-            raise ModelSplitError("a call of this form was not planned for")
-        return self._layout.placed[place]
-
-    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Plan for calls like this one, in the present grad mode; returns whether the layers are others than before."""
-        with_grad = torch.is_grad_enabled()
-        key = self._key(args, kwargs)
-        start = time.perf_counter()
-        may_cut_down = key == signature(args, kwargs, self._model.training)
-        with self.on_the_host():
-            plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
-        changed = self._layout.add(plan)
-        self.refresh()
-        self._places[key] = len(self._layout.placed) - 1
-        logger.info(
-            "%s: it took %.1f s to find out how calls with %s are split: %d blocks, code of its own at %s",
-            type(self._model).__name__,
-            time.perf_counter() - start,
-            ", ".join(kwargs) or "these arguments",
-            plan.num_calls,
-            plan.points,
-        )
-        return changed
-
-    def learn_by_guess(self) -> bool:
-        """Plan for the calls a model most likely gets, from made-up inputs; returns whether any could be run."""
-
-        def learns_any() -> bool:
-            return any(
-                succeeds(f"made-up inputs {sorted(kwargs)} fit", partial(learns, kwargs), passing=(ModelSplitError,))
-                for kwargs in made_up(self._model)
-            )
-
-        def learns(kwargs: dict[str, Any]) -> bool:
-            self.learn((), kwargs)
-            return True
-
-        # A model may raise anything for inputs that are not its own, and so may reading a config for some.
-        try:
-            return succeeds("made-up inputs fit", learns_any, passing=(ModelSplitError,))
-        except ChangesItself as error:
-            logger.debug("no plan from made-up inputs: %s", error)
-            return False
-
-    def distrust(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A call has shown that its signature does not tell its plan: let more count. False if all did before."""
-        key = signature(args, kwargs, self._model.training)
-        detail = self._details.get(key, Detail.FORMS)
-        if detail is Detail.VALUES:
-            return False
-        self._places.pop(self._key(args, kwargs), None)
-        self._details[key] = Detail(detail + 1)
-        return True
-
-    def take_out(self) -> None:
-        """Remove what was put into the model."""
-        if self._kernels is not None:
-            self._kernels.remove()
-            self._kernels = None
-
-    def refresh(self) -> None:
-        """Take over what the user has changed on the model's own modules."""
-        for layer in self.layers:
-            if isinstance(layer, GlueLayer):
-                layer.training = self._model.training
-                for tree in layer.trees.values():
-                    assert isinstance(tree, StubTree)
-                    tree.refresh()
-
-    @contextlib.contextmanager
-    def on_the_host(self) -> Iterator[None]:
-        """Inside it the model runs without kernels that need a GPU."""
-        kernels = contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside()
-        with kernels, with_torch_alone(self._model):
-            yield
-
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool) -> SplitPlan:
-        small = cut_down(kwargs) if may_cut_down and not args else None
-        if small is not None:
-            try:
-                return self._best_plan((), small, with_grad)
-            except (MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:  # some models need more than a few tokens
-                logger.debug("no plan from inputs cut down: %r", error)
-        try:
-            return self._best_plan(args, kwargs, with_grad)
-        except ChangesItself as change:
-            logger.info("%s: %s, and is left to do so", type(self._model).__name__, change)
-            let_change_itself(self._model, args, kwargs)
-        return self._best_plan(args, kwargs, with_grad)
-
-    def _best_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool) -> SplitPlan:
-        """Each block is a layer; where that is not what the model computes, what calls the blocks is one."""
-        try:
-            return self._verified_plan(args, kwargs, with_grad)
-        except ChangesItself:
-            raise
-        except ModelSplitError as refusal:
-            try:
-                plan = self._verified_plan(args, kwargs, with_grad, in_one=True)
-            except (MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                logger.debug("no plan with all blocks in one layer: %r", error)
-                raise refusal from None
-            logger.warning(
-                "%s: %s hold all of their blocks in one layer, which must fit a device, because the blocks are not "
-                "layers of their own: %s",
-                type(self._model).__name__,
-                ", ".join(sorted(plan.blocks)),
-                refusal,
-            )
-            return plan
-
-    def _verified_plan(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, in_one: bool = False
-    ) -> SplitPlan:
-        plan = calibrate(self._model, args, kwargs, with_grad=with_grad, in_one=in_one)
-        with refusing("comparing its layers with the model"):
-            tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
-        return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
-
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None) -> Hashable:
-        """`training`: the mode of the call; that of the model by default."""
-        mode = self._model.training if training is None else training
-        key = signature(args, kwargs, mode)
-        detail = self._details.get(key)
-        return key if detail is None else signature(args, kwargs, mode, detail)

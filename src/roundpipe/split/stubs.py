@@ -1,41 +1,51 @@
-"""Stubs: modules that stand in a copy of a model's tree for modules that run elsewhere, or that are watched.
+"""Stubs, and copies of a model's module tree in which blocks and taps are stubs.
 
-A stub is an instance of a subclass of what it stands for, so that the model's own code cannot tell. Its calls go to
-the *director* of the running replay, a context variable: nothing is patched, and threads never meet.
+The model's code runs on such a tree as on the model. A stub is an instance of a subclass of the module's class, so
+isinstance and attribute checks give the same answers. A stub forwards its calls to the *director* of the running
+forward pass, a context variable: no module is patched, and threads do not affect each other.
+Knows modules and placeholders: no plans and no devices.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from roundpipe.errors import ModelSplitError
+from roundpipe.errors import ModelChangedError, ModelSplitError
+from roundpipe.module_copy import ModulePair, copy_tree
+from roundpipe.split.transformers import is_pretrained
 from roundpipe.split.values import Outline, placeholder
+
+PATH = "stub_path"  # attribute of stubs and of copied modules above stubs: the module's path in the model
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward: the model's code only iterates over them
 
 
 class Director(Protocol):
-    """Decides what a call of a stub does and returns."""
+    """Decides what the calls of stubs do and return."""
 
     device: torch.device
 
-    def call(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def call(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a call of the stub for the module at `path`."""
+        ...
 
-    def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a call of the model's loss function, `plain`."""
+        ...
 
-
-PATH = "stub_path"  # the attribute of a stub, or of a copied module above stubs, that holds its path in the model
 
 _director: ContextVar[Director] = ContextVar("roundpipe_director")
 
 
 @contextlib.contextmanager
 def directed_by(director: Director) -> Iterator[None]:
+    """Send the calls of all stubs in this thread to `director`."""
     token = _director.set(director)
     try:
         yield
@@ -43,23 +53,147 @@ def directed_by(director: Director) -> Iterator[None]:
         _director.reset(token)
 
 
-def current_director() -> Director:
-    return _director.get()
+class Ghosts:
+    """Empty parameters, one per floating-point dtype of a model, that stubs carry.
+
+    Model code often reads `next(module.parameters()).dtype`; with a ghost it finds the right dtype in a stub.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+        self._by_dtype = {dtype: nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False) for dtype in dtypes}
+
+    def all(self) -> list[nn.Parameter]:
+        return list(self._by_dtype.values())
+
+    def of(self, module: nn.Module) -> nn.Parameter | None:
+        """Return the ghost for a module's stub; None if the module has no floating-point parameter."""
+        dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), None)
+        return None if dtype is None else self._by_dtype[dtype]
+
+
+class Missing(NamedTuple):
+    """A parameter that a module above the stubs has in the model but not in the tree."""
+
+    path: str  # of the module, below the tree's root
+    name: str
+    outline: Outline
+
+
+class StubTree(nn.Module):
+    """A copy of a model, `root`, that has stubs for blocks and taps and holds only some of the weights.
+
+    Modules above the stubs are shallow copies and run their own code. Their missing parameters are replaced by
+    placeholders of NaN, which `fill_in` makes on the device where the tree runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stubs: frozenset[str],
+        is_real: Callable[[nn.Module], bool],
+        owned: Set[int],
+        ghosts: Ghosts,
+    ) -> None:
+        """Build the tree.
+
+        stubs: paths of blocks and taps. is_real: whether a module is included, behind its stub if it has one.
+        owned: ids of the parameters that the tree holds.
+        """
+        super().__init__()
+        self.stubs = stubs
+        self.needs = frozenset(name for name, param in model.named_parameters() if id(param) in owned)
+        self.present: set[str] = set()  # paths of the stubs whose modules are included
+        # A module that occurs several times has the first of its paths.
+        place = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+        containing = _above(model, stubs, place)
+
+        def stand_in(module: nn.Module) -> nn.Module | None:
+            path = place[id(module)]
+            if path in stubs:
+                real = module if is_real(module) else None
+                if real is not None:
+                    self.present.add(path)
+                return make_stub(module, path, real, ghosts.of(module))
+            if path in containing or isinstance(module, _CONTAINERS):
+                refuse_own_forward(module)
+                return None
+            return module if is_real(module) else make_stub(module, path, None, ghosts.of(module))
+
+        self.root, pairs = copy_tree(model, stand_in, lambda param: param if id(param) in owned else None)
+        # In __dict__, and not as attributes: the pairs refer to the model's modules, which are no part of the tree.
+        self.__dict__["_pairs"] = pairs
+        for pair in pairs:
+            pair.copy.__dict__[PATH] = place[id(pair.original)]
+            _stub_loss(pair)
+        paths = {id(copy): path for path, copy in self.root.named_modules()}
+        self.missing = [
+            Missing(paths[id(pair.copy)], name, Outline.of(param))
+            for pair in pairs
+            for name, param in pair.original._parameters.items()
+            if param is not None and id(param) not in owned
+        ]
+
+    def refresh(self) -> None:
+        """Copy attributes that the user changed on the model's modules since the last time.
+
+        Raises ModelChangedError if the user added, replaced or removed a parameter or submodule.
+        """
+        for pair in self.__dict__["_pairs"]:
+            changed = pair.changed_parts()
+            if changed:
+                raise ModelChangedError(
+                    f"{f'{pair.copy.__dict__[PATH]}.{changed[0]}'.lstrip('.')!r} of the "
+                    f"{type(pair.original).__name__} was added, replaced or removed after wrapping; resize or change "
+                    "the model before wrapping it, or close() and wrap it again."
+                )
+            if pair.sync():
+                _stub_loss(pair)  # the user's loss function was copied over the stub
+
+    def fill_in(self, device: torch.device) -> None:
+        """Set placeholders on `device` for the missing parameters; results that depend on one are NaN."""
+        for missing in self.missing:
+            own = self.root.get_submodule(missing.path).__dict__
+            present = own.get(missing.name)
+            if not isinstance(present, torch.Tensor) or present.device != device:
+                own[missing.name] = placeholder(missing.outline, device)
+
+
+def _above(model: nn.Module, stubs: Set[str], place: dict[int, str]) -> set[str]:
+    """Return the paths of the modules that contain a stub."""
+    return {
+        path
+        for path, module in model.named_modules()
+        if any(place[id(inner)] in stubs for inner in module.modules() if inner is not module)
+    }
+
+
+def refuse_own_forward(module: nn.Module) -> None:
+    """Raise ModelSplitError if `forward` was replaced on the instance.
+
+    Such a forward is bound to the original module, so a copy would call the original's submodules instead of stubs.
+    """
+    forward = module.__dict__.get("forward")
+    if forward is not None and getattr(forward, "__self__", None) is not module:
+        raise ModelSplitError(
+            f"the forward of its {type(module).__name__} was replaced on the instance, as offloading hooks do; remove "
+            "them before wrapping (accelerate.hooks.remove_hook_from_submodules)"
+        )
 
 
 class Stub:
-    """Mixed into a subclass of the class it stands for.
+    """The behaviour of a stub: its calls go to the director. Mixed into a subclass of the module's class.
 
-    `_modules["real"]` is the module itself where its weights are at hand; else parameters it is asked for are
-    placeholders, and everything else is the original's.
+    `_modules["real"]` is the module itself if the tree includes it. Otherwise attributes are read from the original;
+    parameters among them are returned as placeholders, because their values are not on this device.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         director = _director.get(None)
         if director is None:
             raise ModelSplitError(
-                f"{self.__dict__[PATH]} is called when the model's forward has returned, as by a checkpoint "
-                "around code of the model's own"
+                f"{self.__dict__[PATH]} is called when the model's forward has returned, for example by a checkpoint "
+                "in the model's own code"
             )
         return director.call(self, self.__dict__[PATH], args, kwargs)  # type: ignore[arg-type]
 
@@ -69,28 +203,21 @@ class Stub:
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
         real = own["_modules"].get("real")
-        return getattr(real, name) if real is not None else _seen_from_afar(own["stub_original"], name)
+        return getattr(real, name) if real is not None else _attribute_of_absent(own["stub_original"], name)
 
 
-def _seen_from_afar(original: nn.Module, name: str) -> Any:
-    """An attribute of a module whose weights are not at hand."""
+def _attribute_of_absent(original: nn.Module, name: str) -> Any:
     value = getattr(original, name)
     director = _director.get(None)
-    if director is None or not isinstance(value, torch.Tensor):  # somebody only looks at the module, to print it say
+    if director is None or not isinstance(value, torch.Tensor):  # no forward pass is running, e.g. it is printed
         return value
     if isinstance(value, nn.Parameter):
         return placeholder(Outline.of(value), director.device)
     return value.to(director.device)
 
 
-@functools.cache
-def _stub_class(cls: type[nn.Module]) -> type[nn.Module]:
-    # Named like what it stands for: some code asks for the name of a module's class.
-    return type(cls.__name__, (Stub, cls), {"__module__": cls.__module__})
-
-
 def make_stub(original: nn.Module, path: str, real: nn.Module | None, ghost: nn.Parameter | None) -> nn.Module:
-    """`ghost`: an empty parameter, so that whoever asks a module around it for its dtype finds one."""
+    """Return a stub for `original`. real: the module to run, if the tree includes it. ghost: see Ghosts."""
     cls = _stub_class(type(original))  # type: ignore[arg-type]
     stub: nn.Module = cls.__new__(cls)
     own = stub.__dict__
@@ -103,8 +230,14 @@ def make_stub(original: nn.Module, path: str, real: nn.Module | None, ghost: nn.
     return stub
 
 
+@functools.cache
+def _stub_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # The stub's class has the same name: some model code compares names of classes.
+    return type(cls.__name__, (Stub, cls), {"__module__": cls.__module__})
+
+
 class _Reference:
-    """Holds a module without being one: it is no part of the tree it is referred to from."""
+    """Holds a module and gives access to its attributes, without making it a submodule of its holder."""
 
     __slots__ = ("_module",)
 
@@ -116,8 +249,25 @@ class _Reference:
 
 
 def unstubbed(value: Any) -> Any:
-    """A stub handed to somebody as an argument is meant as the module itself."""
+    """Return the module behind a stub if the tree includes it; other values unchanged."""
     if isinstance(value, Stub):
         real: Any = value.__dict__["_modules"].get("real")
         return value if real is None else real
     return value
+
+
+def _stub_loss(pair: ModulePair) -> None:
+    """Replace the loss function of a copied transformers model by a stub."""
+    if is_pretrained(pair.copy) and hasattr(type(pair.copy), "loss_function"):
+        pair.copy.__dict__["_loss_function"] = _LossStub(pair.original)
+
+
+class _LossStub:
+    """Sends calls of a model's loss function to the director."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Looked up at the call: the property raises for models without a loss, and the user may set another one.
+        return _director.get().loss(self._original.loss_function, args, kwargs)

@@ -1,8 +1,9 @@
-"""Modules that treat each token by itself, run a tile of the sequence at a time, so that long sequences fit.
+"""Tiling: runs tokenwise modules on one part of the sequence at a time, so that long sequences fit into memory.
 
-Used by the layers of a split model. Norms and feed-forward parts keep several times the size of their input for
-backward; of a tile it is little, and the tile is computed again when its gradient comes. That costs time, so it is done
-for long microbatches only. Which modules are of this kind is found out by running them on parts of their input.
+A tokenwise module computes each token from that token alone, for example a norm or a feed-forward part. Such modules
+save activations of several times the size of their input for backward. Here each tile is checkpointed: backward
+recomputes one tile at a time. This costs time, so only long microbatches are tiled.
+A search finds the tokenwise modules by running them on parts of their input.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe.split.determinism import other_forwards, succeeds
-from roundpipe.split.observe import ChoicesSeen
+from roundpipe.split.determinism import ChoicesSeen, other_forwards, succeeds
 
-LONG_TOKENS = 32 * 1024  # more than that in a microbatch, and it is tiled
+LONG_TOKENS = 32 * 1024  # microbatches with more tokens are tiled
 TILE_TOKENS = 8 * 1024
+# Largest difference relative to the largest output: kernels may sum in another order for another number of tokens.
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 _Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]  # a module, its arguments and what it returned
 
 
 class TokenwiseSearch:
-    """Watches modules while they run, and tries afterwards which of them are tokenwise."""
+    """Records the calls of modules while a model runs, then tests which of the modules are tokenwise."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[_Call]] = {}
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
+        """Record calls of `module` and the modules inside it."""
         handles = [
             inner.register_forward_hook(self._watch(path), with_kwargs=True)
             for path, inner in module.named_modules()
-            if not type(inner).__module__.startswith("torch.nn")  # those keep no more than they need
+            if not type(inner).__module__.startswith(
+                "torch.nn"
+            )  # single operations save little, tiling them gains nothing
         ]
         self._seen = {}
         try:
@@ -52,7 +56,7 @@ class TokenwiseSearch:
         return watch
 
     def found(self) -> tuple[str, ...]:
-        """Paths of the outermost tokenwise modules."""
+        """Return the paths of the outermost tokenwise modules, and forget the recorded calls."""
         paths: list[str] = []
         for path in sorted(self._seen, key=len):
             inside = any(outer == "" or path.startswith(f"{outer}.") for outer in paths)
@@ -75,10 +79,12 @@ def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if given.dim() < 3 or not given.is_floating_point() or given.shape[:2] != output.shape[:2] or given.shape[1] < 2:
         return False
     if any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules()):
-        return False  # whoever hooked it expects to see it once
+        return False  # a hook expects one call with the whole sequence, not one per tile
+    # The test: two halves of the sequence, run one after the other, give the same output as the whole.
     half = given.shape[1] // 2
     with torch.no_grad(), ChoicesSeen() as top_k:
         parts = [module(part.contiguous()) for part in (given[:, :half], given[:, half:])]
+    # A module that calls top-k must run whole: KeptRoutes saves its choices for the recomputation of the whole block.
     if top_k.seen or not all(isinstance(part, torch.Tensor) and part.dim() == output.dim() for part in parts):
         return False
     if sum(part.shape[1] for part in parts) != output.shape[1] or parts[0].shape[2:] != output.shape[2:]:
@@ -88,7 +94,7 @@ def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def is_long(values: Iterable[Any]) -> bool:
-    """Whether among arguments there is a hidden state of so many tokens that they are tiled."""
+    """Whether one of a call's arguments is a hidden state [batch, sequence, ...] with more than LONG_TOKENS tokens."""
     return any(
         isinstance(value, torch.Tensor)
         and value.dim() >= 3
@@ -100,12 +106,17 @@ def is_long(values: Iterable[Any]) -> bool:
 
 @contextlib.contextmanager
 def tiled(module: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-    """Inside it the modules at `paths` run tile by tile. The module must be the caller's alone."""
+    """Run the submodules at `paths` tile by tile.
+
+    Replaces their forwards, so no other thread may use `module` meanwhile.
+    """
     with other_forwards((module.get_submodule(path), _TiledForward) for path in paths):
         yield
 
 
 class _TiledForward:
+    """Runs a forward on tiles of the second dimension and concatenates the results."""
+
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
 
@@ -113,6 +124,7 @@ class _TiledForward:
         length = max(TILE_TOKENS // given.shape[0], 1)
         tiles = [tile.contiguous() for tile in given.split(length, dim=1)]
         if torch.is_grad_enabled():
+            # No RNG state is needed: the search runs with dropout on, so a module that draws is not tokenwise.
             parts = [checkpoint(self._forward, t, use_reentrant=False, preserve_rng_state=False) for t in tiles]
         else:
             parts = [self._forward(tile) for tile in tiles]

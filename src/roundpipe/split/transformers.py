@@ -1,15 +1,12 @@
-"""Fused GPU kernels of the package liger-kernel in a model of transformers, when the user asks for them.
+"""Everything that is special to models of the transformers library: captured outputs, caches, kernels, options.
 
-Used by api.wrap and the splitter. The package patches modules of the model and functions of its library. Its kernels
-run on GPUs only, so what it changed is set aside while a model is calibrated on the host.
+transformers is never imported here: if it is not loaded, the model is not one of its models.
 
-What transformers keeps beside a model's tensors and modules: outputs it captures on the way, and caches.
-
-Used by the splitter. transformers is never imported here: where it is not loaded there is nothing of this.
-
-[Note: captured outputs] A forward of transformers may ask for router logits, hidden states or attentions. Hooks on
-submodules then put them into a collector, a context variable. A block that runs outside the model's forward has no
-collector, so a private one is set around it, and what it caught is handed to the real one by whoever replays the call.
+[Note: captured outputs]
+The caller of a transformers model may ask for router logits, hidden states or attentions. Hooks on submodules then add
+them to a collector, a dict of lists in a context variable. A block that runs outside of the model's forward has no
+collector. Therefore `call_capturing` sets a private one around the block, and the replay of the model's code adds the
+captured outputs to the collector of its forward.
 """
 
 from __future__ import annotations
@@ -26,11 +23,13 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError, ModelSplitError
+from roundpipe.module_copy import ModulePair
 
 logger = logging.getLogger("roundpipe")
 
-Captured = dict[str, list[Any]]
-# In the configs of transformers: how attention and experts are computed, and the ways that need nothing but torch.
+Captured = dict[str, list[Any]]  # captured outputs by kind
+_MISSING = object()
+# Attributes of configs that say how attention and experts are computed, and the values that need no GPU kernels.
 _ATTENTION, _EXPERTS = "_attn_implementation_internal", "_experts_implementation_internal"
 _TORCH_ALONE = (None, "eager", "sdpa", "batched_mm", "grouped_mm")
 
@@ -40,24 +39,30 @@ def _collector_variable() -> Any:
 
 
 def active_collector() -> Captured | None:
-    """What the running forward collects, by kind of output; None outside of any."""
+    """Return the collector of the running forward; None if there is none or it collects nothing."""
     variable = _collector_variable()
     collector = None if variable is None else variable.get()
     if collector and "_hidden_states_layers" in collector:
-        raise ModelSplitError("output_hidden_states with a list of layers; ask for all of them with True")
+        raise ModelSplitError(
+            "output_hidden_states is a list of layers, which is not supported; pass True for all layers"
+        )
     return collector or None
 
 
 def wanted_captures(collector: Captured | None) -> dict[str, int]:
-    """Kinds of output a block is to collect; 1 where an earlier one was there, since the first is treated apart."""
+    """Return the kinds of output that a block must capture, each with 0 for the first block and 1 for later ones.
+
+    The hooks of transformers treat the first captured output of a forward differently.
+    """
     return {kind: min(1, len(found)) for kind, found in (collector or {}).items()}
 
 
 def call_capturing(call: Any, wanted: Mapping[str, int]) -> tuple[Any, Captured]:
-    """`call()`, and what its submodules' hooks have caught."""
+    """Return the result of `call()` and the outputs that hooks captured in it. See [Note: captured outputs]."""
     if not wanted:
         return call(), {}
     variable = _collector_variable()
+    # An entry None takes the place of outputs captured by earlier blocks; it is cut off below.
     collector: Captured = {kind: [None] * earlier for kind, earlier in wanted.items()}
     token = variable.set(collector)
     try:
@@ -67,12 +72,12 @@ def call_capturing(call: Any, wanted: Mapping[str, int]) -> tuple[Any, Captured]
     return value, {kind: found[wanted[kind] :] for kind, found in collector.items()}
 
 
-def keep_hook_marks(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
-    """Let originals know that hooks were installed through their copies, which share them: once is enough."""
+def keep_hook_marks(pairs: Sequence[ModulePair]) -> None:
+    """Mark the originals if a run of their copies installed capturing hooks: copies share hooks, so once is enough."""
     mark = "_output_capturing_hooks_installed"
-    for original, copied in pairs:
-        if copied.__dict__.get(mark):
-            original.__dict__[mark] = True
+    for pair in pairs:
+        if pair.copy.__dict__.get(mark):
+            pair.original.__dict__[mark] = True
 
 
 def is_cache(value: Any) -> bool:
@@ -86,26 +91,26 @@ def caches_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a copy of each cache: what one block writes into it no other block and no replay may see."""
+    """Return the arguments with copies of caches: other blocks and replays must not see what this block writes."""
     if not caches_in(args, kwargs):
         return args, kwargs
     return tuple(map(copied_cache, args)), {name: copied_cache(value) for name, value in kwargs.items()}
 
 
 def copied_cache(value: Any) -> Any:
-    """A copy of a cache, in host memory; anything else as it is."""
+    """Return a copy of a cache in host memory; other values unchanged."""
     if not is_cache(value):
         return value
     try:
         own = copy.deepcopy(value)
-    except RuntimeError as error:
+    except RuntimeError as error:  # deepcopy refuses tensors that are not leaves of a graph
         raise ModelSplitError("a cache that gradients flow through is handed to its blocks") from error
     move_cache(own, torch.device("cpu"))
     return own
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether a cache holds anything yet."""
+    """Whether a cache contains a tensor with elements."""
     return any(
         is_filled(value) if is_cache(value) else isinstance(value, torch.Tensor) and bool(value.numel())
         for holder in _holders(cache)
@@ -114,46 +119,46 @@ def is_filled(cache: Any) -> bool:
 
 
 def move_cache(cache: Any, device: torch.device) -> None:
-    """Let what a cache holds lie on a device."""
+    """Move the tensors of a cache to a device."""
     for holder in _holders(cache):
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.device != device:
                 holder[name] = value.to(device)
-            elif isinstance(value, torch.device):
+            elif isinstance(value, torch.device):  # where the cache will allocate
                 holder[name] = device
             elif is_cache(value):
                 move_cache(value, device)
 
 
 def _holders(cache: Any) -> list[dict[Any, Any]]:
-    """The attributes of a cache and its layers, and dicts among them: whatever holds its tensors."""
+    """Return all dicts that hold a cache's tensors: attributes of the cache and its layers, and dicts among them."""
     attributes = [vars(part) for part in (cache, *getattr(cache, "layers", ()))]
     return [*attributes, *(value for own in attributes for value in own.values() if isinstance(value, dict))]
 
 
 def is_pretrained(module: Any) -> bool:
-    """Whether a module is one of transformers' models, by name: a class of that library need not be at hand."""
+    """Whether a module is a transformers model. Compares names of classes, because transformers is not imported."""
     return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
 
 
 def has_pretrained(module: nn.Module) -> bool:
-    """Whether a module is such a model or wraps one, as an adapter does."""
+    """Whether a module is a transformers model or contains one, as a PEFT adapter does."""
     return any(map(is_pretrained, module.modules()))
 
 
 @contextlib.contextmanager
 def with_torch_alone(model: nn.Module) -> Iterator[None]:
-    """Inside it models of transformers do themselves what they let kernels for GPUs do. Only while nothing runs.
+    """Let a transformers model compute attention and experts with plain torch, so that it runs on the host.
 
-    Which way attention is computed changes masks, which come from inputs alone, and nothing else of the code between
-    blocks: what is found out about a split holds for all of them.
+    Changes configs, so the model must not run elsewhere meanwhile. A plan made so holds for GPU kernels, too: outside
+    of blocks the implementation of attention only affects masks, which depend on the inputs alone.
     """
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    before: list[tuple[dict[str, Any], str, Any]] = []  # config attributes, name and value to restore
     for module in model.modules():
         own = vars(module.config) if is_pretrained(module) else {}
         if own.get(_ATTENTION) == "flex_attention":
             raise ModelSplitError(
-                "flex_attention compiles itself, which torch does not allow inside of a layer; load the model with "
+                "flex_attention compiles itself, which torch does not support inside a layer; load the model with "
                 "attn_implementation='sdpa' or 'flash_attention_2'"
             )
         instead = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
@@ -169,7 +174,10 @@ def with_torch_alone(model: nn.Module) -> Iterator[None]:
 
 
 def fill_from_meta(model: nn.Module) -> None:
-    """Give a model of transformers that was made on the meta device memory, and the weights of a new model."""
+    """Allocate and initialise a transformers model that is on the meta device.
+
+    Raises ConfigError if only some of its tensors are there, or if the model is of another library.
+    """
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
     if empty and (len(empty) < len(tensors) or not is_pretrained(model)):
@@ -188,7 +196,7 @@ def fill_from_meta(model: nn.Module) -> None:
 
 
 def stop_checkpointing(model: nn.Module) -> None:
-    """Let a model not recompute by itself what is recomputed anyway."""
+    """Turn off the model's gradient checkpointing: RoundPipe recomputes layers itself."""
     for module in model.modules():
         if is_pretrained(module) and getattr(module, "is_gradient_checkpointing", False):
             logger.info(
@@ -197,23 +205,28 @@ def stop_checkpointing(model: nn.Module) -> None:
             module.gradient_checkpointing_disable()  # type: ignore[operator]
 
 
-_MISSING = object()
-
-
 class FusedKernels:
+    """Fused GPU kernels of the package liger-kernel in a transformers model.
+
+    The package patches modules of the model and functions of the model's Python module. The kernels run on GPUs only,
+    so the patches are removed while the model runs on the host.
+    """
+
     def __init__(self, model: nn.Module) -> None:
-        """Patch the model: rotary embeddings, norms and gated feed-forward parts; its loss is ours."""
+        """Patch rotary embeddings, norms and gated feed-forward parts. The loss stays, see split/head_loss.py."""
         try:
             apply = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
         except ImportError as error:
             raise ConfigError(
                 "liger_kernels=True needs the package liger-kernel: pip install liger-kernel, or leave the option out."
             ) from error
+        # liger-kernel cannot undo its patches, so compare all places it may write to before and after.
         holders = [sys.modules[name].__dict__ for name in {type(m).__module__ for m in model.modules()}]
         holders += [module.__dict__ for module in model.modules()]
         before = [dict(holder) for holder in holders]
         inner = next((module for module in model.modules() if is_pretrained(module)), model)
         apply(model=inner, fused_linear_cross_entropy=False, cross_entropy=False)
+        # (dict, name, value before, value after)
         self._patches = [
             (holder, name, old.get(name, _MISSING), value)
             for holder, old in zip(holders, before, strict=True)
@@ -227,9 +240,8 @@ class FusedKernels:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Inside it everything is as it was before. Only while nothing runs."""
-        for holder, name, old, _ in self._patches:
-            _put(holder, name, old)
+        """Undo the patches inside the block. The model must not run elsewhere meanwhile."""
+        self.remove()
         try:
             yield
         finally:
@@ -237,6 +249,7 @@ class FusedKernels:
                 _put(holder, name, new)
 
     def remove(self) -> None:
+        """Undo the patches."""
         for holder, name, old, _ in self._patches:
             _put(holder, name, old)
 

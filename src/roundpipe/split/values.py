@@ -1,7 +1,8 @@
-"""Nested values between a model's modules: walked, compared, and kept as templates whose tensors lie elsewhere.
+"""Nested values that modules pass to each other: walking, comparing, and templates whose tensors are stored apart.
 
-Used by the splitter. The common containers are walked by hand, because this happens for every layer and microbatch;
-all others through torch's pytree.
+Values are nests of tuples, lists, dicts and other pytree containers; their leaves are tensors and everything else.
+The common containers are walked by code in this file, because values are walked for every layer and microbatch and
+torch's pytree is several times slower. All other containers are walked by torch's pytree.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-Key = tuple[Any, ...]
-_ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
+Key = tuple[Any, ...]  # names a tensor of a split model; the kinds of keys are listed in split/plan.py
+_ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})  # types that are leaves
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
+_MUTABLE = (dict, list, OrderedDict, UserDict, defaultdict)
+_MAPPINGS = (dict, UserDict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Stands for a tensor that is kept under `key`."""
+    """Takes the place of a tensor in a template; the tensor is stored under `key`."""
 
     key: Key
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outline:
-    """Stands for a tensor of which only this is known."""
+    """The shape and dtype of a tensor, without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -40,8 +43,18 @@ class Outline:
         return cls(tensor.shape, tensor.dtype)
 
 
+def placeholder(outline: Outline, device: torch.device) -> torch.Tensor:
+    """Return a tensor for values that the code does not use: NaN, or 0 for integers.
+
+    NaN makes a wrong assumption visible in the results. The tensor is one number expanded to the shape, so it takes no
+    memory.
+    """
+    unused = math.nan if outline.dtype.is_floating_point or outline.dtype.is_complex else 0
+    return torch.full((), unused, dtype=outline.dtype, device=device).expand(outline.shape)
+
+
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """A value of the same structure, each leaf changed; tuples, lists and dicts are made anew."""
+    """Return a value of the same structure with `change` applied to each leaf. Containers are copied."""
     kind = type(value)
     if kind in _ATOMS or kind is Held or kind is Outline:
         return change(value)
@@ -51,7 +64,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
         return [map_leaves(change, item) for item in value]
     if kind is dict:
         return {name: map_leaves(change, item) for name, item in value.items()}
-    if isinstance(value, UserDict):
+    if isinstance(value, UserDict):  # pytree takes it for a leaf
         changed = copy.copy(value)
         changed.data = map_leaves(change, value.data)
         return changed
@@ -59,7 +72,8 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def filled_in(template: Any, tensors: Mapping[Key, torch.Tensor]) -> Any:
-    """A value from its template; written out, since it is made for every layer and microbatch."""
+    """Return the template's value: `tensors` in place of each Held."""
+    # Not map_leaves: this runs for every layer and microbatch, and one call per leaf is most of its time.
     kind = type(template)
     if kind is Held:
         return tensors[template.key]
@@ -79,6 +93,11 @@ def filled_in(template: Any, tensors: Mapping[Key, torch.Tensor]) -> Any:
     return map_leaves(lambda leaf: tensors[leaf.key] if type(leaf) is Held else leaf, template)
 
 
+def outlined(value: Any) -> Any:
+    """Return the value with an Outline in place of each tensor."""
+    return map_leaves(lambda leaf: Outline.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
 def leaves_of(value: Any) -> list[Any]:
     found: list[Any] = []
     map_leaves(found.append, value)
@@ -90,12 +109,15 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def structure_of(value: Any) -> Any:
-    """What two values have in common whose leaves can be compared one by one."""
+    """Return the pytree structure of a value, without its leaves."""
     return tree_flatten(map_leaves(lambda leaf: 0, value))[1]
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Whether two leaves are the same to the bit, NaN being itself; of unknown objects only the type is compared."""
+    """Whether two leaves are equal. Tensors are compared bit by bit, except that NaN equals NaN.
+
+    Objects of unknown classes are equal if their types are: most of them define no comparison.
+    """
     if left is right:
         return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -105,11 +127,6 @@ def equal(left: Any, right: Any) -> bool:
     return bool(left == right) if isinstance(left, _PLAIN) else True
 
 
-def is_plain(leaf: Any) -> bool:
-    """Whether a leaf is a value that cannot be changed and has nothing to do with any tensor."""
-    return isinstance(leaf, _PLAIN)
-
-
 def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
@@ -117,32 +134,31 @@ def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
         return True
     if not (left.is_floating_point() or left.is_complex()):
         return False
+    # torch.equal is False for NaN.
     same = (left == right) | (left.isnan() & right.isnan())
     return bool(same.all())
 
 
-def placeholder(outline: Outline, device: torch.device) -> torch.Tensor:
-    """A tensor for what is believed dead: NaN, so that a wrong belief is loud, and one number, to take no memory."""
-    dead = math.nan if outline.dtype.is_floating_point or outline.dtype.is_complex else 0
-    return torch.full((), dead, dtype=outline.dtype, device=device).expand(outline.shape)
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf is immutable and refers to no tensor: a number, a string, a dtype."""
+    return isinstance(leaf, _PLAIN)
+
+
+# Dicts and lists among the arguments of a module, which the module may change.
 
 
 def may_hold_containers(value: Any) -> bool:
-    """Whether there may be a dict or list in a value; quick, and never wrong when it says no."""
+    """Whether a value may contain a dict or list. A fast test that returns True for types it does not know."""
     kind = type(value)
     return kind not in _ATOMS and (kind is not tuple or any(map(may_hold_containers, value)))
 
 
-MUTABLE = (dict, list, OrderedDict, UserDict, defaultdict)
-_MAPPINGS = (dict, UserDict)
-
-
 def containers_in(value: Any) -> list[Any]:
-    """Every dict and list in a value, outermost first: what a module can write into."""
+    """Return every dict and list in a value that a module could change, outermost first."""
     found: list[Any] = []
 
     def walk(part: Any) -> None:
-        if type(part) in MUTABLE:
+        if type(part) in _MUTABLE:
             found.append(part)
         if isinstance(part, _MAPPINGS):
             for item in part.values():
@@ -156,11 +172,12 @@ def containers_in(value: Any) -> list[Any]:
 
 
 def content_of(container: Any) -> Any:
+    """Return a shallow copy of a container's items, as a dict or list."""
     return dict(container) if isinstance(container, _MAPPINGS) else list(container)
 
 
 def is_changed(container: Any, before: Any) -> bool:
-    """Whether a container holds other objects than it did."""
+    """Whether a container's items are other objects than in `before`, a result of `content_of`."""
     if len(container) != len(before):
         return True
     if isinstance(container, _MAPPINGS):
@@ -170,6 +187,7 @@ def is_changed(container: Any, before: Any) -> bool:
 
 
 def fill(container: Any, content: Any) -> None:
+    """Replace the items of a container by `content`, a result of `content_of`."""
     if isinstance(container, _MAPPINGS):
         container.clear()
         container.update(content)

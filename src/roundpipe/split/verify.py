@@ -1,9 +1,10 @@
-"""Checks a split before it is used: results and gradients are the model's, and recomputing changes no gradient.
+"""Verification of a split plan: its layers must give the model's outputs and gradients, also when recomputed.
 
-Called by the splitter with the inputs of the calibration. The last check, with dropout on, is the only one that finds
-a model whose forward draws or rounds otherwise when it is repeated. Runs on copies that share the weights; of gradients
-only fingerprints are kept, so that no second copy of the weights is ever needed. A block runs as it is, so what can go
-wrong is what it is given: gradients of its large weights, which take longest, are not computed.
+The inputs are those of the calibration. The last check recomputes with dropout on: it is the only one that finds a
+model whose forward draws other random numbers, or rounds differently, when it is repeated.
+Runs on copies that share the weights. To save memory, only fingerprints of gradients are kept. To save time, gradients
+of large weights in blocks are not computed: a block runs unchanged, so only its inputs can be wrong, and wrong inputs
+show in the gradients of its small weights.
 """
 
 from __future__ import annotations
@@ -17,35 +18,40 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe.errors import ModelSplitError
 from roundpipe.split.calibrate import fresh, private_copy
-from roundpipe.split.determinism import FloatProducts, Forward, WithoutDropout, other_forwards, own_generators, succeeds
-from roundpipe.split.layers import Layout, PlacedPlan
+from roundpipe.split.determinism import Forward, WithoutDropout, other_forwards, own_generators, succeeds
+from roundpipe.split.layers import LayerArrangement, PlacedPlan
 from roundpipe.split.plan import KeepLogits, SplitPlan
 from roundpipe.split.tiling import TokenwiseSearch
 from roundpipe.split.values import equal, leaves_of, tensors_of
 
-# By bits of mantissa: sums in another order, of a parameter used in several layers, say.
+# Relative differences that are accepted, by dtype: sums may be made in another order, for example of the gradients of a
+# parameter that several layers use.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-# The same in units of the largest gradient: of one that is zero but for rounding nothing better is known.
+# The same relative to the largest gradient of the model: a gradient may consist of rounding errors alone.
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
-_LARGE = 2**16  # numbers in a weight whose gradient is not worth computing
-_NUM_CHUNKS, _NUM_SAMPLES = 64, 1024  # of a gradient, in its fingerprint
+_LARGE = 2**16  # elements; gradients of larger weights in blocks are not computed
+_NUM_CHUNKS, _NUM_SAMPLES = 64, 1024  # of a gradient in its fingerprint
+_PART = 2**24  # elements of a matrix that FloatProducts converts to float32 at a time
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def verify(
     model: nn.Module, plan: SplitPlan, args: tuple[Any, ...], kwargs: dict[str, Any], *, with_grad: bool
 ) -> tuple[dict[str, tuple[str, ...]], bool]:
-    """Raises ModelSplitError if the split does not do what the model does.
+    """Raise ModelSplitError if the layers of the plan do not compute what the model computes.
 
-    Returns what is seen on the way: by path of a block or tap, which parts of it are tokenwise; and whether the head
-    can do without logits.
+    Returns, by path of a block or tap, the paths of its tokenwise modules; and whether the head can be fused with the
+    loss.
     """
     with torch.random.fork_rng(devices=()), own_generators(), torch.set_grad_enabled(with_grad):
         layers, copy, placed = _layers(model, plan)
         _freeze_large_weights(copy, plan.blocks)
         gradients = _Gradients(copy)
+        # Without dropout the plain model and the layers compute the same: compare outputs and gradients.
         with WithoutDropout() as mode:
             with _drawing_as_layers_do(copy, placed):
                 expected = copy(*fresh(args), **fresh(kwargs))
@@ -53,10 +59,12 @@ def verify(
                 got, before_last = _chained(layers, fresh(args), fresh(kwargs))
             _compare(expected, got)
             fuses = plan.head is not None and succeeds(
-                "the loss can do without logits", lambda: _loses_no_loss(layers[-1], before_last, expected)
+                "the loss can be computed without logits",
+                lambda: _fused_loss_is_same(layers[-1], before_last, expected),
             )
             in_plain, in_chain = gradients.of(expected), gradients.of(got)
-            _compare_gradients(in_plain, in_chain, gradients.dtypes, "split")
+            _compare_gradients(in_plain, in_chain, gradients.dtypes, "split into layers")
+        # With dropout the model draws other numbers than the layers, so compare the layers with their recomputation.
         if with_grad:
             if mode.was_needed:
                 got, _ = _chained(layers, fresh(args), fresh(kwargs))
@@ -66,7 +74,7 @@ def verify(
 
 
 def _freeze_large_weights(copy: nn.Module, blocks: frozenset[str]) -> None:
-    """Of each block, but for the smallest of one that has no other; what is used outside of blocks stays."""
+    """Stop gradients of large weights in blocks. The smallest weight of a block, and weights used elsewhere, stay."""
     outside = {
         id(param)
         for path, module in copy.named_modules()
@@ -76,12 +84,12 @@ def _freeze_large_weights(copy: nn.Module, blocks: frozenset[str]) -> None:
     for path in sorted(blocks):
         params = copy.get_submodule(path).parameters()
         trained = [param for param in params if param.requires_grad and id(param) not in outside]
-        for param in sorted(trained, key=torch.Tensor.numel)[1:]:
+        for param in sorted(trained, key=torch.Tensor.numel)[1:]:  # all but the smallest
             param.requires_grad_(param.numel() <= _LARGE)
 
 
-def _loses_no_loss(epilogue: nn.Module, travelling: Any, expected: Any) -> bool:
-    """Whether the loss comes out the same when the head returns a placeholder for the logits."""
+def _fused_loss_is_same(epilogue: nn.Module, travelling: Any, expected: Any) -> bool:
+    """Whether the last layer gives the same loss when the head is fused with it. travelling: the layer's input."""
     state, ledger = travelling
     with torch.no_grad():
         got = epilogue((state, dataclasses.replace(ledger, keeps_logits=KeepLogits.NEVER))).loss
@@ -91,35 +99,39 @@ def _loses_no_loss(epilogue: nn.Module, travelling: Any, expected: Any) -> bool:
 def _find_tokenwise(
     copy: nn.Module, plan: SplitPlan, layers: Sequence[nn.Module], args: Any, kwargs: Any
 ) -> dict[str, tuple[str, ...]]:
-    """One block of each build is looked at, and each tap; dropout is on, so what draws is not tokenwise."""
+    """Return, by path of a block or tap, the paths of its tokenwise modules.
+
+    Examines each tap, and one block of each structure. Dropout is on, so a module that draws random numbers gives other
+    results in the test and is not tokenwise.
+    """
     by_path = dict(copy.named_modules())
     found: dict[str, tuple[str, ...]] = {}
-    by_class: dict[Any, tuple[str, ...]] = {}
+    by_structure: dict[Any, tuple[str, ...]] = {}
     searches: dict[str, TokenwiseSearch] = {}
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for path in {**dict.fromkeys(plan.calls), **{tap.path: None for tap in plan.taps}}:
             module = by_path[path]
-            if path not in plan.calls or _build_of(module) not in by_class:
-                by_class.setdefault(_build_of(module), ())
+            if path not in plan.calls or _structure_of(module) not in by_structure:
+                by_structure.setdefault(_structure_of(module), ())
                 searches[path] = TokenwiseSearch()
                 stack.enter_context(searches[path].watching(module))
         _chained(layers, fresh(args), fresh(kwargs))
     for path, search in searches.items():
         found[path] = search.found()
         if path in plan.calls:
-            by_class[_build_of(by_path[path])] = found[path]
-    found |= {path: by_class[_build_of(by_path[path])] for path in plan.calls if path not in found}
+            by_structure[_structure_of(by_path[path])] = found[path]
+    found |= {path: by_structure[_structure_of(by_path[path])] for path in plan.calls if path not in found}
     return {path: parts for path, parts in found.items() if parts}
 
 
-def _build_of(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that are built alike; those of one class need not be."""
+def _structure_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return paths and classes of all modules inside. Modules of one class may have different structures."""
     return tuple((path, type(inner)) for path, inner in module.named_modules())
 
 
 @contextlib.contextmanager
 def _drawing_as_layers_do(copy: nn.Module, placed: PlacedPlan) -> Iterator[None]:
-    """Inside it blocks of the model draw the random numbers that they draw as layers."""
+    """Seed the generator at each call of a block, so that blocks draw the same numbers as in `_chained` layers."""
     layer_ids = iter(sorted(placed.calls))
 
     def seeded(forward: Forward) -> Forward:
@@ -139,7 +151,7 @@ def _drawing_as_layers_do(copy: nn.Module, placed: PlacedPlan) -> Iterator[None]
 
 @contextlib.contextmanager
 def _shared_buffers_stay(layers: Sequence[nn.Module], copy: nn.Module) -> Iterator[None]:
-    """Refuse a model that writes to a buffer of several layers: they could not keep such writes in order."""
+    """Raise ModelSplitError if code inside writes to a buffer of several layers: such writes would have no order."""
     num_layers_of = Counter(id(buffer) for layer in layers for buffer in set(layer.buffers()))
     shared = [(name, buffer) for name, buffer in copy.named_buffers() if num_layers_of[id(buffer)] > 1]
     versions = [buffer._version for _, buffer in shared]
@@ -150,19 +162,22 @@ def _shared_buffers_stay(layers: Sequence[nn.Module], copy: nn.Module) -> Iterat
 
 
 def _seed(layer_id: int) -> None:
-    torch.default_generator.manual_seed(layer_id)  # this one alone: generators of GPUs are the user's
+    torch.default_generator.manual_seed(layer_id)  # not torch.manual_seed, which also seeds the GPUs' generators
 
 
 def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.Module, PlacedPlan]:
+    """Return the layers of the plan on a copy of the model, the copy, and the places of the plan."""
     copy, _ = private_copy(model)
     book = _OnePlan()
-    layout = Layout(copy, book)
-    layout.add(plan)
-    book.placed = layout.placed[0]
-    return layout.layers, copy, book.placed
+    arrangement = LayerArrangement(copy, book)
+    arrangement.add(plan)
+    book.placed = arrangement.placed[0]
+    return arrangement.layers, copy, book.placed
 
 
 class _OnePlan:
+    """A PlanFinder that returns the same plan for every call."""
+
     placed: PlacedPlan
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan:
@@ -170,12 +185,16 @@ class _OnePlan:
 
 
 def _compare(expected: Any, got: Any) -> None:
+    """Raise ModelSplitError if the outputs of the layers are not those of the model."""
     left, right = leaves_of(expected), leaves_of(got)
     if type(expected) is not type(got) or len(left) != len(right):
-        raise ModelSplitError("split, it returns something of another structure")
+        raise ModelSplitError(
+            f"split into layers, it returns {type(got).__name__} with {len(right)} values instead of "
+            f"{type(expected).__name__} with {len(left)}"
+        )
     for a, b in zip(left, right, strict=True):
         if not equal(a, b) and not (isinstance(a, torch.Tensor) and _is_near(a, b)):
-            raise ModelSplitError("split, it returns other values")
+            raise ModelSplitError("split into layers, it returns other values")
 
 
 def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -186,7 +205,7 @@ def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _chained(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """All layers in one graph; each draws random numbers of its own. What the last returns, and what it was given."""
+    """Run all layers in one graph, each with its own seed; returns the output and the input of the last layer."""
     value: Any = None
     given: Any = None
     for i, layer in enumerate(layers):
@@ -203,28 +222,35 @@ def _compare_recomputed(
     args: Any,
     kwargs: Any,
 ) -> None:
+    """Raise ModelSplitError if recomputing layer by layer changes the loss or the gradients `in_one` graph."""
     if loss.requires_grad:
+        # The hooks of `gradients` collect the gradients of its backward passes; `take` returns them.
         again = _recomputed(layers, fresh(args), fresh(kwargs))
         if not equal(loss, again) and not _is_near(loss, again):
-            raise ModelSplitError("recomputed layer by layer, its loss is another: its forward does not repeat itself")
+            raise ModelSplitError(
+                f"recomputing layer by layer changed the loss ({float(loss):.6g} -> {float(again):.6g}): the forward "
+                "pass is not deterministic"
+            )
         _compare_gradients(in_one, gradients.take(), gradients.dtypes, "recomputed layer by layer")
 
 
 def _compare_gradients(
     expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], how: str
 ) -> None:
+    """Raise ModelSplitError if fingerprints of gradients differ. how: how the second ones were computed."""
     if expected.keys() != got.keys():
         name = min(expected.keys() ^ got.keys())
         raise ModelSplitError(f"{how}, {name} has {'no' if name in expected else 'a'} gradient")
+    # Gradients that are inf or NaN in the plain model are not compared.
     largest = max((float(found.norm()) for found in expected.values() if found.isfinite().all()), default=0.0)
     for name, found in expected.items():
         tolerance = _TOLERANCE.get(dtypes[name], 1e-1) * float(found.norm()) + _NOISE.get(dtypes[name], 1e-2) * largest
         if found.isfinite().all() and not float((found - got[name]).norm()) <= tolerance:
-            raise ModelSplitError(f"{how}, the gradient of {name} is another")
+            raise ModelSplitError(f"{how}, {name} has another gradient")
 
 
 class _Gradients:
-    """Fingerprints of the parameters' gradients, which are dropped themselves: means of chunks, and samples."""
+    """Collects fingerprints of gradients (means of chunks, and samples) and frees the gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found: dict[str, torch.Tensor] = {}
@@ -234,7 +260,7 @@ class _Gradients:
                 param.register_post_accumulate_grad_hook(functools.partial(self._note, name))
 
     def of(self, outputs: Any) -> dict[str, torch.Tensor]:
-        """By name of a parameter, of what a run of the model returned."""
+        """Run backward from the outputs of a forward pass; returns the fingerprints by name of the parameter."""
         loss = _loss_of(outputs)
         if loss.requires_grad:
             with FloatProducts():
@@ -242,11 +268,12 @@ class _Gradients:
         return self.take()
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Of whatever went backward since the last time, summed up."""
+        """Return the fingerprints of all backward passes since the last call, summed."""
         found, self._found = self._found, {}
         return found
 
     def _note(self, name: str, param: torch.Tensor) -> None:
+        """The hook of a parameter, which runs when its gradient is complete."""
         assert param.grad is not None
         gradient, param.grad = param.grad.detach(), None
         gradient = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
@@ -257,7 +284,8 @@ class _Gradients:
 
 
 def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Tensor:
-    """Forward with nothing kept but each layer's input, then backward with each layer run again."""
+    """Run forward keeping only each layer's input, then backward, running each layer again; returns the loss."""
+    # Each layer gets the same seed in both passes, as a layer's recomputation does.
     inputs: list[Any] = [(args, kwargs)]
     for i, layer in enumerate(layers[:-1]):
         _seed(i)
@@ -278,15 +306,16 @@ def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Te
         if roots:
             with FloatProducts():
                 torch.autograd.backward(roots, of_roots)
+        # The gradients of this layer's input are those of the output of the layer before it, by position.
         leaves = tensors_of(list(given[0].values())) if i else []
-        first = {id(leaf): j for j, leaf in reversed(list(enumerate(leaves)))}  # one tensor may have several keys
+        first = {id(leaf): j for j, leaf in reversed(list(enumerate(leaves)))}  # a tensor may have several keys
         found_gradients = {j: leaves[j].grad for j in first.values()}
         gradients = {j: gradient for j, gradient in found_gradients.items() if gradient is not None}
     return loss.detach()
 
 
 def _cut_off(value: Any) -> Any:
-    """Tensors as leaves of graphs of their own; one that occurs twice stays one."""
+    """Return a layer's output with detached tensors; a tensor that occurs twice stays one object."""
     cut: dict[int, torch.Tensor] = {}
     state, ledger = value
     for tensor in state.values():
@@ -295,9 +324,33 @@ def _cut_off(value: Any) -> Any:
 
 
 def _loss_of(value: Any) -> torch.Tensor:
-    """The model's own loss, or, without one, something that depends on all it returns."""
+    """Return the model's loss; if it has none, a scalar that depends on all of its outputs."""
     loss = getattr(value, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss.sum()
     outputs = [tensor for tensor in tensors_of(value) if tensor.requires_grad]
     return torch.stack([output.float().square().mean() for output in outputs]).sum() if outputs else torch.zeros(())
+
+
+class FloatProducts(TorchDispatchMode):
+    """Computes products of half-precision matrices on the host in float32, a part of the matrix at a time.
+
+    Many CPUs have no instructions for half precision. torch then takes a hundred times as long for the product of a
+    gradient and a weight as for the product of an input and a weight.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.mm.default and args[0].dtype in _HALF and args[0].device.type == "cpu":
+            return _product(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left @ right, summed over parts of the inner dimension."""
+    length = max(_PART // max(right.shape[1], 1), 1)
+    total = torch.zeros(left.shape[0], right.shape[1])
+    for rows, columns in zip(right.split(length), left.split(length, dim=1), strict=True):
+        total.addmm_(columns.float(), rows.float())
+    return total.to(left.dtype)

@@ -7,6 +7,7 @@ a layer of a split or converted model has other names than the model the user wr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 
@@ -143,12 +144,17 @@ class LayerRecord:
                 pieces += _parameter_pieces(place, image, record, buffer_of_home(record.home))
         return pieces
 
-    @property
+    @functools.cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All modules of the layer. The store refuses layers whose modules have changed."""
+        return tuple(self.module.modules())
+
+    @functools.cached_property
     def at_home(self) -> list[ParameterRecord]:
         """The parameters whose home is this layer."""
         return [record for record in self.parameters if record.home == self.layer_id]
 
-    @property
+    @functools.cached_property
     def homes(self) -> set[int]:
         """The layers whose slots guard the weights of this layer: itself and the homes of shared parameters."""
         return {self.layer_id} | {record.home for record in self.parameters}

@@ -1,4 +1,4 @@
-"""What the loss of a model is the mean over is found by running the model."""
+"""Trials find out what the loss of a model is a mean over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LABELS = torch.tensor([[1, 2, IGNORED, 4], [IGNORED, IGNORED, 3, 0], [2, IGNORED
 
 
 class Language(nn.Module):
-    """Its loss is a sum over labels, divided by their number or by what it is told, and `other` times a mean."""
+    """Its loss is a sum over labels, divided by their number or by `num_items_in_batch`, plus `other` times a mean."""
 
     def __init__(self, *, shift: bool, obeys: bool = True, dropout: float = 0.0, other: float = 0.0) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_microbatches_weighed_by_the_count_make_the_mean_of_the_whole(shift: boo
 @pytest.mark.parametrize("obeys", [True, False])
 @pytest.mark.parametrize(("shift", "expected"), [(True, count_shifted), (False, count_all)])
 def test_the_rule_holds_for_labels_it_has_not_seen(shift: bool, expected: Any, obeys: bool) -> None:
-    """Also where those it was found with do not tell the rules apart: their first column is ignored, say."""
+    """The right rule is found even if both rules count the same labels, as when the first column is ignored."""
     labels = LABELS.clone()
     labels[:, 0] = IGNORED
     for given in (LABELS, labels):
@@ -116,7 +116,7 @@ def test_without_labels_to_count_it_is_seen_whether_rows_are_averaged_or_added(r
 
 
 def test_a_single_label_is_enough() -> None:
-    """One sample with a class; a loss that ignores one of two equal samples is a mean over labels."""
+    """A call with one sample and one class: a loss that ignores one of two equal samples is a mean over labels."""
 
     class Classes(nn.Module):
         def forward(self, x: Tensor, labels: Tensor) -> Any:

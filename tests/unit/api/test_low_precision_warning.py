@@ -1,4 +1,4 @@
-"""Training low-precision weights without copies of higher precision is warned of, once, and only where it happens."""
+"""Training low-precision weights without optimizer copies of higher precision logs one warning."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_full_precision_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_frozen_low_precision_weights_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """As with adapters: the base is bfloat16 and frozen. Once it is trained, it is warned of."""
+    """A frozen bfloat16 base, as with adapters, needs no warning; training it later does."""
     net = network()
     net[0].requires_grad_(False)
     net[1:].float()
@@ -114,7 +114,7 @@ class AsFloat32(nn.Module):
 
 
 class InParts(nn.Module):
-    """Runs on the host between its parts, and has a parameter of its own."""
+    """Its forward runs on the host between its parts and uses a parameter outside of them."""
 
     def __init__(self) -> None:
         super().__init__()

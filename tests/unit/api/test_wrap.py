@@ -1,4 +1,4 @@
-"""Which parts of a model wrap_model_to_roundpipe makes RoundPipes of, with which options and names."""
+"""Which submodules wrap_model_to_roundpipe turns into RoundPipes, with which options and names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Wrapped = RoundPipe | AutoRoundPipe
 
 
 class Host(nn.Module):
-    """Runs its children one after the other, in their order; a list of modules element by element."""
+    """Runs its children in their order, and the elements of a ModuleList in theirs."""
 
     def __init__(self, **children: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Host(nn.Module):
 
 
 class WithWeight(nn.Module):
-    """Has a parameter of its own beside a child."""
+    """Has a parameter beside a child module."""
 
     def __init__(self, num_own: int, child: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def opened() -> Iterator[list[Wrapped]]:
 
 @pytest.fixture
 def wrap(opened: list[Wrapped]) -> Any:
-    """wrap_model_to_roundpipe on two virtual devices, with thresholds that leave several Linears in parts."""
+    """wrap_model_to_roundpipe on two virtual devices, with thresholds that make several Linears separate parts."""
 
     def wrap(model: nn.Module, **options: Any) -> Wrapped:
         options = {"lower_threshold": LINEAR_4, "upper_threshold": LINEAR_4, "devices": DEVICES} | options

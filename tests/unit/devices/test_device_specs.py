@@ -1,4 +1,4 @@
-"""What `devices=` and ROUNDPIPE_DEVICES may say."""
+"""Parsing `devices=` and ROUNDPIPE_DEVICES."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, (gpu(0), gpu(1))),
     ],
 )
-def test_devices_are_read(asked: object, specs: tuple[DeviceSpec, ...]) -> None:
+def test_devices_are_parsed(asked: object, specs: tuple[DeviceSpec, ...]) -> None:
     assert parse_devices(asked) == specs
 
 
@@ -56,5 +56,5 @@ def test_without_a_gpu_there_is_one_virtual_device(monkeypatch: pytest.MonkeyPat
         parse_devices(["cuda:0"])
 
 
-def test_virtual_devices_have_names_of_their_own() -> None:
+def test_virtual_devices_have_different_names() -> None:
     assert [device.name for device in open_devices([CPU] * 3)] == ["cpu:0", "cpu:1", "cpu:2"]

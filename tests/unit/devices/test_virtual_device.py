@@ -1,4 +1,4 @@
-"""Virtual devices: copies run late and in stream order, memory is NaN before its time."""
+"""Virtual devices: copies run as late as possible, in stream order; unwritten memory is NaN."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def empty(device: VirtualDevice) -> torch.Tensor:
     return device.device_empty_strided((3,), (1,), torch.float32, UP)
 
 
-def test_a_copy_does_not_run_before_somebody_waits(device: VirtualDevice) -> None:
+def test_a_copy_does_not_run_before_a_wait(device: VirtualDevice) -> None:
     target = empty(device)
     device.copy(target, torch.ones(3), UP)
     assert target.isnan().all()
@@ -48,7 +48,7 @@ def test_a_copy_reads_its_source_when_it_runs(device: VirtualDevice) -> None:
     assert torch.equal(target, torch.full((3,), 5.0))
 
 
-def test_a_stream_waits_for_another_one_of_another_device(device: VirtualDevice) -> None:
+def test_a_stream_can_wait_for_a_stream_of_a_different_device(device: VirtualDevice) -> None:
     other = VirtualDevice(1)
     middle, target = empty(device), empty(other)
     device.copy(middle, torch.ones(3), DOWN)
@@ -82,7 +82,7 @@ def test_poisoned_bytes_are_nan_in_every_float(device: VirtualDevice, dtype: tor
     assert buffer.view(dtype).isnan().all()
 
 
-def test_poison_comes_after_what_its_stream_has_to_wait_for(device: VirtualDevice) -> None:
+def test_poisoning_runs_after_the_waits_of_its_stream(device: VirtualDevice) -> None:
     buffer, target = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
     device.copy(target, buffer, DOWN)
     device.stream_wait(WEIGHTS, device.record(DOWN))
@@ -92,7 +92,7 @@ def test_poison_comes_after_what_its_stream_has_to_wait_for(device: VirtualDevic
     assert (buffer == 0xFF).all()
 
 
-def test_fresh_integers_are_no_valid_index(device: VirtualDevice) -> None:
+def test_uninitialised_integers_are_no_valid_index(device: VirtualDevice) -> None:
     fresh = device.device_empty_strided((2,), (1,), torch.int64, UP)
     assert (fresh < 0).all()
 

@@ -1,4 +1,4 @@
-"""Node kinds and a fake arrival for the microbatch tests."""
+"""Kinds of pytree nodes, and fake events, for the microbatch tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ torch.export.register_dataclass(Batch)
 
 
 class Box:
-    """Registered without names for its children, and with a static part."""
+    """A node registered with pytree without names for its children, and with a static part."""
 
     def __init__(self, content: Any, tag: str = "box") -> None:
         self.content = content
@@ -43,7 +43,7 @@ pytree.register_pytree_node(Box, lambda box: ([box.content], box.tag), lambda ch
 
 
 class FakeModelOutput(OrderedDict):
-    """Like a HF ModelOutput: an OrderedDict subclass that registers itself and leaves out what is None."""
+    """Like a ModelOutput of transformers: a registered subclass of OrderedDict that omits fields that are None."""
 
 
 pytree.register_pytree_node(
@@ -55,7 +55,7 @@ pytree.register_pytree_node(
 
 @dataclass
 class FakeEvent:
-    """An arrival that counts how often it was waited for."""
+    """An event that counts how often it was waited for."""
 
     waits: int = field(default=0)
 

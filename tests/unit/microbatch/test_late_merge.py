@@ -1,4 +1,4 @@
-"""A LateMerge is a tensor to torch and microbatches to a RoundPipe; values, gradients and writes are those of a cat."""
+"""A LateMerge behaves like torch.cat of its microbatches, and gives its microbatches to a RoundPipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = (2, 1, 3)
 
 
 class Arrival:
-    """Fills its value when it is waited for: whoever reads too early reads NaN."""
+    """An event that fills its value when it is waited for; a read before that gets NaN."""
 
     def __init__(self, place: Tensor, value: Tensor) -> None:
         self._place, self._value = place, value
@@ -92,7 +92,7 @@ def test_values_and_gradients_are_those_of_the_merged_tensor(use: str) -> None:
     assert_same([leaf.grad for leaf in ours], [leaf.grad for leaf in theirs], use)
 
 
-def test_functions_that_torch_sees_and_others_have_one_gradient() -> None:
+def test_torch_functions_and_autograd_functions_share_one_gradient() -> None:
     ours, theirs = leaves(), leaves()
     for one in (late(ours), torch.cat(theirs)):
         (one.sin() + Cube.apply(one) + one.relu()).sum().backward()
@@ -101,7 +101,7 @@ def test_functions_that_torch_sees_and_others_have_one_gradient() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_a_look_without_grad_does_not_cut_the_history(mode: Callable[[], Any]) -> None:
+def test_a_first_read_without_grad_keeps_the_autograd_history(mode: Callable[[], Any]) -> None:
     ours, theirs = leaves(), leaves()
     found, expected = late(ours), torch.cat(theirs)
     with mode():
@@ -112,7 +112,7 @@ def test_a_look_without_grad_does_not_cut_the_history(mode: Callable[[], Any]) -
     assert_same([leaf.grad for leaf in ours], [leaf.grad for leaf in theirs])
 
 
-def test_it_looks_like_the_merged_tensor_without_waiting() -> None:
+def test_shape_and_type_are_those_of_the_merged_tensor_and_need_no_wait() -> None:
     values = leaves(requires_grad=False)
     places = [torch.full_like(value, float("nan")) for value in values]
     events = [Arrival(place, value) for place, value in zip(places, values, strict=True)]
@@ -135,7 +135,7 @@ def test_it_looks_like_the_merged_tensor_without_waiting() -> None:
     assert all(event.num_waits == 1 for event in events)
 
 
-def test_it_is_a_whole_for_a_roundpipe_once_it_was_read() -> None:
+def test_after_a_read_a_roundpipe_gets_the_merged_tensor() -> None:
     found = late(leaves())
     assert isinstance(as_microbatches(found, 3), RoundPipePackedData)
     assert type(as_microbatches(late(leaves()), 1)) is Tensor
@@ -145,13 +145,13 @@ def test_it_is_a_whole_for_a_roundpipe_once_it_was_read() -> None:
     assert merged_now((found,))[0] is whole
 
 
-def test_a_single_microbatch_is_not_written_through() -> None:
+def test_an_in_place_write_does_not_reach_a_single_microbatch() -> None:
     (value,) = values = [torch.ones(2, 4)]
     late(values).add_(1)
     assert_same(value, torch.ones(2, 4))
 
 
-def test_gradients_of_both_ways_add_up() -> None:
+def test_gradients_through_microbatches_and_merged_tensor_add_up() -> None:
     ours, theirs = leaves(), leaves()
     found, expected = late(ours), torch.cat(theirs)
     parts = as_microbatches(found, 3)
@@ -184,7 +184,7 @@ def test_copies_are_ordinary_tensors(copied: Callable[[Any], Any]) -> None:
     assert_same(found, torch.cat(leaves(requires_grad=False)))
 
 
-def test_numbers_and_text_can_be_taken_out() -> None:
+def test_item_tolist_and_repr_work() -> None:
     values = leaves(requires_grad=False)
     whole = torch.cat(values)
     assert late(values).tolist() == whole.tolist()

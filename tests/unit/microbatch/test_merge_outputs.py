@@ -1,4 +1,4 @@
-"""Merging: automatic, by spec, by function, and packing instead."""
+"""merge_outputs: automatic, with a spec, with a function; and pack_outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_tensors_are_concatenated_along_dim_0(merge_output) -> None:
     assert torch.equal(merge_outputs(parts, merge_output), torch.cat(parts))
 
 
-def test_one_microbatch_is_itself() -> None:
+def test_a_single_microbatch_is_returned_unchanged() -> None:
     output = {"x": torch.randn(2, 3), "loss": torch.tensor(1.5), "n": torch.tensor(3), "tag": "t"}
     merged = merge_outputs([output])
     assert merged["x"] is output["x"]
@@ -37,7 +37,7 @@ def test_scalars_are_averaged(dtype) -> None:
 
 
 @pytest.mark.parametrize("values", [(3, 3, 3), (True, True)])
-def test_equal_integer_scalars_stay(values) -> None:
+def test_equal_integer_scalars_give_the_first(values) -> None:
     merged = merge_outputs([torch.tensor(value) for value in values])
     assert torch.equal(merged, torch.tensor(values[0]))
 
@@ -60,14 +60,14 @@ def test_nested_structures_keep_their_types() -> None:
     assert (plain["a"][1], pair.right, batch.scale, box.tag) == (1, "p", 2.0, "box")
 
 
-def test_dicts_with_keys_in_another_order_are_alike() -> None:
+def test_dicts_with_keys_in_a_different_order_are_alike() -> None:
     merged = merge_outputs([{"a": torch.tensor([1]), "b": "x"}, {"b": "x", "a": torch.tensor([2])}])
     assert merged["a"].tolist() == [1, 2]
     assert merged["b"] == "x"
 
 
 class Array:
-    """Answers == element by element, like numpy."""
+    """Compares element by element, like a numpy array."""
 
     shape = (2,)
 
@@ -103,7 +103,7 @@ def test_unequal_values_are_refused(left, right) -> None:
         merge_outputs([{"x": left}, {"x": left}, {"x": right}])
 
 
-def test_unequal_values_are_told() -> None:
+def test_the_message_shows_the_unequal_values() -> None:
     with pytest.raises(MergeError, match=r"is 'left' in microbatch 0 and 'right' in microbatch 2"):
         merge_outputs(["left", "left", "right"])
 
@@ -135,7 +135,7 @@ def test_different_structures_are_refused(first, other, path) -> None:
     assert "microbatch 2 " in str(caught.value)
 
 
-def test_shapes_that_do_not_fit_are_told() -> None:
+def test_the_message_shows_shapes_that_cannot_be_concatenated() -> None:
     with pytest.raises(MergeError, match=r"output\[0\] cannot .* shapes \(2, 3\), \(2, 4\)"):
         merge_outputs([(torch.zeros(2, 3),), (torch.zeros(2, 4),)])
     with pytest.raises(MergeError, match=r"shapes \(2,\), \(2, 1\)"):
@@ -181,17 +181,17 @@ def test_replicate_covers_a_subtree() -> None:
         merge_outputs([{"a": torch.ones(2)}, {"a": torch.zeros(2)}], Replicate)
 
 
-def test_reducer_sums_from_its_start() -> None:
+def test_reducer_starts_with_its_init_value() -> None:
     merged = merge_outputs([torch.tensor(1.0), torch.tensor(2.0)], Reducer(torch.tensor(10.0), operator.add))
     assert merged.item() == 13.0
 
 
-def test_reducer_goes_in_order_and_takes_whole_subtrees() -> None:
+def test_reducer_gets_whole_subtrees_in_the_order_of_microbatches() -> None:
     reducer = Reducer("", lambda text, pair: text + pair[0])
     assert merge_outputs([("a", 1), ("b", 2), ("c", 3)], reducer) == "abc"
 
 
-def test_reducer_in_place_does_not_change_its_start() -> None:
+def test_reducer_that_writes_in_place_does_not_change_its_init_value() -> None:
     adding = Reducer(torch.zeros(()), lambda total, value: total.add_(value))
     gathering = Reducer([], lambda seen, value: seen.append(value) or seen)
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_reducer_in_place_does_not_change_its_start() -> None:
         assert merge_outputs([1, 2], gathering) == [1, 2]
 
 
-def test_spec_tree_merges_each_part_its_own_way() -> None:
+def test_a_spec_tree_merges_each_part_by_its_own_spec() -> None:
     outputs = [(torch.randn(2, 3), {"loss": torch.tensor(float(i)), "n": 7}, torch.ones(1)) for i in range(3)]
     spec = (Chunk(1), {"n": Replicate, "loss": Reducer(0.0, operator.add)}, None)
     logits, stats, rest = merge_outputs(outputs, spec)
@@ -217,7 +217,7 @@ def test_chunk_covers_a_subtree() -> None:
     assert merged["b"][1] == "t"
 
 
-def test_spec_of_another_structure_is_refused() -> None:
+def test_spec_of_a_different_structure_is_refused() -> None:
     with pytest.raises(MergeError) as caught:
         merge_outputs([(torch.zeros(2), 1)] * 2, (Chunk(0),))
     assert "the merge spec for output does not match it: the spec is (TensorChunkSpec,)" in str(caught.value)
@@ -256,7 +256,7 @@ def test_errors_of_functions_keep_their_type_and_get_a_note() -> None:
     assert caught.value.__notes__ == [f"in Reducer for output[0] function {broken.__qualname__}"]
 
 
-def test_nothing_to_merge_and_junk_are_refused() -> None:
+def test_no_outputs_and_invalid_specs_are_refused() -> None:
     with pytest.raises(MergeError, match="no microbatch outputs"):
         merge_outputs([])
     with pytest.raises(ArgumentTypeError, match="merge_output is str 'sum'"):

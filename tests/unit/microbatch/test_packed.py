@@ -1,4 +1,4 @@
-"""RoundPipePackedData: a list whose values may still be on their way."""
+"""RoundPipePackedData: a list whose values may still be in transfer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_without_events_everything_has_arrived() -> None:
     assert RoundPipePackedData().events == []
 
 
-def test_events_line_up_with_values() -> None:
+def test_there_is_one_event_per_value() -> None:
     event = FakeEvent()
     packed = RoundPipePackedData([1, 2], [None, event])
     assert packed.events[0] is None
@@ -48,7 +48,7 @@ def test_synchronize_waits_for_each_event_once() -> None:
     assert packed.events == [None, None]
 
 
-def test_failed_wait_is_not_forgotten() -> None:
+def test_a_failed_wait_is_repeated() -> None:
     packed = RoundPipePackedData([1, 2], [None, FailingEvent()])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="copy failed"):
@@ -64,7 +64,7 @@ def test_failed_wait_is_not_forgotten() -> None:
         lambda packed: packed.__setitem__(0, 9),
     ],
 )
-def test_changed_list_waits_before_its_events_are_used(change) -> None:
+def test_a_changed_list_is_synchronized_before_its_events_are_used(change) -> None:
     events = [FakeEvent(), FakeEvent()]
     packed = RoundPipePackedData([1, 2], events)
     change(packed)
@@ -72,7 +72,7 @@ def test_changed_list_waits_before_its_events_are_used(change) -> None:
     assert [event.waits for event in events] == [1, 1]
 
 
-def test_as_microbatches_wraps_only_what_has_an_event() -> None:
+def test_as_microbatches_wraps_only_values_with_an_event() -> None:
     event = FakeEvent()
     first, second = RoundPipePackedData(["a", "b"], [event, None]).as_microbatches()
     assert first == Arriving("a", event)

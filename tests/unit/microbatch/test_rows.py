@@ -1,4 +1,4 @@
-"""How many rows of the batch each microbatch has, and where that cannot be told."""
+"""MicrobatchInputs.rows: the rows of the batch in each microbatch, or None if the call does not show them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from roundpipe.microbatch import Chunk, Replicate, RoundPipePackedData, split_call
 from roundpipe.microbatch.hf_inputs import ModelInputSplit
 
-ROWS = (3, 2, 2)  # of seven, in three
+ROWS = (3, 2, 2)  # seven rows in three microbatches
 PACKED = RoundPipePackedData([torch.zeros(rows, 2) for rows in (1, 4, 2)])
 
 
@@ -23,13 +23,13 @@ def uneven(args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -
 
 
 def sliced(args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
-    """Everything is there three times, and some of it is not cut at all."""
+    """Returns pieces beside a tensor that is the same in every microbatch, and beside values without rows."""
     pieces = args[0].split([1, 4, 2])
     return [(piece, args[0], torch.zeros(len(piece), 9), 5, torch.tensor(1)) for piece in pieces], [{}] * 3
 
 
 def mixed(args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
-    """Patches of images beside the rows they belong to."""
+    """Returns pieces beside tensors with different numbers of rows, such as patches of images."""
     return [(piece, torch.zeros(patches, 4)) for piece, patches in zip(args[0].split(ROWS), (8, 0, 5), strict=True)], [
         {}
     ] * 3
@@ -55,8 +55,8 @@ def mixed(args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) ->
         (rows_of(kwargs={"input_ids": torch.zeros(1, 5)}, split_input=ModelInputSplit(None)), (1,)),
     ],
 )
-def test_rows_are_counted_along_the_dimension_that_was_cut(found: Any, expected: Any) -> None:
-    """Those of the label where it tells, else those of the inputs."""
+def test_rows_are_counted_along_the_split_dimension(found: Any, expected: Any) -> None:
+    """The label determines them; if it does not, the inputs do."""
     assert found == expected
 
 
@@ -71,5 +71,5 @@ def test_rows_are_counted_along_the_dimension_that_was_cut(found: Any, expected:
     ],
 )
 def test_rows_are_not_guessed(found: Any) -> None:
-    """From nothing that was cut, from values without rows, and from tensors that disagree."""
+    """Nothing was split, the values have no rows, or tensors disagree."""
     assert found is None

@@ -1,4 +1,4 @@
-"""Splitting without a spec: along dim 0, evenly, the same batch everywhere."""
+"""split_call without specs: tensors are split evenly along dim 0 and must have the same batch size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def assert_cut(pieces, tensor: torch.Tensor, num_microbatch: int, dim: int = 0) 
         assert torch.equal(piece, chunk)
 
 
-def test_tensors_of_args_kwargs_and_label_are_cut_like_tensor_split() -> None:
+def test_tensors_of_args_kwargs_and_label_are_split_like_tensor_split() -> None:
     x, mask, y = torch.randn(8, 3), torch.randn(8, 2, 2), torch.arange(8)
     batches = auto((x,), {"mask": mask}, y)
     assert len(batches) == 3
@@ -33,7 +33,7 @@ def test_tensors_of_args_kwargs_and_label_are_cut_like_tensor_split() -> None:
     assert_cut(batches.labels, y, 3)
 
 
-def test_cut_tensors_share_memory_with_the_input() -> None:
+def test_pieces_share_memory_with_the_input() -> None:
     x = torch.randn(6, 3)
     assert auto((x,)).args[1][0].data_ptr() == x[2:].data_ptr()
 
@@ -76,18 +76,18 @@ def test_one_element_beside_a_larger_batch_is_replicated() -> None:
     assert [label.shape for label in batches.labels] == [(1,)] * 3
 
 
-def test_all_of_one_element_is_a_batch_of_one() -> None:
+def test_tensors_of_one_element_are_a_batch_of_one() -> None:
     batches = auto((torch.zeros(1, 4), torch.ones(1)))
     assert len(batches) == 1
     assert torch.equal(batches.args[0][0], torch.zeros(1, 4))
 
 
-def test_nothing_to_cut_is_replicated_as_often_as_asked() -> None:
+def test_values_without_tensors_are_replicated_num_microbatch_times() -> None:
     assert auto((1,), {"a": torch.tensor(1.0)}, "y").labels == ("y",) * 3
     assert auto().args == ((), (), ())
 
 
-def test_small_batch_gives_fewer_microbatches_and_says_so_once(caplog, monkeypatch) -> None:
+def test_small_batch_gives_fewer_microbatches_and_is_logged_once(caplog, monkeypatch) -> None:
     monkeypatch.setattr(split, "_logged_small_batches", set())
     with caplog.at_level(logging.WARNING, logger="roundpipe"):
         for num_microbatch in (5, 5, 7):
@@ -106,7 +106,7 @@ def test_full_batch_is_not_logged(caplog) -> None:
     assert caplog.records == []
 
 
-def test_different_batch_sizes_are_named() -> None:
+def test_the_message_names_tensors_of_different_batch_sizes() -> None:
     with pytest.raises(SplitError) as caught:
         auto((torch.zeros(8, 2), [torch.zeros(4)]), {"mask": torch.zeros(8)}, (0, torch.zeros(6, 5)))
     message = str(caught.value)
@@ -115,12 +115,12 @@ def test_different_batch_sizes_are_named() -> None:
     assert "split_input" in message
 
 
-def test_long_lists_of_tensors_are_cut_in_the_message() -> None:
+def test_the_message_truncates_long_lists_of_tensors() -> None:
     with pytest.raises(SplitError, match="and 3 more"):
         auto([torch.zeros(4)] * 10 + [torch.zeros(5)])
 
 
-def test_names_follow_the_node_kind() -> None:
+def test_the_message_names_leaves_by_the_kind_of_node() -> None:
     with pytest.raises(SplitError) as caught:
         auto((Pair(torch.zeros(2), torch.zeros(3)), Batch(torch.zeros(4), 0), Box(torch.zeros(5))))
     for path in ("args[0].left", "args[0].right", "args[1].tokens", "args[2][0]"):
@@ -159,7 +159,7 @@ def test_packed_elements_are_the_microbatches() -> None:
     assert_cut([args[1] for args in batches.args], torch.arange(5), 2)
 
 
-def test_packed_elements_keep_their_events_and_nobody_waits() -> None:
+def test_packed_elements_keep_their_events_and_are_not_waited_for() -> None:
     events = [FakeEvent(), FakeEvent()]
     nested = {"h": (RoundPipePackedData([10, 20], events),)}
     batches = auto((), nested, RoundPipePackedData("ab"))

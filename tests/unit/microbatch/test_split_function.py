@@ -1,4 +1,4 @@
-"""Splitting with the user's own functions: whatever number they return, the call agrees on it."""
+"""split_call with the user's split functions: they determine the number of microbatches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roundpipe.microbatch import Arriving, Chunk, RoundPipePackedData, split_cal
 
 
 def into(count: int, asked: list[int] | None = None):
-    """A split_input that cuts the first argument into `count`, remembering what it was asked for."""
+    """A split_input function that splits the first argument into `count` pieces and records its arguments."""
 
     def split_input(args, kwargs, num_microbatch):
         if asked is not None:
@@ -45,7 +45,7 @@ def test_chunk_example_of_the_documentation() -> None:
     assert all(torch.equal(args[1], m) for args, m in zip(batches.args, masks.chunk(4), strict=True))
 
 
-def test_lists_and_tuples_are_both_taken() -> None:
+def test_functions_may_return_lists_or_tuples() -> None:
     batches = call(lambda args, kwargs, n: (([1], [2]), ({"a": 1}, {"a": 2})))
     assert batches.args == ((1,), (2,))
     assert batches.kwargs == ({"a": 1}, {"a": 2})
@@ -73,7 +73,7 @@ def test_label_function_may_return_the_tuple_of_chunk() -> None:
     assert [piece.tolist() for piece in call(None, torch.chunk, label=label).labels] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_functions_are_asked_for_what_the_rest_of_the_call_yields() -> None:
+def test_functions_receive_the_number_that_the_rest_of_the_call_yields() -> None:
     asked: list[int] = []
     call(into(2, asked), args=(torch.arange(2),), label=torch.arange(2))
     call(None, lambda label, n: asked.append(n) or [label] * n, args=(torch.arange(3),))
@@ -81,13 +81,13 @@ def test_functions_are_asked_for_what_the_rest_of_the_call_yields() -> None:
     assert asked == [2, 3, 4, 3]
 
 
-def test_packed_label_settles_what_the_function_is_asked_for() -> None:
+def test_with_a_packed_label_the_function_receives_its_length() -> None:
     asked: list[int] = []
     assert call(into(2, asked), label=RoundPipePackedData("ab")).labels == ("a", "b")
     assert asked == [2]
 
 
-def test_packed_label_of_another_length_is_refused() -> None:
+def test_packed_label_of_a_different_length_is_refused() -> None:
     with pytest.raises(SplitError, match="returned 3 microbatches but packed data in the same call brings 2"):
         call(into(3), label=RoundPipePackedData("ab"))
 
@@ -99,7 +99,7 @@ def test_packed_data_returned_as_labels_keeps_its_events() -> None:
     assert event.waits == 0
 
 
-def test_different_counts_are_told() -> None:
+def test_the_message_shows_different_counts() -> None:
     with pytest.raises(SplitError, match="args: 2, kwargs: 3, label: 4"):
         call(lambda args, kwargs, n: ([(1,)] * 2, [{}] * 3), lambda label, n: [0] * 4)
     with pytest.raises(SplitError, match="args: 2, kwargs: 3, label: as many"):
@@ -117,7 +117,7 @@ def test_no_microbatch_is_refused() -> None:
         call(lambda args, kwargs, n: ([], []), lambda label, n: [])
 
 
-def test_label_function_is_never_asked_for_no_microbatch() -> None:
+def test_label_function_never_receives_zero() -> None:
     asked: list[int] = []
     with pytest.raises(SplitError, match="args: 0, kwargs: 0, label: 4"):
         call(lambda args, kwargs, n: ([], []), lambda label, n: asked.append(n) or [label] * n)

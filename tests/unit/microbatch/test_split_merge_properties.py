@@ -1,4 +1,4 @@
-"""For any nested input: split then merge gives it back, chunks are even, gradients reach every element."""
+"""For any nested input: merging its microbatches returns it, pieces are even, gradients reach every element."""
 
 from __future__ import annotations
 

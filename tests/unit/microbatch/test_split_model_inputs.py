@@ -1,6 +1,6 @@
-"""split_model_inputs: which part of each input a microbatch gets, told from names and shapes alone.
+"""split_model_inputs splits inputs by their names and shapes.
 
-An entry of an item carries the number of the item, so that a microbatch can be asked whose entries it got.
+Every entry of an item holds the number of the item, so tests can see which items a microbatch got.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ CONFIG = SimpleNamespace(image_token_id=IMAGE, video_token_id=VIDEO, audio_token
 
 
 def text(*samples: list[int]) -> Tensor:
-    """Token ids, padded with words."""
+    """Return token ids, padded with word tokens."""
     length = max(map(len, samples))
     return torch.tensor([sample + [WORD] * (length - len(sample)) for sample in samples])
 
 
 def numbered(*counts: int, features: int = 2) -> Tensor:
-    """As many entries of each item as said, each full of the item's number."""
+    """Return `counts[i]` entries for item i, each filled with i."""
     return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[:, None].expand(-1, features)
 
 
 def items_in(microbatches: list[dict[str, Any]], name: str) -> list[list[int] | None]:
-    """The numbers of the entries in each microbatch; None where the input is missing."""
+    """Return the item numbers of the entries in each microbatch; None if the input is missing."""
     return [part[name].flatten(1)[:, 0].tolist() if name in part else None for part in microbatches]
 
 
@@ -42,8 +42,8 @@ def shapes_in(microbatches: list[dict[str, Any]], name: str) -> list[tuple[int, 
     return [tuple(part[name].shape) for part in microbatches]
 
 
-class TestNothingIsCut:
-    def test_with_one_microbatch_anything_goes(self) -> None:
+class TestOneMicrobatch:
+    def test_num_microbatch_1_accepts_any_inputs(self) -> None:
         kwargs = {"input_ids": torch.zeros(4, 3), "pixel_values": torch.zeros(7, 2), "cu_seq_lens_q": torch.arange(3)}
         (whole,) = split_model_inputs(kwargs, 1, None)
         assert whole == kwargs
@@ -66,7 +66,7 @@ class TestNothingIsCut:
 
 
 class TestRows:
-    def test_rows_are_cut_as_evenly_as_tensor_split_does(self) -> None:
+    def test_rows_are_split_like_tensor_split(self) -> None:
         ids = torch.arange(14).view(7, 2)
         parts = split_model_inputs({"input_ids": ids, "labels": ids + 1}, 3, None)
         for part, expected in zip(parts, ids.tensor_split(3), strict=True):
@@ -77,12 +77,12 @@ class TestRows:
         parts = split_model_inputs({"input_ids": torch.zeros(3, 2)}, 8, None)
         assert shapes_in(parts, "input_ids") == [(1, 2)] * 3
 
-    def test_a_cut_is_a_view(self) -> None:
+    def test_pieces_are_views(self) -> None:
         embeds = torch.zeros(4, 3, requires_grad=True)
         parts = split_model_inputs({"inputs_embeds": embeds}, 2, None)
         assert parts[1]["inputs_embeds"]._base is embeds
 
-    def test_what_has_no_rows_is_replicated(self) -> None:
+    def test_values_without_rows_are_replicated(self) -> None:
         same = {
             "use_cache": False,
             "past_key_values": None,
@@ -97,13 +97,13 @@ class TestRows:
             assert part["vision_feature_layer"] == [-2, -1, 3, 4]
 
     @pytest.mark.parametrize("num_axes", [3, 4])
-    def test_positions_with_axes_in_front_are_cut_along_dim_1(self, num_axes: int) -> None:
+    def test_position_ids_with_axes_first_are_split_along_dim_1(self, num_axes: int) -> None:
         positions = torch.arange(num_axes * 3 * 5).view(num_axes, 3, 5)
         parts = split_model_inputs({"input_ids": torch.zeros(3, 5), "position_ids": positions}, 2, None)
         assert torch.equal(parts[0]["position_ids"], positions[:, :2])
         assert torch.equal(parts[1]["position_ids"], positions[:, 2:])
 
-    def test_positions_of_one_row_serve_every_sample(self) -> None:
+    def test_position_ids_of_one_row_are_replicated(self) -> None:
         positions = torch.zeros(3, 1, 5)
         for part in split_model_inputs({"input_ids": torch.zeros(3, 5), "position_ids": positions}, 3, None):
             assert part["position_ids"] is positions
@@ -120,17 +120,17 @@ class TestRows:
 
 
 class TestContainers:
-    def test_labels_in_a_list_go_by_sample(self) -> None:
+    def test_a_list_of_labels_is_split_by_sample(self) -> None:
         labels = [{"boxes": torch.full((3, 4), float(index))} for index in range(3)]  # as many boxes as samples
         parts = split_model_inputs({"pixel_values": torch.zeros(3, 3, 4, 4), "labels": labels}, 2, None)
         assert [part["labels"] for part in parts] == [labels[:2], labels[2:]]
 
-    def test_a_list_of_tensors_of_other_lengths_goes_by_sample(self) -> None:
+    def test_a_list_of_tensors_of_different_lengths_is_split_by_sample(self) -> None:
         masks = [torch.zeros(2, 4, 4), torch.zeros(5, 4, 4)]
         parts = split_model_inputs({"pixel_values": torch.zeros(2, 3, 4, 4), "segments": masks}, 2, None)
         assert [part["segments"] for part in parts] == [[masks[0]], [masks[1]]]
 
-    def test_tensors_inside_containers_are_cut_by_rows(self) -> None:
+    def test_tensors_inside_containers_are_split_by_rows(self) -> None:
         states, mask = torch.arange(6.0).view(3, 2), torch.zeros(1, 1, 5, 5)
         kwargs = {"input_ids": torch.zeros(3, 5), "encoder_outputs": (states,), "attention_mask": {"full": mask}}
         parts = split_model_inputs(kwargs, 2, None)
@@ -141,20 +141,20 @@ class TestContainers:
 class TestGrids:
     def test_patches_go_with_the_sample_that_has_the_placeholders(self) -> None:
         grid = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 4, 4]])
-        ids = text([IMAGE] * 1 + [WORD] + [IMAGE] * 2, [WORD], [IMAGE] * 4)  # four patches to a token
+        ids = text([IMAGE] * 1 + [WORD] + [IMAGE] * 2, [WORD], [IMAGE] * 4)  # four patches per token
         kwargs = {"input_ids": ids, "pixel_values": numbered(4, 8, 16), "image_grid_thw": grid}
         parts = split_model_inputs(kwargs, 3, CONFIG)
         assert items_in(parts, "pixel_values") == [[0] * 4 + [1] * 8, None, [2] * 16]
         assert torch.equal(parts[0]["image_grid_thw"], grid[:2])
         assert parts[1].keys() == {"input_ids"}
 
-    def test_as_many_images_as_samples_may_still_be_two_in_one(self) -> None:
+    def test_with_as_many_images_as_samples_one_sample_may_have_two(self) -> None:
         grid = torch.tensor([[1, 1, 2], [1, 1, 1], [1, 1, 3]])
         ids = text([WORD], [IMAGE] * 3, [IMAGE] * 3)
         kwargs = {"input_ids": ids, "pixel_values": numbered(2, 1, 3), "image_grid_thw": grid}
         assert items_in(split_model_inputs(kwargs, 3, CONFIG), "pixel_values") == [None, [0, 0, 1], [2, 2, 2]]
 
-    def test_images_and_videos_are_dealt_apart(self) -> None:
+    def test_images_and_videos_are_assigned_separately(self) -> None:
         kwargs = {
             "input_ids": text([VIDEO] * 8, [IMAGE] * 2 + [VIDEO] * 4 + [IMAGE], [WORD]),
             "pixel_values": numbered(2, 1),
@@ -182,7 +182,7 @@ class TestGrids:
         assert items_in(parts, "pixel_values") == [[0] * 4 + [1] * 8, [2] * 4, None]
         assert [part["image_merge_sizes"].tolist() for part in parts[:2]] == [[1, 2], [1]]
 
-    def test_all_images_may_stand_side_by_side_in_one_picture(self) -> None:
+    def test_all_images_may_be_side_by_side_in_one_picture(self) -> None:
         width = numbered(2 * 3, 4 * 3, features=1).T.expand(1, 3, 3, -1)  # patches of 3 x 3, two and four of them
         kwargs = {
             "input_ids": text([WORD], [IMAGE], [IMAGE] * 2),
@@ -202,7 +202,7 @@ class TestGrids:
         assert [part["labels"].tolist() for part in parts] == [[0, 1], [2]]
 
     @pytest.mark.parametrize("seed", range(20))
-    def test_any_layout_is_dealt_right(self, seed: int) -> None:
+    def test_random_layouts_are_assigned_correctly(self, seed: int) -> None:
         draw = random.Random(seed)
         layout = [
             [(1, 2 * draw.randint(1, 3), 2 * draw.randint(1, 3)) for _ in range(draw.randint(0, 3))] for _ in "1234"
@@ -228,7 +228,7 @@ class TestEntriesPerItem:
         kwargs = {"input_ids": text([IMAGE] * 8, [WORD], [IMAGE] * 4), "pixel_values": numbered(1, 1, 1)}
         assert items_in(split_model_inputs(kwargs, 3, CONFIG), "pixel_values") == [[0, 1], None, [2]]
 
-    def test_a_run_of_placeholders_is_a_clip_however_long(self) -> None:
+    def test_each_run_of_placeholders_is_one_clip(self) -> None:
         ids = text([AUDIO] * 6, [AUDIO, WORD, AUDIO, AUDIO, WORD, AUDIO, AUDIO, AUDIO], [WORD], [WORD])
         kwargs = {
             "input_ids": ids,
@@ -241,7 +241,7 @@ class TestEntriesPerItem:
         assert items_in(parts, "input_features") == [[0], [1, 2, 3], None, None]
         assert items_in(parts, "feature_attention_mask") == [[0], [1, 2, 3], None, None]
 
-    def test_sizes_tell_where_rows_of_an_image_are_kept_apart(self) -> None:
+    def test_sizes_determine_the_images_if_placeholder_runs_are_broken_by_rows(self) -> None:
         row = [IMAGE, IMAGE, WORD]
         kwargs = {
             "input_ids": text(row * 2, row * 4 + row, [WORD]),
@@ -250,15 +250,15 @@ class TestEntriesPerItem:
         }
         assert items_in(split_model_inputs(kwargs, 3, CONFIG), "pixel_values") == [[0], [1, 2], None]
 
-    def test_a_single_image_goes_to_the_one_sample_that_shows_it(self) -> None:
+    def test_a_single_image_goes_to_the_sample_with_placeholders(self) -> None:
         kwargs = {"input_ids": text([WORD], [WORD], [IMAGE] * 3), "pixel_values": numbered(1)}
         assert items_in(split_model_inputs(kwargs, 3, CONFIG), "pixel_values") == [None, None, [0]]
 
-    def test_a_single_image_that_no_sample_shows_serves_all(self) -> None:
+    def test_a_single_image_without_placeholders_is_replicated(self) -> None:
         kwargs = {"input_ids": text([WORD], [WORD]), "pixel_values": numbered(1)}
         assert items_in(split_model_inputs(kwargs, 2, CONFIG), "pixel_values") == [[0], [0]]
 
-    def test_images_padded_to_the_longest_sample_are_rows(self) -> None:
+    def test_images_padded_per_sample_are_split_by_rows(self) -> None:
         images = torch.arange(3)[:, None, None, None, None].expand(3, 2, 3, 4, 4)
         kwargs = {
             "input_ids": text([IMAGE, WORD, IMAGE], [WORD], [IMAGE]),
@@ -269,7 +269,7 @@ class TestEntriesPerItem:
         assert [part["pixel_values"].unique().tolist() for part in parts] == [[0], [1], [2]]
         assert [part["pixel_attention_mask"].unique().tolist() for part in parts] == [[0], [1], [2]]
 
-    def test_tiles_with_a_table_of_sizes_are_items(self) -> None:
+    def test_tiles_with_a_size_table_are_split_by_items(self) -> None:
         tiles = torch.arange(3)[:, None, None, None, None].expand(3, 2, 3, 4, 4)
         kwargs = {
             "input_ids": text([IMAGE, WORD, IMAGE], [WORD], [IMAGE]),
@@ -283,7 +283,7 @@ class TestEntriesPerItem:
             [2],
         ]
 
-    def test_numbers_of_images_may_be_said_outright(self) -> None:
+    def test_an_input_may_give_the_number_of_images_per_sample(self) -> None:
         kwargs = {
             "input_ids": text([IMAGE] * 9, [IMAGE] * 2, [IMAGE] * 3),  # adjacent, of unknown sizes
             "pixel_values": numbered(1, 1, 1, 1, 1),
@@ -316,7 +316,7 @@ class TestEntriesPerItem:
         parts = split_model_inputs(kwargs, 2, CONFIG)
         assert [part["labels"].tolist() for part in parts] == [[0, 1], [2]]
 
-    def test_no_images_at_all_are_left_out(self) -> None:
+    def test_empty_image_inputs_are_omitted(self) -> None:
         kwargs = {"input_ids": text([WORD], [WORD]), "pixel_values": torch.zeros(0, 3, 4, 4)}
         assert [part.keys() for part in split_model_inputs(kwargs, 2, CONFIG)] == [{"input_ids"}] * 2
 
@@ -325,12 +325,12 @@ class TestWherePlaceholdersAreFound:
     ids = text([WORD], [IMAGE, WORD, IMAGE], [IMAGE])
     expected = (None, [0, 1], [2])
 
-    def test_a_part_of_the_config_may_name_the_token(self) -> None:
+    def test_a_sub_config_may_have_the_token_id(self) -> None:
         config = SimpleNamespace(id2label={}, image_token_id=None, vision_config=SimpleNamespace(image_token_id=IMAGE))
         parts = split_model_inputs({"input_ids": self.ids, "pixel_values": numbered(1, 1, 1)}, 3, config)
         assert tuple(items_in(parts, "pixel_values")) == self.expected
 
-    def test_token_types_do_for_embedded_inputs(self) -> None:
+    def test_token_types_determine_placeholders_of_embedded_inputs(self) -> None:
         kwargs = {
             "inputs_embeds": torch.zeros(3, 3, 4),
             "mm_token_type_ids": (self.ids == IMAGE).long(),
@@ -338,7 +338,7 @@ class TestWherePlaceholdersAreFound:
         }
         assert tuple(items_in(split_model_inputs(kwargs, 3, None), "pixel_values")) == self.expected
 
-    def test_token_types_do_where_a_kind_borrows_the_token_of_another(self) -> None:
+    def test_token_types_determine_placeholders_if_two_kinds_share_a_token(self) -> None:
         kwargs = {
             "input_ids": self.ids,
             "mm_token_type_ids": (self.ids == IMAGE) * 2,
@@ -354,12 +354,12 @@ class TestCodebooks:
         parts = split_model_inputs(kwargs, 2, config)
         assert items_in(parts, "decoder_input_ids") == [list(range(8)), list(range(8, 12))]
 
-    def test_the_batch_is_that_of_the_mask_when_tokens_have_codebooks(self) -> None:
+    def test_the_mask_determines_the_batch_size_if_tokens_have_codebooks(self) -> None:
         kwargs = {"input_ids": torch.arange(12)[:, None], "attention_mask": torch.ones(3, 1)}
         parts = split_model_inputs(kwargs, 3, SimpleNamespace(num_codebooks=4))
         assert items_in(parts, "input_ids") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
-    def test_labels_follow_the_channels_of_the_decoder(self) -> None:
+    def test_labels_are_split_by_the_channels_of_the_decoder(self) -> None:
         config = SimpleNamespace(decoder_config=SimpleNamespace(num_channels=3))
         parts = split_model_inputs({"input_ids": torch.zeros(2, 5), "labels": numbered(3, 3)}, 2, config)
         assert items_in(parts, "labels") == [[0, 0, 0], [1, 1, 1]]
@@ -396,14 +396,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("extra", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_assigned_is_refused(extra: dict[str, Any], said: str) -> None:
+def test_inputs_that_cannot_be_assigned_are_refused(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(SplitError) as caught:
         split_model_inputs({"input_ids": IDS, **extra}, 2, CONFIG)
-    assert str(caught.value).startswith(f"cannot cut {said}")
-    assert str(caught.value).endswith("Say how to cut this call with split_input=..., or run it with num_microbatch=1")
+    assert str(caught.value).startswith(f"cannot split {said}")
+    assert str(caught.value).endswith(
+        "Say how to split this call with split_input=..., or run it with num_microbatch=1"
+    )
 
 
-def test_a_batch_size_that_cannot_be_told_is_refused() -> None:
+def test_an_unclear_batch_size_is_refused() -> None:
     with pytest.raises(
         SplitError, match=r"from left of shape \(4, 2\), right of shape \(5, 2\): their first dimensions"
     ):

@@ -1,4 +1,4 @@
-"""Splitting with a spec: every leaf as it says, and a spec that does not fit is named."""
+"""split_call with specs: each leaf is split by its spec, and specs that do not match are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def split_label(label, spec) -> MicrobatchInputs:
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
-def test_chunk_cuts_along_its_dimension(dim: int) -> None:
+def test_chunk_splits_along_its_dimension(dim: int) -> None:
     x = torch.randn(7, 8, 9)
     pieces = [args[0] for args in split_args((x,), (Chunk(dim),))]
     assert all(torch.equal(a, b) for a, b in zip(pieces, x.tensor_split(3, dim=dim), strict=True))
@@ -73,14 +73,14 @@ def test_nested_spec_matches_nested_input() -> None:
         assert all(piece is w for piece in whole)
 
 
-def test_kwargs_spec_may_be_in_another_order() -> None:
+def test_kwargs_spec_may_be_in_a_different_order() -> None:
     a, b = torch.randn(6, 2), torch.randn(2, 6)
     for kwargs in split_kwargs({"a": a, "b": b}, {"b": Chunk(1), "a": Chunk(0)}):
         assert list(kwargs) == ["a", "b"]
         assert kwargs["a"].shape == kwargs["b"].shape == (2, 2)
 
 
-def test_bare_spec_serves_a_bare_label() -> None:
+def test_a_leaf_spec_matches_a_label_that_is_a_tensor() -> None:
     label = torch.arange(12).view(2, 6)
     labels = split_label(label, Chunk(1)).labels
     assert all(torch.equal(a, b) for a, b in zip(labels, label.tensor_split(3, dim=1), strict=True))
@@ -127,7 +127,7 @@ def test_dimension_out_of_range_is_refused(shape, dim) -> None:
         (((Chunk(0),), None), "args[0]", "(TensorChunkSpec,)"),
     ],
 )
-def test_spec_of_another_structure_is_refused(spec, path, shown) -> None:
+def test_spec_of_a_different_structure_is_refused(spec, path, shown) -> None:
     with pytest.raises(SplitError) as caught:
         split_args((torch.zeros(4, 3), {"a": torch.zeros(4)}), spec)
     assert f"the spec for {path} does not match it: the spec is {shown}" in str(caught.value)
@@ -155,13 +155,13 @@ def test_spec_with_too_few_children_of_a_registered_node_is_refused() -> None:
     assert split_args((queue,), (deque([Chunk(0), Chunk(0)]),), num_microbatch=2)[0][0][1].shape == (2,)
 
 
-def test_plain_list_is_no_spec_for_a_registered_node() -> None:
+def test_a_list_does_not_match_a_registered_node() -> None:
     with pytest.raises(SplitError, match=r"the spec is \[TensorChunkSpec\], the value is Box"):
         split_args((Box(torch.zeros(4)),), ([Chunk(0)],))
 
 
 @pytest.mark.parametrize("spec", [Box((Chunk(0),)), Batch(Chunk(0), None), {"a": Chunk(0)}])
-def test_spec_of_another_node_type_is_refused(spec) -> None:
+def test_spec_of_a_different_node_type_is_refused(spec) -> None:
     with pytest.raises(SplitError, match="does not match"):
         split_args((Pair(torch.zeros(4), 1),), (spec,))
 
@@ -172,12 +172,12 @@ def test_unknown_and_missing_kwargs_are_refused(spec) -> None:
         split_kwargs({"mask": torch.zeros(4)}, spec)
 
 
-def test_label_spec_of_another_structure_is_refused() -> None:
+def test_label_spec_of_a_different_structure_is_refused() -> None:
     with pytest.raises(SplitError, match=r"the spec for label does not match it: .* the value is Tensor"):
         split_label(torch.zeros(4), (Chunk(0),))
 
 
-def test_one_marker_for_all_arguments_is_refused() -> None:
+def test_one_leaf_spec_for_all_arguments_is_refused() -> None:
     with pytest.raises(SplitError, match="one spec per positional argument"):
         split_args((torch.zeros(4),), Chunk(0))
 
@@ -208,9 +208,9 @@ def test_empty_chunked_dimension_is_refused() -> None:
         split_args((torch.zeros(9, 0),), (Chunk(1),))
 
 
-@pytest.mark.parametrize("marker", [Chunk(0), Replicate, None])
-def test_packed_leaf_is_its_microbatches_under_any_marker(marker) -> None:
-    assert split_args((RoundPipePackedData("ab"),), (marker,)) == (("a",), ("b",))
+@pytest.mark.parametrize("spec", [Chunk(0), Replicate, None])
+def test_packed_elements_are_the_microbatches_with_any_spec(spec) -> None:
+    assert split_args((RoundPipePackedData("ab"),), (spec,)) == (("a",), ("b",))
 
 
 def test_packed_leaf_inside_a_chunked_subtree() -> None:
@@ -225,7 +225,7 @@ def test_spec_inside_packed_data_is_refused() -> None:
         split_args((RoundPipePackedData("ab"),), ([Chunk(0), Chunk(0)],))
 
 
-def test_junk_in_a_spec_is_refused_at_the_call_too() -> None:
+def test_split_call_refuses_invalid_specs() -> None:
     with pytest.raises(ArgumentTypeError, match=r"split_input\[0\]\[0\] is int 0"):
         split_args((torch.zeros(3),), (0,))
     with pytest.raises(ArgumentTypeError, match="split_label is int 0"):

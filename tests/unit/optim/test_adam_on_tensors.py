@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from helpers_adam import NumpyAdam, NumpyAdamW
 from roundpipe import RoundPipe, optim
 from roundpipe.errors import RoundPipeError
 from roundpipe.optim import adam as one_pass
-from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel
+from roundpipe.optim.native.kernel import KernelParameter
 
 KINDS = [(optim.Adam, NumpyAdam, torch.optim.Adam), (optim.AdamW, NumpyAdamW, torch.optim.AdamW)]
 both = pytest.mark.parametrize(("ours", "exact", "torchs"), KINDS, ids=["Adam", "AdamW"])
@@ -26,21 +26,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tensor-lr": {"lr": torch.tensor(0.003)},
     "fused": {"fused": True},
 }
-
-
-@pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelParameter]]:
-    """What the kernel was given."""
-    seen: list[KernelParameter] = []
-    real = OnePassKernel.adam
-
-    def adam(self: OnePassKernel, given: list[KernelParameter]) -> None:
-        seen.extend(given)
-        real(self, given)
-
-    monkeypatch.setattr(OnePassKernel, "adam", adam)
-    yield seen
-    seen.clear()
 
 
 def randn(*shape: int, seed: int) -> Tensor:

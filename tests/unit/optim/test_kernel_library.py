@@ -1,4 +1,4 @@
-"""The kernel's library is compiled once, and never loaded from a place that another user can write to."""
+"""The kernel's library: compiled once, and never loaded from where another user could have put it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from roundpipe.optim.native import library
 
-UNKNOWN_USER = 54321  # has no account
+UNKNOWN_USER = 54321  # a user that no system knows
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can hand files to another user")
 
 # Loads the kernel without the one that was built with the package, and steps with it.
@@ -77,6 +77,26 @@ def libraries(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.so"))
 
 
+@pytest.fixture(scope="session")
+def library_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, compiled once for all tests that start with one."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setattr(library, "_built_with_the_package", lambda: iter(()))
+        return compiled_in(folder / "roundpipe")
+
+
+@pytest.fixture
+def made(cache: Path, library_file: Path) -> Path:
+    """The library in the cache of this process, as `compiled_in` leaves it."""
+    cache.mkdir(mode=0o700)
+    path = cache / library_file.name
+    path.write_bytes(library_file.read_bytes())
+    path.chmod(0o600)
+    return path
+
+
 def compiled_in(cache: Path) -> Path:
     assert fresh_load() is not None, "the tests need a C compiler"
     (path,) = libraries(cache)
@@ -84,7 +104,7 @@ def compiled_in(cache: Path) -> Path:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Replace a file by a new one: this process has loaded the old one, which must not change."""
+    """By another file: this process has loaded the old one."""
     path.unlink()
     path.write_bytes(content)
     path.chmod(0o600)
@@ -106,9 +126,8 @@ def test_without_a_compiler_there_is_one_line_and_no_kernel(tmp_path: Path) -> N
     assert done.stderr.count("there is no C compiler") == 1
 
 
-@pytest.mark.parametrize("length", [0, 100, 5000])
-def test_a_truncated_library_is_compiled_again(cache: Path, length: int) -> None:
-    made = compiled_in(cache)
+@pytest.mark.parametrize("length", [0, pytest.param(100, marks=pytest.mark.slow), 5000])
+def test_a_truncated_library_is_compiled_again(cache: Path, made: Path, length: int) -> None:
     whole = made.read_bytes()
     replace(made, whole[:length])
     assert fresh_load() is not None
@@ -116,8 +135,7 @@ def test_a_truncated_library_is_compiled_again(cache: Path, length: int) -> None
     assert path.read_bytes() == whole
 
 
-def test_a_library_with_one_changed_byte_is_compiled_again(cache: Path, loaded_from: list[Path]) -> None:
-    made = compiled_in(cache)
+def test_a_library_with_one_changed_byte_is_compiled_again(cache: Path, made: Path, loaded_from: list[Path]) -> None:
     whole = bytearray(made.read_bytes())
     whole[-1] ^= 1
     replace(made, bytes(whole))
@@ -128,9 +146,8 @@ def test_a_library_with_one_changed_byte_is_compiled_again(cache: Path, loaded_f
     assert len(loaded_from) == 1
 
 
-def test_a_library_that_cannot_be_loaded_is_compiled_again(cache: Path) -> None:
-    """Its checksum is right: it was compiled on a machine with another C library."""
-    made = compiled_in(cache)
+def test_a_library_that_cannot_be_loaded_is_compiled_again(cache: Path, made: Path) -> None:
+    """Its checksum is right: a machine with another C library has put it there."""
     made.unlink()
     content = b"no library"
     other = cache / f"{library._name_without_checksum()}-{hashlib.sha256(content).hexdigest()}.so"
@@ -150,20 +167,22 @@ def test_a_library_of_any_umask_is_private(cache: Path) -> None:
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777, 0o702])
-def test_a_folder_that_others_can_write_to_is_not_used(cache: Path, loaded_from: list[Path], mode: int) -> None:
-    planted = compiled_in(cache)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(0o777, marks=pytest.mark.slow), 0o770, pytest.param(0o1777, marks=pytest.mark.slow), 0o702]
+)
+def test_a_folder_that_others_can_write_to_is_not_used(
+    cache: Path, made: Path, loaded_from: list[Path], mode: int
+) -> None:
     cache.chmod(mode)
     loaded_from.clear()
     assert fresh_load() is not None
     assert len(loaded_from) == 1
-    assert planted not in loaded_from
-    assert not loaded_from[0].exists(), "compiled into a private folder, which was removed"
-    assert libraries(cache) == [planted]
+    assert made not in loaded_from
+    assert not loaded_from[0].exists(), "compiled into a private folder that is gone"
+    assert libraries(cache) == [made]
 
 
-def test_a_file_that_others_can_write_to_is_compiled_again(cache: Path) -> None:
-    made = compiled_in(cache)
+def test_a_file_that_others_can_write_to_is_compiled_again(cache: Path, made: Path) -> None:
     before = made.stat().st_ino
     made.chmod(0o666)
     holder = os.open(made, os.O_RDONLY)  # so that its inode is not used again
@@ -176,36 +195,32 @@ def test_a_file_that_others_can_write_to_is_compiled_again(cache: Path) -> None:
 
 
 @as_root
-def test_the_folder_of_another_user_is_not_used(cache: Path, loaded_from: list[Path]) -> None:
-    planted = compiled_in(cache)
+def test_the_folder_of_another_user_is_not_used(cache: Path, made: Path, loaded_from: list[Path]) -> None:
     os.chown(cache, UNKNOWN_USER, UNKNOWN_USER)
     loaded_from.clear()
     assert fresh_load() is not None
     assert loaded_from
-    assert planted not in loaded_from
+    assert made not in loaded_from
 
 
 @as_root
-def test_the_file_of_another_user_is_compiled_again(cache: Path) -> None:
-    made = compiled_in(cache)
+def test_the_file_of_another_user_is_compiled_again(cache: Path, made: Path) -> None:
     os.chown(made, UNKNOWN_USER, UNKNOWN_USER)
     assert fresh_load() is not None
     assert made.stat().st_uid == os.geteuid()
 
 
 @as_root
-def test_a_link_to_the_folder_of_another_user_is_not_followed(cache: Path, loaded_from: list[Path]) -> None:
-    planted = compiled_in(cache)
+def test_a_link_to_the_folder_of_another_user_is_not_followed(cache: Path, made: Path, loaded_from: list[Path]) -> None:
     elsewhere = cache.rename(cache.with_name("elsewhere"))
     cache.symlink_to(elsewhere)
     os.chown(elsewhere, UNKNOWN_USER, UNKNOWN_USER)
     loaded_from.clear()
     assert fresh_load() is not None
-    assert elsewhere / planted.name not in loaded_from
+    assert elsewhere / made.name not in loaded_from
 
 
-def test_a_link_in_the_place_of_the_library_is_not_followed(cache: Path, loaded_from: list[Path]) -> None:
-    made = compiled_in(cache)
+def test_a_link_in_the_place_of_the_library_is_not_followed(cache: Path, made: Path, loaded_from: list[Path]) -> None:
     elsewhere = made.rename(cache.parent / made.name)
     made.symlink_to(elsewhere)
     loaded_from.clear()
@@ -217,7 +232,7 @@ def test_a_link_in_the_place_of_the_library_is_not_followed(cache: Path, loaded_
 def test_a_relative_cache_is_not_used(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded_from: list[Path]
 ) -> None:
-    """Any user may have put files into the current folder."""
+    """What lies in the present folder may be anybody's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -227,7 +242,7 @@ def test_a_relative_cache_is_not_used(
 
 @as_root
 def test_a_user_without_a_home_directory_has_the_kernel() -> None:
-    """As in containers: HOME is not set, and the password file does not contain the user."""
+    """As in containers: HOME is not set, and the user is not in the password file."""
     drop = f"import os; os.setgroups([]); os.setgid({UNKNOWN_USER}); os.setuid({UNKNOWN_USER})"
     done = step_in_a_process({}, before=drop)
     assert done.stdout.split() == ["kernel"], done.stderr

@@ -1,6 +1,6 @@
-"""Random layers, profiles and models for the property tests of plan.
+"""Random layers, profiles and models for the property tests of plan/.
 
-Seconds are whole numbers: sums are then exact and optima can be compared with ==.
+Seconds are whole numbers, so sums are exact and tests can compare optima with ==.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe.plan import LayerCost, ModelProfile, RunType
+from roundpipe.plan.predict import StageMemory
 
 seconds = st.integers(1, 20).map(float)
 sizes = st.integers(0, 1000)
@@ -38,7 +39,7 @@ def profiles(draw, max_size=10, limits=st.none() | st.integers(1, 20000)):
 
 @dataclass
 class FakeModel:
-    """What ``auto`` sees of a RoundPipe."""
+    """The part of a RoundPipe that ``auto`` uses."""
 
     profile: ModelProfile
 
@@ -48,3 +49,7 @@ class FakeModel:
 
 def equal_layers(num_layers: int, forward_s: float = 1.0, **sizes: int) -> tuple[LayerCost, ...]:
     return (LayerCost(forward_s, forward_s, 2 * forward_s, **sizes),) * num_layers
+
+
+def peak_bytes(tasks, costs, grain="stage", num_devices=1, num_microbatch=1) -> int:
+    return StageMemory(costs, grain, num_microbatch).peak_bytes(tasks, num_devices)

@@ -1,14 +1,15 @@
-"""Steps whose update is waited for: when gradients become final, what a tail hides, which plan is chosen."""
+"""Exact steps (the call waits for the update): predicted seconds, the best tail, and the chosen plan."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from plan_strategies import for_all, grains, layer_costs
+from plan_strategies import for_all, grains, layer_costs, peak_bytes
 
 from helpers_plans import legal_plans
 from roundpipe.plan import LayerCost, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_exact_plan
-from roundpipe.plan.memory import StageMemory, peak_bytes
+from roundpipe.plan.partition import single_layers
+from roundpipe.plan.predict import StageMemory
 from roundpipe.plan.search import best_tail, exact_step_s
 
 EQUAL = (LayerCost(1.0, 1.0, 2.0),) * 4
@@ -20,7 +21,7 @@ def seconds(tasks, update_s, tail, num_microbatch=4, costs=EQUAL, grain="stage")
     return exact_step_s(tasks, costs, update_s, num_microbatch=num_microbatch, tail=tail, grain=grain)
 
 
-def test_without_an_update_the_step_is_its_compute():
+def test_without_an_update_the_step_takes_its_compute_time():
     for tail in range(1, 5):
         assert seconds(ONE_STAGE, [0.0] * 4, tail) == 4 * 4 * 3
     assert seconds(TWO_HALVES, [0.0] * 4, 1) == 4 * (4 * 3 + 2), "two layers are recomputed"
@@ -31,15 +32,15 @@ def test_without_an_update_the_step_is_its_compute():
     [
         (1, 48 - 6 + 4 * 5),  # the first gradient is final 6 s before the end, then four updates of 5 s
         (2, 48 - 3 * 4 + 4 * 5),
-        (4, 48 - 3 * 8 + 3 * 8 + 5),  # each update hides behind the backward of the layer before it
+        (4, 48 - 3 * 8 + 3 * 8 + 5),  # each update runs beside the backward of the layer before it
     ],
 )
 def test_a_tail_makes_gradients_final_earlier(tail, expected):
     assert seconds(ONE_STAGE, [5.0] * 4, tail) == expected
 
 
-def test_in_backward_stages_gradients_are_final_in_the_last_microbatch_of_each():
-    # F 8, FB 4 x 6 with 3 and 2 final 2 s apart at its end, B 4 x 6: 1 and 0 at its end.
+def test_gradients_of_a_backward_stage_are_final_after_its_last_microbatch():
+    # F takes 8 s, FB 4 x 6 s (layers 3 and 2 are final at its end, 2 s apart), B 4 x 6 s (the same for 1 and 0).
     assert seconds(TWO_HALVES, [3.0] * 4, 1) == 8 + 24 + 24 - 2 + 3 + 3
     by_layer = seconds(TWO_HALVES, [3.0] * 4, 1, grain="layer")
     assert by_layer == 8 + 24 + 24 - 3 + 3 + 3, "layer 1 is final before layer 0 is recomputed"
@@ -59,11 +60,11 @@ def test_a_step_takes_at_least_its_compute_and_its_updates(costs, grain, num_mic
             assert step_s <= (compute_s + sum(update_s)) * (1 + 1e-9)
 
 
-def test_the_shorter_tail_wins_where_it_makes_no_difference():
+def test_of_equally_fast_tails_the_shortest_wins():
     sizes = {"num_microbatch": 16, "longest": 16}
     assert best_tail(ONE_STAGE, EQUAL, [0.0] * 4, **sizes)[0] == 1
     tail, step_s = best_tail(ONE_STAGE, EQUAL, [5.0] * 4, **sizes)
-    assert 1 < tail < 16, "long enough for the updates to hide, and no longer"
+    assert 1 < tail < 16, "just long enough for the updates to overlap with the backward"
     assert step_s == seconds(ONE_STAGE, [5.0] * 4, 16, num_microbatch=16)
 
 
@@ -85,15 +86,12 @@ def test_the_chosen_plan_fits_and_no_other_fused_size_is_faster(limit):
     chosen.check_valid(8, RunType.FUSED)
     assert fits(chosen)
     fine = [
-        ModelExecutePlan(
-            [range(i, i + 1) for i in range(start)],
-            [range(start, 8), *(range(i, i + 1) for i in reversed(range(start)))],
-        )
+        ModelExecutePlan(single_layers(range(start)), [range(start, 8), *reversed(single_layers(range(start)))])
         for start in range(8)
     ]
     assert step_s(chosen) <= min(step_s(plan) for plan in fine if fits(plan)) * 1.01
 
 
-def test_with_several_devices_the_round_decides():
+def test_with_several_devices_the_steady_step_decides():
     plan = choose_exact_plan(ModelProfile(EQUAL * 3, 3, 4), [1.0] * 12)
     assert len(plan.bwd_plan) > 1

@@ -1,4 +1,4 @@
-"""ModelExecutePlan.auto: valid, balanced, and the best by its own rule, found by trying every plan."""
+"""ModelExecutePlan.auto returns valid, balanced plans. They are the best by its rule, compared with every plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plan_strategies import FakeModel, equal_layers, for_all, layer_costs, profi
 from helpers_plans import legal_plans
 from roundpipe.errors import ArgumentTypeError, ConfigError, PlanError
 from roundpipe.plan import LayerCost, ModelExecutePlan, ModelProfile, RunType, TaskKind, build_schedule
-from roundpipe.plan.simulator import task_seconds
+from roundpipe.plan.predict import task_seconds
 
 GB = 10**9
 
@@ -22,7 +22,7 @@ def model_of(costs, num_devices=2, limit=None):
 
 
 def passes_of(plan, run_type, costs):
-    """The stage times of each pass of a plan."""
+    """Return the stage times of each pass of a plan."""
     tasks = build_schedule(plan, run_type)
     times = [
         [task_seconds(task, costs) for task in tasks if (task.kind is TaskKind.BACKWARD) == side] for side in (0, 1)
@@ -31,7 +31,7 @@ def passes_of(plan, run_type, costs):
 
 
 @for_all(run_types, st.lists(profiles(), min_size=1, max_size=3), st.none() | st.integers(1, 12), st.floats(1.0, 3.0))
-def test_every_plan_is_valid_and_has_min_stages_if_the_layers_suffice(run_type, some, min_stages, upper_threshold):
+def test_every_plan_is_valid_and_has_min_stages_if_there_are_enough_layers(run_type, some, min_stages, upper_threshold):
     models = [FakeModel(profile) for profile in some]
     found = ModelExecutePlan.auto(run_type, *models, min_stages=min_stages, upper_threshold=upper_threshold)
     plans = found if len(models) > 1 else [found]
@@ -58,7 +58,7 @@ def test_no_legal_plan_is_better_by_the_rule(run_type, costs, min_stages, upper_
 
 
 def simple_best(run_type, costs, min_stages, upper_threshold):
-    """As the docstring says: bound = max(slowest layer, total / min_stages)."""
+    """Yield the best plan of each pass by the rule of auto: bound = max(slowest layer, total / min_stages)."""
     plans = [passes_of(plan, run_type, costs) for plan in legal_plans(len(costs), run_type)]
     for number in range(len(plans[0])):
         candidates = [times[number] for times in plans]
@@ -91,13 +91,13 @@ def test_no_legal_fused_plan_is_better_by_the_rule(costs, min_stages, upper_thre
     if fewest >= min_stages:
         assert (len(found), max(found)) == min((len(times), max(times)) for times in allowed)
     else:
-        # Moving layers out of the fused stage adds two stages, so one more than asked may be needed.
+        # Moving layers out of the fused stage adds two stages, so the plan may have one more than min_stages.
         assert min(min_stages, len(finest)) <= len(found) <= min(min_stages, len(finest)) + 1
 
 
 @for_all(run_types, st.lists(layer_costs(max_size=3), min_size=2, max_size=2), st.integers(1, 6))
 def test_several_models_share_one_target_stage_time(run_type, both, min_stages):
-    """No pair of legal plans with as few stages in all has a shorter slowest stage."""
+    """No pair of legal plans with at most as many stages in total has a faster slowest stage."""
     plans = ModelExecutePlan.auto(run_type, *map(model_of, both), min_stages=min_stages)
     found = [passes_of(plan, run_type, costs) for plan, costs in zip(plans, both, strict=True)]
     options = [[passes_of(plan, run_type, costs) for plan in legal_plans(len(costs), run_type)] for costs in both]
@@ -113,18 +113,18 @@ def test_several_models_share_one_target_stage_time(run_type, both, min_stages):
         assert slowest == best or (run_type is RunType.FUSED and stages <= min_stages + 1)
 
 
-def test_equal_layers_are_shared_evenly():
+def test_equal_layers_give_equal_stages():
     plan = ModelExecutePlan.auto("infer", model_of(equal_layers(12)), min_stages=4)
     assert plan == ModelExecutePlan([range(0, 3), range(3, 6), range(6, 9), range(9, 12)])
 
 
-def test_rounding_does_not_cost_a_stage():
+def test_rounding_errors_do_not_add_a_stage():
     plan = ModelExecutePlan.auto("infer", model_of(equal_layers(9, forward_s=0.1)), min_stages=3, upper_threshold=1.0)
     assert plan.fwd_plan == [range(0, 3), range(3, 6), range(6, 9)]
 
 
 def test_a_fused_plan_balances_forward_fused_and_backward_stages():
-    """Forward takes 1 s a layer, fused and backward 3 s: here every stage takes 9 s."""
+    """Forward takes 1 s per layer, fused and backward take 3 s per layer: here every stage takes 9 s."""
     costs = (LayerCost(1.0, 1.0, 2.0),) * 12
     plan = ModelExecutePlan.auto("fused", model_of(costs), min_stages=5)
     assert plan == ModelExecutePlan([range(0, 9)], [range(9, 12), range(6, 9), range(3, 6), range(0, 3)])
@@ -167,7 +167,7 @@ def test_a_layer_larger_than_the_limit_is_named_with_its_bytes():
     ModelExecutePlan.auto("infer", model_of(costs), model_memory_limit=2.5)
 
 
-def test_without_a_limit_a_stage_takes_half_the_device_where_layers_allow():
+def test_without_a_limit_a_stage_uses_up_to_half_of_the_device_except_for_larger_layers():
     costs = (*equal_layers(4, weight_bytes=100), *equal_layers(1, weight_bytes=900))
     plan = ModelExecutePlan.auto("infer", model_of(costs, num_devices=1, limit=400))
     assert plan.fwd_plan == [range(0, 2), range(2, 4), range(4, 5)]

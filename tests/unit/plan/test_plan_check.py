@@ -1,4 +1,4 @@
-"""check_valid accepts every legal plan of a small model, nothing else, and names the first fault."""
+"""check_valid accepts exactly the legal plans of small models and names the first fault of the others."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_number_of_layers_must_be_a_positive_int():
             ModelExecutePlan([range(0, 2)]).check_valid(wrong, "infer")
 
 
-def test_lists_are_the_users_to_assign_and_change():
+def test_users_may_assign_and_change_the_lists():
     plan = ModelExecutePlan()
     assert (plan.fwd_plan, plan.bwd_plan) == ([], [])
     plan.fwd_plan = [range(0, 3)]
@@ -190,3 +190,12 @@ def test_plans_compare_by_their_lists_print_as_code_and_are_not_hashable():
 
 def test_plan_errors_are_config_errors():
     assert issubclass(PlanError, ConfigError)
+
+
+def test_layer_by_layer_has_one_layer_per_stage():
+    first, second, third = range(0, 1), range(1, 2), range(2, 3)
+    assert ModelExecutePlan.layer_by_layer(3, RunType.INFER) == ModelExecutePlan([first, second, third])
+    backward = [third, second, first]
+    assert ModelExecutePlan.layer_by_layer(3, RunType.TRAIN) == ModelExecutePlan([first, second, third], backward)
+    assert ModelExecutePlan.layer_by_layer(3, RunType.FUSED) == ModelExecutePlan([first, second], backward)
+    assert ModelExecutePlan.layer_by_layer(1, RunType.FUSED) == ModelExecutePlan([], [first])

@@ -1,4 +1,4 @@
-"""choose_plan: valid, within memory where that is possible, and near the best of all legal plans."""
+"""choose_plan returns valid plans, within memory if possible, that are close to the best of all legal plans."""
 
 from __future__ import annotations
 
@@ -6,28 +6,16 @@ from functools import partial
 
 import pytest
 from hypothesis import strategies as st
-from plan_strategies import equal_layers, for_all, grains, layer_costs, profiles, run_types
+from plan_strategies import equal_layers, for_all, grains, layer_costs, peak_bytes, profiles, run_types
 
 from helpers_plans import legal_plans
 from roundpipe.plan import LayerCost, ModelExecutePlan, ModelProfile, RunType, build_schedule, choose_plan
-from roundpipe.plan.memory import peak_bytes
+from roundpipe.plan.predict import steady_step_s
 from roundpipe.plan.search import TIE
-from roundpipe.plan.simulator import steady_step_s
-
-
-def finest(num_layers: int, run_type: RunType) -> ModelExecutePlan:
-    singles = [range(layer, layer + 1) for layer in range(num_layers)]
-    match run_type:
-        case RunType.INFER:
-            return ModelExecutePlan(singles)
-        case RunType.TRAIN:
-            return ModelExecutePlan(singles, reversed(singles))
-        case RunType.FUSED:
-            return ModelExecutePlan(singles[:-1], reversed(singles))
 
 
 def passes(plan, run_type):
-    """The task lists that run without overlap: forward and backward of ``train`` are two calls."""
+    """Return the task lists of each call: forward and backward of ``train`` are two calls."""
     tasks = build_schedule(plan, run_type)
     if run_type is not RunType.TRAIN:
         return [tasks]
@@ -47,13 +35,14 @@ def step_s(plan, run_type, profile):
 
 
 @for_all(run_types, profiles(max_size=12), grains)
-def test_every_plan_is_valid_and_within_memory_if_the_finest_is(run_type, profile, grain):
+def test_every_plan_is_valid_and_fits_into_memory_if_the_finest_plan_does(run_type, profile, grain):
     plan = choose_plan(run_type, profile, grain)
     num_layers = len(profile.layers)
     plan.check_valid(num_layers, run_type)
     if profile.memory_limit_bytes is None:
         return
-    for chosen, single in zip(passes(plan, run_type), passes(finest(num_layers, run_type), run_type), strict=True):
+    finest = ModelExecutePlan.layer_by_layer(num_layers, run_type)
+    for chosen, single in zip(passes(plan, run_type), passes(finest, run_type), strict=True):
         sizes = {"num_devices": profile.num_devices, "num_microbatch": profile.num_microbatch}
         held = partial(peak_bytes, costs=profile.layers, grain=grain, **sizes)
         if held(single) <= profile.memory_limit_bytes:
@@ -64,18 +53,18 @@ def test_every_plan_is_valid_and_within_memory_if_the_finest_is(run_type, profil
 def test_when_nothing_fits_the_finest_plan_is_returned(run_type, costs, grain, num_devices):
     costs = tuple(LayerCost(c.forward_s, c.recompute_s, c.backward_s, c.weight_bytes + 1, 1, 1) for c in costs)
     plan = choose_plan(run_type, ModelProfile(costs, num_devices, 3, 1), grain)
-    assert plan == finest(len(costs), run_type)
+    assert plan == ModelExecutePlan.layer_by_layer(len(costs), run_type)
 
 
 @for_all(layer_costs(max_size=5), st.sampled_from(["infer", "train"]), st.integers(2, 4), st.integers(1, 5))
-def test_a_pass_is_as_fast_as_the_best_balanced_one(costs, run_type, num_devices, num_microbatch):
-    """Never slower than one stage a layer or everything in one stage, beyond what counts as a tie."""
+def test_a_pass_is_as_fast_as_the_coarsest_and_the_finest_plan(costs, run_type, num_devices, num_microbatch):
+    """The plan is not slower than one layer per stage or one stage in total, except for ties."""
     run_type = RunType(run_type)
     profile = ModelProfile(costs, num_devices, num_microbatch, None)
     whole = [range(0, len(costs))]
     coarsest = ModelExecutePlan(whole, whole)
     found_s = step_s(choose_plan(run_type, profile), run_type, profile)
-    for other in (coarsest, finest(len(costs), run_type)):
+    for other in (coarsest, ModelExecutePlan.layer_by_layer(len(costs), run_type)):
         assert found_s <= step_s(other, run_type, profile) * (1 + TIE) * (1 + 1e-9)
 
 
@@ -110,7 +99,7 @@ def test_one_device_fuses_as_much_as_memory_allows(costs, grain, limit):
 
 
 def test_one_device_with_a_limit_fuses_what_fits_and_packs_the_rest():
-    """Layers of 100 weights, 100 gradients, 100 activations; B stages of three beside three prefetched weights."""
+    """Layers of 100 bytes of weights, gradients and activations each; a fused stage of three layers fits."""
     layers = equal_layers(12, weight_bytes=100, grad_bytes=100, activation_bytes=100)
     plan = choose_plan(RunType.FUSED, ModelProfile(layers, 1, 2, 1200))
     assert len(plan.bwd_plan[0]) == 3
@@ -125,11 +114,11 @@ def test_layer_grain_allows_larger_backward_stages():
 
 
 def test_ties_go_to_fewer_tasks():
-    """Two devices, two microbatches of one layer that costs anything: further cuts gain nothing."""
+    """Only one layer takes time, so more stages do not make the step shorter."""
     layers = (LayerCost(0.0, 0.0, 0.0), LayerCost(1.0, 1.0, 1.0), LayerCost(0.0, 0.0, 0.0))
     assert choose_plan(RunType.INFER, ModelProfile(layers, 2, 2, None)) == ModelExecutePlan([range(0, 3)])
 
 
-def test_the_choice_is_repeatable():
+def test_the_choice_is_deterministic():
     profile = ModelProfile(equal_layers(30, weight_bytes=7), 4, 5, 100)
     assert choose_plan(RunType.FUSED, profile) == choose_plan(RunType.FUSED, profile)

@@ -1,4 +1,4 @@
-"""The cost model: measured where measured, filled in the same unit elsewhere."""
+"""The cost model returns measured times and estimates the missing ones in the same unit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = LAYER_OVERHEAD_BYTES
 
 
 def observed(costs: CostModel, layer_id: int, phase: Phase, seconds: float) -> None:
-    """A measurement that counts: after one that is dropped."""
+    """Add a warm-up measurement, which is dropped, and then one that counts."""
     costs.observe(layer_id, phase, 1e6)
     costs.observe(layer_id, phase, seconds)
 
@@ -50,7 +50,7 @@ def test_later_measurements_are_smoothed():
     assert costs.layer_costs()[0].forward_s == 4.0 + SMOOTHING * 4.0
 
 
-def test_forward_and_recompute_stand_in_for_each_other():
+def test_forward_and_recompute_replace_each_other_if_one_is_missing():
     costs = CostModel([0, 0], [0, 0])
     observed(costs, 0, Phase.FORWARD, 3.0)
     observed(costs, 1, Phase.RECOMPUTE, 5.0)
@@ -59,7 +59,7 @@ def test_forward_and_recompute_stand_in_for_each_other():
     assert times(second) == (5.0, 5.0, 10.0)
 
 
-def test_all_phases_measured_are_taken_as_they_are():
+def test_measured_phases_are_returned_unchanged():
     costs = CostModel([0], [0])
     for phase, seconds in zip(Phase, (1.0, 1.5, 7.0), strict=True):
         observed(costs, 0, phase, seconds)
@@ -99,7 +99,7 @@ def test_zero_seconds_are_a_measurement():
     assert [times(cost) for cost in costs.layer_costs()] == [(0.0, 0.0, 0.0)] * 2
 
 
-def test_a_measured_ratio_of_zero_leaves_forward_to_the_rate():
+def test_with_a_measured_ratio_of_zero_a_missing_forward_comes_from_the_rate():
     costs = CostModel([0, 0], [0, 0])
     observed(costs, 0, Phase.FORWARD, 4.0)
     observed(costs, 0, Phase.BACKWARD, 0.0)
@@ -116,7 +116,7 @@ def test_reset_forgets_times_but_not_bytes():
     assert times(costs.layer_costs()[0]) == times(estimate)
     assert costs.layer_costs()[0].activation_bytes == 70
     costs.observe(0, Phase.FORWARD, 9.0)
-    assert times(costs.layer_costs()[0]) == times(estimate), "warm-up starts anew"
+    assert times(costs.layer_costs()[0]) == times(estimate), "the first measurement is warm-up again"
 
 
 def test_the_largest_activation_counts():
@@ -132,7 +132,7 @@ def test_the_largest_activation_counts():
     st.floats(0.001, 1000.0),
 )
 def test_units_never_mix(weight_bytes, measurements, unit):
-    """With anything measured, measuring in another unit scales every time by that unit, estimates included."""
+    """Measuring in a different unit scales every time by that unit, estimates included."""
     here, there = CostModel(weight_bytes, weight_bytes), CostModel(weight_bytes, weight_bytes)
     measurements = [entry for entry in measurements if entry[0] < len(weight_bytes)]
     for layer_id, phase, seconds in measurements:

@@ -1,4 +1,4 @@
-"""A plan becomes named tasks in order, dealt round-robin."""
+"""build_schedule turns a plan into named tasks in order; deal assigns them to devices round-robin."""
 
 from __future__ import annotations
 

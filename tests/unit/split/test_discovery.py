@@ -1,4 +1,4 @@
-"""Blocks and the modules between them are found by watching one run of a model's forward."""
+"""Discovery finds the blocks of a model, and the taps between them, from one recorded forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import ModelSplitError
-from roundpipe.split.discovery import Event, block_paths, discover, observe
+from roundpipe.split.discovery import Event, block_paths, discover, record_events
 
 WIDTH = 4
 X = torch.ones(2, WIDTH)
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Its forward is given to it."""
+    """Calls a function that the test gives it as its forward."""
 
     def __init__(self, forward: Callable[[Any, Tensor], Tensor], **parts: nn.Module) -> None:
         super().__init__()
@@ -49,17 +49,17 @@ def through(modules: Any, x: Tensor) -> Tensor:
 
 
 def found(model: nn.Module) -> tuple[list[str], list[tuple[str, int]]]:
-    events, _ = observe(model, lambda: model(X))
+    events, _ = record_events(model, lambda: model(X))
     discovery = discover(model, events)
     return list(discovery.calls), [(tap.path, tap.segment) for tap in discovery.taps]
 
 
-# Watching.
+# Recording.
 
 
-def test_every_entry_and_exit_is_seen_and_the_result_handed_on() -> None:
+def test_the_start_and_end_of_each_forward_are_recorded_and_the_result_is_returned() -> None:
     model = Model(lambda self, x: self.a(x) + 1, a=Block())
-    events, value = observe(model, lambda: model(X))
+    events, value = record_events(model, lambda: model(X))
     assert events == [
         *(Event("", True), Event("a", True), Event("a.linear", True)),
         *(Event("a.linear", False), Event("a", False), Event("", False)),
@@ -67,25 +67,25 @@ def test_every_entry_and_exit_is_seen_and_the_result_handed_on() -> None:
     assert torch.equal(value, model(X))
 
 
-def test_a_call_of_forward_itself_is_seen_and_hooks_still_run() -> None:
+def test_a_direct_call_of_forward_is_recorded_and_hooks_still_run() -> None:
     model = Model(lambda self, x: self.a.forward(x), a=Block())
     seen: list[str] = []
     model.register_forward_hook(lambda *args: seen.append("hook"))
-    events, _ = observe(model, lambda: model(X))
+    events, _ = record_events(model, lambda: model(X))
     assert [event.path for event in events if event.enters] == ["", "a", "a.linear"]
     assert seen == ["hook"]
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_watching_leaves_the_model_as_it_was(raises: bool) -> None:
+def test_recording_leaves_the_model_unchanged(raises: bool) -> None:
     model = Model(lambda self, x: self.a(x) / (1 // (not raises)), a=Block())
     own = model.a.forward
     model.a.forward = own
     if raises:
         with pytest.raises(ZeroDivisionError):
-            observe(model, lambda: model(X))
+            record_events(model, lambda: model(X))
     else:
-        observe(model, lambda: model(X))
+        record_events(model, lambda: model(X))
     assert model.a.__dict__["forward"] is own
     assert "forward" not in model.__dict__
     assert "forward" not in model.a.linear.__dict__
@@ -153,7 +153,7 @@ def test_a_sequential_of_different_modules_is_a_tap() -> None:
     assert found(model) == (["blocks.0", "blocks.1"], [("head", 2)])
 
 
-def test_a_list_of_single_modules_or_of_little_weight_is_not_worth_cutting_at() -> None:
+def test_lists_of_single_operators_or_of_few_parameters_give_no_blocks() -> None:
     model = Model(
         lambda self, x: through([*self.linears, *self.blocks, *self.small], x),
         linears=nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]),
@@ -188,7 +188,7 @@ def test_without_a_list_that_is_called_there_is_nothing_to_split(model: nn.Modul
 # Taps.
 
 
-def test_a_module_around_blocks_is_no_tap_but_what_it_calls_is() -> None:
+def test_a_module_that_calls_blocks_is_no_tap_but_other_modules_it_calls_are() -> None:
     inner = Model(
         lambda self, x: self.norm(through(self.blocks, self.embed(x))),
         embed=nn.Linear(WIDTH, WIDTH),
@@ -202,14 +202,14 @@ def test_a_module_around_blocks_is_no_tap_but_what_it_calls_is() -> None:
     )
 
 
-def test_a_tap_is_as_large_as_can_be() -> None:
+def test_the_outermost_module_that_calls_no_block_is_the_tap() -> None:
     outer = Model(lambda self, x: self.a(self.b(x)), a=Block(), b=Block())
     model = Model(lambda self, x: through(self.blocks, self.outer(x)), outer=outer, blocks=blocks())
     assert found(model)[1] == [("outer", 0)]
 
 
-def test_a_module_called_as_a_whole_and_from_inside_is_opened() -> None:
-    """Its part has a life of its own, so the parts are the taps."""
+def test_a_module_whose_part_is_also_called_separately_is_opened() -> None:
+    """The parts are the taps, because stubs cannot be nested."""
     outer = Model(lambda self, x: self.a(x), a=nn.Linear(WIDTH, WIDTH))
     model = Model(lambda self, x: self.outer.a(through(self.blocks, self.outer(x))), outer=outer, blocks=blocks())
     assert found(model)[1] == [("outer.a", 0), ("outer.a", 2)]

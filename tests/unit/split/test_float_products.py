@@ -1,12 +1,12 @@
-"""Half-precision products on the host are those of float32, rounded once, however the matrix is cut."""
+"""FloatProducts gives half-precision products on the host computed in float32 and rounded once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from roundpipe.split import determinism as float_products
-from roundpipe.split.determinism import FloatProducts
+from roundpipe.split import verify as float_products
+from roundpipe.split.verify import FloatProducts
 
 SHAPES = [(3, 50, 7), (1, 1, 1), (4, 64, 64), (2, 9, 0), (0, 9, 2), (3, 0, 5)]
 
@@ -26,14 +26,14 @@ def test_products_are_rounded_once(
     assert torch.equal(found, (left.float() @ right.float()).to(dtype))
 
 
-def test_other_products_are_left_alone() -> None:
+def test_products_of_other_dtypes_are_unchanged() -> None:
     left, right = torch.randn(3, 4), torch.randn(4, 5)
     with FloatProducts():
         assert torch.equal(left @ right, torch.mm(left, right))
         assert (left.double() @ right.double()).dtype == torch.float64
 
 
-def test_a_backward_pass_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_pass_uses_float_products(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
     product = float_products._product
 

@@ -1,4 +1,4 @@
-"""Layers that draw from the process's generators have them for themselves, seeded by their torch stream."""
+"""own_generators gives a thread exclusive use of Python's and numpy's generators, seeded from torch's generator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draw() -> tuple[float, float]:
     return random.random(), float(np.random.rand())
 
 
-def test_the_same_torch_stream_gives_the_same_numbers() -> None:
+def test_the_same_torch_seed_gives_the_same_numbers() -> None:
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -29,7 +29,7 @@ def test_the_same_torch_stream_gives_the_same_numbers() -> None:
     assert found[0][0] != found[0][1]
 
 
-def test_the_users_generators_go_on_where_they_were() -> None:
+def test_the_generators_state_is_restored_afterwards() -> None:
     random.seed(5)
     np.random.seed(6)
     expected = [draw(), draw()]
@@ -41,7 +41,7 @@ def test_the_users_generators_go_on_where_they_were() -> None:
     assert draw() == expected[1]
 
 
-def test_they_are_put_back_after_an_error() -> None:
+def test_the_generators_state_is_restored_after_an_error() -> None:
     before = state_of_generators()
 
     def fail() -> None:
@@ -53,7 +53,7 @@ def test_they_are_put_back_after_an_error() -> None:
     assert state_of_generators() == before
 
 
-def test_a_block_may_be_inside_a_block() -> None:
+def test_own_generators_can_be_nested() -> None:
     torch.manual_seed(1)
     with own_generators():
         first = draw()
@@ -65,7 +65,7 @@ def test_a_block_may_be_inside_a_block() -> None:
         assert (draw(), draw()) == (first, second)
 
 
-def test_whether_somebody_has_drawn_can_be_told() -> None:
+def test_the_state_shows_whether_a_number_was_drawn() -> None:
     for way in (random.random, np.random.rand, lambda: random.gauss(0, 1), np.random.randn):
         before = state_of_generators()
         assert state_of_generators() == before
@@ -73,7 +73,7 @@ def test_whether_somebody_has_drawn_can_be_told() -> None:
         assert state_of_generators() != before
 
 
-def test_fresh_generators_are_in_a_state_of_their_own() -> None:
+def test_fresh_generators_are_in_a_new_state_each_time() -> None:
     with own_generators():
         first = fresh_generators()
         assert state_of_generators() == first
@@ -81,7 +81,7 @@ def test_fresh_generators_are_in_a_state_of_their_own() -> None:
 
 
 def test_threads_do_not_draw_from_each_others_numbers() -> None:
-    """Each thread sees the numbers of its own seed, although they take turns in the middle of drawing."""
+    """Each thread gets the numbers of its own seed, although another thread wants to draw meanwhile."""
     expected = {}
     for seed in range(6):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Head and loss in chunks are the head and the loss of a plain causal language model, in a bounded amount of memory."""
+"""linear_cross_entropy equals the head and loss of a plain causal language model, in a bounded amount of memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Case:
         return [leaf for leaf in (self.hidden, self.weight, self.bias) if leaf is not None]
 
     def to(self, dtype: torch.dtype) -> Case:
-        """Leaves of their own, with the same values rounded to `dtype`."""
+        """New leaf tensors with the same values, rounded to `dtype`."""
         hidden, weight, bias = (
             None if leaf is None else leaf.detach().to(dtype, copy=True).requires_grad_(leaf.requires_grad)
             for leaf in (self.hidden, self.weight, self.bias)
@@ -48,7 +48,7 @@ class Case:
         return replace(self, hidden=hidden, weight=weight, bias=bias)
 
     def run(self, head: Head, loss_grad: float = 1.0, **options: Any) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss and the gradients it leaves."""
+        """Return the loss and the gradients of its backward."""
         for leaf in self.leaves:
             leaf.grad = None
         loss = head(self.hidden, self.weight, self.bias, self.labels, **options)
@@ -80,7 +80,7 @@ def plain(
     num_items: int | Tensor | None = None,
     shift: bool = True,
 ) -> Tensor:
-    """What the head and the loss function of a causal language model do. float64 is not rounded to float32."""
+    """The head and the loss of a plain causal language model. float64 is not rounded to float32."""
     logits = F.linear(hidden, weight, bias)
     logits = logits if logits.dtype is torch.float64 else logits.float()
     if shift:
@@ -156,8 +156,8 @@ def test_leading_dimensions_and_strides_do_not_matter() -> None:
     assert_agree(strided.run(linear_cross_entropy, logits_bytes=chunked(4, itemsize=8)), expected, EXACT)
 
 
-def test_gradients_flow_on_to_what_hidden_was_made_of() -> None:
-    """With tied embeddings the weight is met twice, and both parts of its gradient add up."""
+def test_gradients_reach_the_tensors_that_hidden_was_computed_from() -> None:
+    """With tied embeddings the weight is used twice, and both parts of its gradient are added."""
     given = case(with_bias=False)
     tokens = given.labels.clamp(min=0)
 
@@ -251,7 +251,7 @@ def test_float16_is_as_close_as_its_rounding(loss_scale: float, rows: int, with_
 
 
 @pytest.mark.parametrize("rows", [100, 10_000])
-def test_a_loss_scale_saves_float16_gradients_although_it_comes_later(rows: int) -> None:
+def test_a_loss_scale_prevents_float16_underflow_although_it_arrives_in_backward(rows: int) -> None:
     """Uniform over 4096 classes and 1000 tokens: logit gradients of 2.4e-7, lost but for two bits without the scale."""
     vocab, tokens, scale = 4096, 1000, 2.0**14
     hidden = torch.full((tokens, WIDTH), 0.01, dtype=torch.float16, requires_grad=True)
@@ -301,7 +301,7 @@ def test_autocast_leaves_float64_alone() -> None:
 
 
 def test_a_weight_used_again_under_autocast_still_has_its_gradient() -> None:
-    """Autocast keeps the weights it has cast; one cast without a graph would be used by the linear below."""
+    """Autocast caches weights that it has cast; one cast without a graph would be used by the linear below."""
     given = case(torch.float32, with_bias=False)
     with torch.autocast("cpu", torch.bfloat16):
         linear_cross_entropy(given.hidden, given.weight, None, given.labels)
@@ -309,7 +309,7 @@ def test_a_weight_used_again_under_autocast_still_has_its_gradient() -> None:
     assert given.weight.grad is not None
 
 
-# What does not count.
+# Positions that do not count.
 
 
 def test_ignored_positions_get_no_gradient() -> None:
@@ -323,7 +323,7 @@ def test_ignored_positions_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("ignore_index", [0, -1, VOCAB])
-def test_any_number_can_mean_ignored(ignore_index: int) -> None:
+def test_any_ignore_index_works(ignore_index: int) -> None:
     given = case()
     given.labels[given.labels == IGNORED] = ignore_index
     ours = given.run(linear_cross_entropy, ignore_index=ignore_index, logits_bytes=chunked(4, itemsize=8))
@@ -332,8 +332,10 @@ def test_any_number_can_mean_ignored(ignore_index: int) -> None:
 
 @pytest.mark.parametrize("num_items", [None, 5, torch.tensor(5), 0], ids=["mean", "int", "tensor", "zero"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_nothing_to_predict_is_what_it_is_for_a_plain_head(dtype: torch.dtype, num_items: int | Tensor | None) -> None:
-    """The mean of nothing is NaN, a sum of nothing 0; gradients are zeros in any case."""
+def test_without_any_target_the_result_is_that_of_a_plain_head(
+    dtype: torch.dtype, num_items: int | Tensor | None
+) -> None:
+    """The mean over no targets is NaN, the sum is 0; gradients are zeros in both cases."""
     given = case(dtype)
     given.labels[:] = IGNORED
     ours, theirs = given.run(linear_cross_entropy, num_items=num_items), given.run(plain, num_items=num_items)
@@ -354,7 +356,7 @@ def test_num_items_zero_divides_by_it() -> None:
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
 @pytest.mark.parametrize("rows", ROWS_PER_CHUNK)
-def test_what_is_frozen_has_no_gradient_and_changes_no_other(rows: int, frozen: str) -> None:
+def test_a_frozen_operand_gets_no_gradient_and_does_not_change_the_others(rows: int, frozen: str) -> None:
     given = case()
     getattr(given, frozen).requires_grad_(False)
     ours = given.run(linear_cross_entropy, logits_bytes=chunked(rows, itemsize=8))
@@ -416,7 +418,7 @@ def test_no_more_logits_exist_than_were_allowed(with_grad: bool, dtype: torch.dt
     assert 0 < record.peak_logits_bytes <= allowed
 
 
-def test_the_record_sees_the_logits_of_a_plain_head() -> None:
+def test_the_memory_record_notices_the_logits_of_a_plain_head() -> None:
     given = case(torch.float32, shape=MANY)
     with Record() as record:
         given.run(plain)
@@ -447,7 +449,7 @@ def products(record: Record) -> int:
     ("frozen", "expected"),
     [((), 3), (("weight",), 2), (("hidden",), 2), (("hidden", "weight"), 1), (("hidden", "weight", "bias"), 1)],
 )
-def test_gradients_nobody_wants_cost_nothing(frozen: tuple[str, ...], expected: int) -> None:
+def test_gradients_that_are_not_required_are_not_computed(frozen: tuple[str, ...], expected: int) -> None:
     given = case()
     for name in frozen:
         getattr(given, name).requires_grad_(False)
@@ -480,7 +482,7 @@ def test_the_default_budget_holds_hundreds_of_tokens_of_a_large_vocabulary() -> 
     assert 256 <= LOGITS_BYTES // chunked(1, vocab=151_936) <= 1024
 
 
-# What cannot be done.
+# Refused.
 
 
 @pytest.mark.parametrize("with_grad", [True, False])

@@ -1,4 +1,4 @@
-"""A block that is recomputed sends every token to the experts its forward sent it to, whatever rounding does since."""
+"""KeptRoutes: a recomputed block sends each token to the experts that its forward pass chose, despite rounding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe.context import LayerPhase, LayerRun, running_layer
-from roundpipe.split.observe import ChoicesSeen, KeptRoutes
+from roundpipe.context import LayerPhase, LayerRun
+from roundpipe.split.determinism import ChoicesSeen, KeptRoutes
 
 SCORES = torch.tensor([[0.1, 0.9, 0.5], [0.7, 0.2, 0.6], [0.3, 0.4, 0.8]])
 Choose = Callable[[Tensor], Any]
@@ -32,9 +32,9 @@ WITHOUT_VALUES: dict[str, Choose] = {
 
 
 def run(phase: LayerPhase, scores: Tensor, choose: Choose, data: tuple[Any, ...] | None = None) -> tuple[Any, Any]:
-    """The choice in one run of a layer, and what it saved."""
+    """Run a choice inside a layer; returns the choice and the data saved for recomputation."""
     layer = LayerRun(phase, data)
-    with running_layer(layer):
+    with layer:
         routes = KeptRoutes()
         with routes:
             found = choose(scores)
@@ -58,7 +58,7 @@ def test_the_choice_of_the_forward_is_used_again_on_new_scores(way: str) -> None
 
 
 @pytest.mark.parametrize("way", WITHOUT_VALUES)
-def test_the_largest_of_the_forward_is_the_largest_again(way: str) -> None:
+def test_the_argmax_of_the_forward_is_used_again(way: str) -> None:
     choose = WITHOUT_VALUES[way]
     first, saved = run(LayerPhase.FORWARD, SCORES, choose)
     assert torch.equal(first, choose(SCORES))
@@ -67,7 +67,7 @@ def test_the_largest_of_the_forward_is_the_largest_again(way: str) -> None:
     assert torch.equal(again, first)
 
 
-def test_a_dimension_that_is_not_kept() -> None:
+def test_max_without_keepdim() -> None:
     first, saved = run(LayerPhase.FORWARD, SCORES, lambda x: x.max(1))
     again, _ = run(LayerPhase.RECOMPUTE, -SCORES, lambda x: x.max(1), saved)
     assert torch.equal(again.indices, SCORES.max(1).indices)
@@ -75,7 +75,7 @@ def test_a_dimension_that_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_flow_through_the_values_as_they_would(way: str) -> None:
+def test_gradients_flow_through_the_chosen_values(way: str) -> None:
     choose = WAYS[way]
     _, saved = run(LayerPhase.FORWARD, SCORES, choose)
     ours, plain = SCORES.clone().requires_grad_(), SCORES.clone().requires_grad_()
@@ -105,20 +105,20 @@ def test_results_can_be_unpacked_and_asked_by_name() -> None:
 
 
 @pytest.mark.parametrize("phase", [LayerPhase.FUSED, LayerPhase.INFERENCE])
-def test_where_nothing_is_recomputed_nothing_is_kept(phase: LayerPhase) -> None:
+def test_without_recomputation_nothing_is_saved(phase: LayerPhase) -> None:
     found, saved = run(phase, SCORES, WAYS["method"])
     assert saved is None
     assert torch.equal(found.indices, SCORES.topk(2).indices)
 
 
-def test_outside_of_layers_it_is_an_ordinary_top_k() -> None:
+def test_outside_of_layers_top_k_is_unchanged() -> None:
     with KeptRoutes() as routes:
         found = SCORES.topk(2)
     routes.save()
     assert torch.equal(found.indices, SCORES.topk(2).indices)
 
 
-def test_other_functions_are_left_alone() -> None:
+def test_other_functions_are_unchanged() -> None:
     def others(scores: Tensor) -> tuple[Any, ...]:
         return scores.sort().indices, scores.max(), torch.max(scores, -scores), scores.softmax(-1)
 

@@ -1,4 +1,4 @@
-"""Inputs for calibration: a call's own cut down to a few tokens, or made up from a config."""
+"""Inputs for calibration: the first tokens of a call's inputs, or inputs made up from a config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_first_tokens_of_the_first_rows_are_kept() -> None:
     assert kwargs["input_ids"].shape == (5, 20)
 
 
-def test_labels_that_would_be_ignored_are_made_to_count() -> None:
+def test_ignored_labels_are_replaced_by_labels_that_count() -> None:
     labels = torch.full((4, 20), -100)
     labels[:, -1] = 3
     small = cut_down({"input_ids": ids(4), "labels": labels})
@@ -36,7 +36,7 @@ def test_labels_that_would_be_ignored_are_made_to_count() -> None:
     assert (labels[:, 0] == -100).all()
 
 
-def test_a_padded_beginning_is_not_taken_for_nothing() -> None:
+def test_the_attention_mask_of_a_padded_beginning_is_set_to_ones() -> None:
     mask = torch.ones(4, 20, dtype=torch.long)
     mask[:, :12] = 0
     small = cut_down({"input_ids": ids(4), "attention_mask": mask})
@@ -63,7 +63,7 @@ def test_labels_of_rows_keep_one_number_for_each() -> None:
     ],
     ids=["unknown input", "rows differ", "small already", "smaller", "no tensor", "nothing"],
 )
-def test_what_cannot_or_need_not_be_cut_is_left(kwargs: dict[str, Any]) -> None:
+def test_inputs_that_cannot_or_need_not_be_cut_give_none(kwargs: dict[str, Any]) -> None:
     assert cut_down(kwargs) is None
 
 
@@ -107,7 +107,7 @@ def test_a_language_model_is_tried_with_labels_first_and_without_last() -> None:
     assert guesses[1]["labels"].shape == (2,)
 
 
-def test_tokens_are_of_the_vocabulary_and_none_that_has_a_meaning() -> None:
+def test_tokens_are_in_the_vocabulary_and_not_special() -> None:
     config = {"vocab_size": 10, "pad_token_id": 0, "image_token_index": 3, "num_layers": 5}
     found = set(next(made_up(Text(**config)))["input_ids"].flatten().tolist())
     assert found == {1, 2, 4, 5, 6, 7, 8, 9}
@@ -149,5 +149,5 @@ def test_a_model_that_takes_any_keyword_is_tried_with_labels() -> None:
     assert [sorted(guess) for guess in made_up(Unlabelled())] == [["input_ids"]]
 
 
-def test_of_unknown_inputs_nothing_is_made_up() -> None:
+def test_no_inputs_are_made_up_for_unknown_parameters() -> None:
     assert list(made_up(Other())) == []

@@ -1,4 +1,4 @@
-"""Calls that one plan serves have one signature; calls that may need another have another."""
+"""Calls that one plan serves have equal signatures; calls that may need another plan have different ones."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SAME)
-def test_one_plan_serves_both(kind: str) -> None:
+def test_calls_of_one_form_have_equal_signatures(kind: str) -> None:
     left, right = SAME[kind]
     assert of(**left) == of(**right)
     assert hash(of(**left)) == hash(of(**right))
 
 
 @pytest.mark.parametrize("kind", OTHER)
-def test_another_form_is_another_signature(kind: str) -> None:
+def test_calls_of_different_forms_have_different_signatures(kind: str) -> None:
     left, right = OTHER[kind]
     assert of(**left) != of(**right)
     assert of(**left, detail=Detail.SIZES) != of(**right, detail=Detail.SIZES)
@@ -68,13 +68,13 @@ def test_positional_and_named_arguments_are_told_apart() -> None:
     assert of(IDS, FLOATS) != of(FLOATS, IDS)
 
 
-def test_sizes_count_where_they_are_asked_for() -> None:
+def test_sizes_count_with_detail_sizes() -> None:
     assert of(x=IDS, detail=Detail.SIZES) != of(x=LONG, detail=Detail.SIZES)
     assert of(x=IDS, detail=Detail.SIZES) == of(x=IDS + 1, detail=Detail.SIZES)
     assert of(x=[IDS], detail=Detail.SIZES) != of(x=[LONG], detail=Detail.SIZES)
 
 
-def test_values_of_small_integer_tensors_count_where_they_are_asked_for() -> None:
+def test_values_of_small_integer_tensors_count_with_detail_values() -> None:
     assert of(x=IDS, detail=Detail.VALUES) == of(x=IDS.clone(), detail=Detail.VALUES)
     assert of(x=IDS, detail=Detail.VALUES) != of(x=IDS + 1, detail=Detail.VALUES)
     assert of(x=IDS, detail=Detail.VALUES) != of(x=LONG, detail=Detail.VALUES)

@@ -1,4 +1,4 @@
-"""A stub tree looks like the model to the model's own code; what runs elsewhere is a stub, what is missing is NaN."""
+"""A stub tree looks like the model to the model's own code: blocks and taps are stubs, missing parameters are NaN."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import ModelChangedError, ModelSplitError
-from roundpipe.split.stub_tree import Ghosts, StubTree
-from roundpipe.split.stubs import Stub, directed_by, make_stub, unstubbed
+from roundpipe.split.stubs import Ghosts, Stub, StubTree, directed_by, make_stub, unstubbed
 
 WIDTH = 3
 CPU = torch.device("cpu")
@@ -54,7 +53,7 @@ class Model(nn.Module):
 
 
 class Director:
-    """Runs what is real, and otherwise returns its argument; notes every call."""
+    """Runs modules that the tree includes, returns the argument for others, and notes every call."""
 
     device = CPU
 
@@ -81,7 +80,7 @@ def tree_of(model: nn.Module, owned: list[nn.Parameter], real: tuple[str, ...] =
     return tree
 
 
-def test_with_everything_real_the_tree_computes_what_the_model_computes() -> None:
+def test_a_tree_that_includes_everything_computes_the_same_as_the_model() -> None:
     model = Model()
     tree = tree_of(model, list(model.parameters()), ("embed", "blocks.0", "blocks.1", "head"))
     director = Director()
@@ -105,7 +104,7 @@ def test_only_owned_parameters_are_in_the_tree_and_others_are_nan_where_they_are
         assert torch.equal(owning.root(X), (X * model.scale + model.shift) * 2.0)
 
 
-def test_a_stub_is_of_the_class_it_stands_for_and_answers_like_it() -> None:
+def test_a_stub_is_an_instance_of_its_modules_class_and_has_its_attributes() -> None:
     model = Model()
     root = tree_of(model, []).root
     with directed_by(Director()):
@@ -123,7 +122,7 @@ def test_a_stub_is_of_the_class_it_stands_for_and_answers_like_it() -> None:
             stub.never_there
 
 
-def test_stubs_have_a_parameter_to_be_asked_for_a_dtype_that_takes_no_memory() -> None:
+def test_stubs_have_an_empty_parameter_of_the_modules_dtype() -> None:
     model = Model().to(torch.bfloat16)
     root = tree_of(model, []).root
     assert next(root.parameters()).dtype is torch.bfloat16
@@ -142,7 +141,7 @@ def test_a_model_of_two_dtypes_has_a_ghost_of_each() -> None:
     assert Ghosts(model).of(nn.Tanh()) is None
 
 
-def test_calling_forward_itself_reaches_the_director_too() -> None:
+def test_a_direct_call_of_forward_reaches_the_director() -> None:
     root = tree_of(Model(), []).root
     director = Director()
     with directed_by(director):
@@ -172,7 +171,7 @@ def test_buffers_above_the_stubs_are_the_models_own() -> None:
     assert tree_of(model, []).root.shift is model.shift
 
 
-def test_a_stub_given_to_somebody_is_meant_as_the_module() -> None:
+def test_a_stub_passed_as_an_argument_becomes_the_module() -> None:
     block = Block()
     assert unstubbed(make_stub(block, "b", block, None)) is block
     without = make_stub(block, "b", None, None)
@@ -180,7 +179,7 @@ def test_a_stub_given_to_somebody_is_meant_as_the_module() -> None:
     assert unstubbed(3) == 3
 
 
-def test_threads_have_directors_of_their_own() -> None:
+def test_each_thread_has_its_own_director() -> None:
     root = tree_of(Model(), []).root
     directors = [Director() for _ in range(4)]
     barrier = threading.Barrier(4)
@@ -199,7 +198,7 @@ def test_threads_have_directors_of_their_own() -> None:
     assert [len(director.seen) for director in directors] == [4, 5, 6, 7]
 
 
-def test_a_director_leaves_with_its_block() -> None:
+def test_a_stub_called_without_a_director_raises() -> None:
     root = tree_of(Model(), []).root
     with directed_by(Director()):
         pass
@@ -207,10 +206,10 @@ def test_a_director_leaves_with_its_block() -> None:
         root.blocks[0](X)
 
 
-# The model goes on living.
+# Changes of the model after the tree was made.
 
 
-def test_changed_and_new_attributes_are_taken_over() -> None:
+def test_refresh_copies_changed_and_new_attributes() -> None:
     model: Any = Model()
     tree = tree_of(model, list(model.parameters()))
     model.factor, model.extra = 5.0, "new"
@@ -222,7 +221,7 @@ def test_changed_and_new_attributes_are_taken_over() -> None:
         assert torch.equal(tree.root(X), (X * model.scale + model.shift) * 5.0)
 
 
-def test_what_the_trees_own_run_has_set_is_not_overwritten() -> None:
+def test_refresh_keeps_attributes_that_a_run_of_the_tree_set() -> None:
     model: Any = Model()
     tree = tree_of(model, [])
     tree.root.factor = 9.0
@@ -242,7 +241,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_composition_is_refused(change: str) -> None:
+def test_refresh_refuses_changed_modules_and_parameters(change: str) -> None:
     model = Model()
     tree = tree_of(model, [])
     tree.refresh()

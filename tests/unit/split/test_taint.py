@@ -1,4 +1,4 @@
-"""What is computed from a labelled tensor has its label, however it is computed; and who looks at values is told."""
+"""Taint: results get the labels of the tensors they are computed from, and reading a labelled value is reported."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_results_have_the_label_of_what_they_are_computed_from(how: str) -> None
 
 
 @pytest.mark.parametrize("how", FROM_NOTHING)
-def test_what_is_computed_from_nothing_labelled_has_no_label(how: str) -> None:
+def test_results_computed_without_labelled_tensors_have_no_label(how: str) -> None:
     followed = Followed()
     assert followed.labels(FROM_NOTHING[how]) == frozenset()
     assert not followed.read
@@ -85,7 +85,7 @@ def test_labels_add_up() -> None:
     assert Followed().labels(lambda a, b, plain: torch.stack([a, b])) == {A, B}
 
 
-def test_nothing_is_followed_outside() -> None:
+def test_nothing_is_traced_outside_of_following() -> None:
     followed = Followed()
     result = followed.a + 1
     assert followed.taint.labels_of(result) == frozenset()
@@ -115,14 +115,14 @@ NO_READS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("how", READS)
-def test_looking_at_values_is_told(how: str) -> None:
+def test_reading_a_value_is_reported(how: str) -> None:
     followed = Followed()
     followed.labels(READS[how])
     assert followed.read == {A}
 
 
 @pytest.mark.parametrize("how", NO_READS)
-def test_computing_is_not_looking(how: str) -> None:
+def test_computing_is_not_reported_as_reading(how: str) -> None:
     followed = Followed()
     followed.labels(NO_READS[how])
     assert not followed.read
@@ -148,7 +148,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], bool]] = {
 
 @pytest.mark.parametrize("without_dropout", [True, False])
 @pytest.mark.parametrize("how", DRAWS)
-def test_what_is_drawn_is_labelled_even_where_dropout_does_nothing(how: str, without_dropout: bool) -> None:
+def test_random_results_are_labelled_even_without_dropout(how: str, without_dropout: bool) -> None:
     draw, draws = DRAWS[how]
     followed = Followed()
     if without_dropout:
@@ -160,7 +160,7 @@ def test_what_is_drawn_is_labelled_even_where_dropout_does_nothing(how: str, wit
 
 
 @pytest.mark.parametrize("how", ["dropout", "the module", "dropout of nothing", "dropout in evaluation"])
-def test_without_dropout_a_result_is_the_input_exactly_where_it_would_be(how: str) -> None:
+def test_without_dropout_returns_the_input_itself_exactly_where_dropout_would(how: str) -> None:
     draw, draws = DRAWS[how]
     given = torch.randn(3, 4)
     with WithoutDropout():

@@ -1,4 +1,4 @@
-"""Modules that treat each token by itself are found by trying, and run tile by tile with the same results."""
+"""Tokenwise modules are found by running them on parts of their input, and run tile by tile with equal results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RootMeanSquare(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Every token sees those before it."""
+    """Adds to each token the tokens before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.cumsum(1)
@@ -51,7 +51,7 @@ class Positional(nn.Module):
 
 
 class Routed(nn.Module):
-    """By itself for each token, but it chooses: what is kept of a choice would come in parts."""
+    """Tokenwise, but calls top-k: KeptRoutes would save the choices of each tile separately."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * x.topk(1).values
@@ -100,7 +100,7 @@ def hidden(num_rows: int = 2, num_tokens: int = 6) -> Tensor:
     return torch.randn(num_rows, num_tokens, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
-def test_norms_and_feed_forward_parts_are_found_and_what_mixes_tokens_is_not() -> None:
+def test_norms_and_feed_forward_parts_are_found_and_modules_that_mix_tokens_are_not() -> None:
     assert found_in(Layer(), hidden()) == ("norm", "feed")
 
 
@@ -117,12 +117,12 @@ def test_the_outermost_module_is_taken() -> None:
 
 
 @pytest.mark.parametrize("build", [Mixing, Averaging, Positional, Routed, Dropping, Whole, Shrinking])
-def test_what_needs_more_than_a_token_or_chooses_or_draws_is_not(build: type[nn.Module]) -> None:
+def test_modules_that_mix_tokens_or_choose_or_draw_are_not_tokenwise(build: type[nn.Module]) -> None:
     torch.manual_seed(0)
     assert found_in(build(), hidden()) == ()
 
 
-def test_what_is_called_with_more_than_hidden_states_is_not() -> None:
+def test_modules_called_with_more_than_hidden_states_are_not_tokenwise() -> None:
     assert found_in(Named(), hidden()) == ("",)
     assert found_in(Named(), hidden(), scale=2.0) == ()
     assert found_in(Named(), hidden(), 2.0) == ()
@@ -131,7 +131,7 @@ def test_what_is_called_with_more_than_hidden_states_is_not() -> None:
     assert found_in(Named(), hidden()[:, :1]) == ()
 
 
-def test_modules_of_torch_keep_no_more_than_they_need() -> None:
+def test_modules_of_torch_are_not_tiled() -> None:
     assert found_in(nn.Linear(WIDTH, WIDTH), hidden()) == ()
 
 
@@ -153,7 +153,7 @@ def test_a_module_called_twice_must_be_tokenwise_both_times() -> None:
     assert found_in(Twice(), hidden()) == ()
 
 
-def test_a_hooked_module_is_left_alone() -> None:
+def test_a_module_with_hooks_is_not_tiled() -> None:
     layer = Layer()
     layer.feed.up.register_forward_hook(lambda module, args, output: None)
     layer.norm.register_forward_pre_hook(lambda module, args: None)
@@ -217,7 +217,7 @@ def test_without_grad_nothing_is_run_twice() -> None:
     torch.testing.assert_close(found, layer(hidden()))
 
 
-def test_modules_are_as_before_afterwards_also_after_an_error() -> None:
+def test_forwards_are_restored_also_after_an_error() -> None:
     layer = Layer()
     own = layer.feed.forward
     layer.feed.forward = own

@@ -1,4 +1,4 @@
-"""Nested values between modules are walked, compared and kept as templates, whatever containers they are made of."""
+"""Nested values are walked, compared and stored as templates, for all kinds of containers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NESTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", NESTED)
-def test_a_value_mapped_by_nothing_is_itself_in_new_containers(kind: str) -> None:
+def test_mapping_by_the_identity_gives_equal_values_in_new_containers(kind: str) -> None:
     value = NESTED[kind]
     same = map_leaves(lambda leaf: leaf, value)
     assert same == value
@@ -72,7 +72,7 @@ def test_leaves_come_in_the_order_of_their_containers() -> None:
     assert leaves_of(OrderedDict(b=1, a=2)) == [1, 2]
 
 
-def test_a_parameter_and_stand_ins_are_leaves() -> None:
+def test_parameters_outlines_and_held_are_leaves() -> None:
     param = nn.Parameter(torch.ones(2))
     held, outline = Held(("in", 0)), Outline.of(param)
     found = leaves_of([param, held, outline])
@@ -88,7 +88,7 @@ def test_structures_are_equal_where_leaves_can_be_compared_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("kind", NESTED)
-def test_a_template_is_filled_with_the_tensors_it_stands_for(kind: str) -> None:
+def test_a_template_is_filled_with_its_tensors(kind: str) -> None:
     tensors = {("in", i): torch.full((2,), float(i)) for i in range(12)}
     template = map_leaves(lambda leaf: Held(("in", leaf)) if type(leaf) is int else leaf, NESTED[kind])
     expected = map_leaves(lambda leaf: tensors["in", leaf] if type(leaf) is int else leaf, NESTED[kind])
@@ -125,17 +125,17 @@ def test_a_template_is_filled_with_the_tensors_it_stands_for(kind: str) -> None:
         (torch.ones(1), 1, False),
     ],
 )
-def test_leaves_are_equal_to_the_bit_or_not_at_all(left: Any, right: Any, expected: bool) -> None:
+def test_leaves_are_compared_bit_by_bit(left: Any, right: Any, expected: bool) -> None:
     assert equal(left, right) is expected
     assert equal(right, left) is expected
 
 
-def test_of_objects_nobody_knows_only_the_type_counts() -> None:
+def test_objects_of_unknown_classes_are_compared_by_type() -> None:
     assert equal(nn.Linear(1, 1), nn.Linear(2, 2))
     assert not equal(nn.Linear(1, 1), nn.Tanh())
 
 
-def test_plain_values_cannot_change_and_hold_no_tensor() -> None:
+def test_plain_values_are_immutable_and_hold_no_tensor() -> None:
     assert all(map(is_plain, (1, 2.5, "x", b"x", None, True, torch.float32, CPU, torch.Size([1]), range(3), slice(2))))
     assert not any(map(is_plain, (torch.ones(1), [1], {}, nn.Tanh(), object())))
 
@@ -167,8 +167,8 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("shape", [(2, 2), (1,), ()], ids=str)
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
-def test_what_is_written_into_a_placeholder_reaches_no_other(shape: tuple[int, ...], how: str) -> None:
-    """The model's own code gets them, and may write: others stay NaN, and do not seem to have been changed."""
+def test_writing_to_a_placeholder_does_not_change_others(shape: tuple[int, ...], how: str) -> None:
+    """The model's code may write to them: other placeholders stay NaN, and their version counters stay the same."""
     outline = Outline(torch.Size(shape), torch.float64)
     written, other = placeholder(outline, CPU), placeholder(outline, CPU)
     version = other._version
@@ -203,13 +203,13 @@ def test_containers_are_found_outermost_first_and_inside_tuples() -> None:
 
 
 @pytest.mark.parametrize("value", [1, None, torch.ones(2), "text", (1, (2, torch.ones(1)))])
-def test_without_containers_there_is_nothing_to_write_into(value: Any) -> None:
+def test_values_without_containers_are_recognised(value: Any) -> None:
     assert containers_in(value) == []
     assert not may_hold_containers(value)
 
 
 @pytest.mark.parametrize("value", [[], {}, ([],), (1, ({},)), UserDict(), OrderedDict(), Point(1, [])])
-def test_where_there_may_be_one_it_is_said(value: Any) -> None:
+def test_values_that_may_hold_containers_are_recognised(value: Any) -> None:
     assert may_hold_containers(value)
 
 
@@ -232,14 +232,16 @@ A, B = torch.ones(1), torch.ones(1)
         (OrderedDict(a=A, b=B), lambda c: c.move_to_end("a"), True),
     ],
 )
-def test_a_change_is_another_object_or_another_place(container: Any, change: Any, changed: bool) -> None:
+def test_a_container_is_changed_if_it_holds_other_objects_or_in_another_order(
+    container: Any, change: Any, changed: bool
+) -> None:
     before = content_of(container)
     change(container)
     assert is_changed(container, before) is changed
 
 
 @pytest.mark.parametrize("container", [{"a": 1, "b": 2}, [1, 2], UserDict(a=1), OrderedDict(b=1, a=2)])
-def test_what_was_in_a_container_can_be_put_back_into_it(container: Any) -> None:
+def test_the_content_of_a_container_can_be_restored(container: Any) -> None:
     before = content_of(container)
     same = container
     fill(container, type(before)())

@@ -1,4 +1,4 @@
-"""Markers are torch's own, and specs made of anything else are refused early."""
+"""Specs: the classes are those of torch, and invalid specs are refused."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch.distributed.pipelining import microbatch as torch_microbatch
 
 from roundpipe.errors import ArgumentTypeError, ConfigError, MergeError, SplitError
 from roundpipe.microbatch import Chunk, Reducer, Replicate, check_merge_output, check_split_input, check_split_label
-from roundpipe.microbatch.specs import is_custom_function, is_marker, is_replicate
+from roundpipe.microbatch.specs import is_custom_function, is_leaf_spec, is_replicate
 
 REDUCER = Reducer(torch.tensor(0.0), operator.add)
 
 
-def test_markers_are_the_classes_of_torch() -> None:
+def test_spec_classes_are_those_of_torch() -> None:
     assert Chunk is torch_microbatch.TensorChunkSpec
     assert Replicate is torch_microbatch._Replicate
     assert Reducer is torch_microbatch._CustomReducer
 
 
 @pytest.mark.parametrize("spec", [Replicate, Replicate()])
-def test_replicate_is_a_marker_as_class_and_as_instance(spec) -> None:
+def test_replicate_is_a_spec_as_class_and_as_instance(spec) -> None:
     assert is_replicate(spec)
-    assert is_marker(spec)
+    assert is_leaf_spec(spec)
     assert not is_custom_function(spec)
 
 
 @pytest.mark.parametrize("spec", [Chunk, Reducer, Chunk(0), REDUCER, None, (Chunk(0),)])
-def test_markers_and_their_classes_are_no_functions(spec) -> None:
+def test_specs_and_their_classes_do_not_count_as_functions(spec) -> None:
     assert not is_custom_function(spec)
 
 
 @pytest.mark.parametrize("function", [lambda *_: None, print, torch.nn.Identity()])
-def test_functions_and_callable_objects_are_functions(function) -> None:
+def test_functions_and_callable_objects_count_as_functions(function) -> None:
     assert is_custom_function(function)
     check_split_input(function)
     check_split_label(function)
@@ -113,7 +113,7 @@ def test_wrong_merge_output_is_refused(spec, error, message) -> None:
         check_merge_output(spec)
 
 
-def test_refusals_are_value_or_type_errors_for_plain_python() -> None:
+def test_refusals_are_value_errors_or_type_errors() -> None:
     with pytest.raises(ValueError):
         check_split_input((Chunk(0), None))
     with pytest.raises(TypeError):
@@ -121,7 +121,7 @@ def test_refusals_are_value_or_type_errors_for_plain_python() -> None:
     assert issubclass(SplitError, ConfigError)
 
 
-def test_long_wrong_value_is_cut_in_the_message() -> None:
+def test_the_message_truncates_a_long_value() -> None:
     with pytest.raises(ArgumentTypeError) as caught:
         check_split_label("y" * 1000)
     assert len(str(caught.value)) < 300

@@ -1,4 +1,4 @@
-"""Streams in place of the shared generators of `random` and `numpy.random`, one for each thread."""
+"""ProcessRandomStream: a separate stream per thread for `random` and `numpy.random`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from random import random as imported_random
 import numpy as np
 import pytest
 
-from roundpipe.devices import random as process_random
-from roundpipe.devices.random import ProcessRandomStream, route_shared_generators
+from roundpipe.runtime import rng as process_random
+from roundpipe.runtime.rng import ProcessRandomStream, route_shared_generators
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_a_stream_depends_on_its_seed_alone() -> None:
     assert len(numbers) == 30
 
 
-def test_the_shared_generators_do_not_notice_a_stream() -> None:
+def test_a_stream_leaves_the_shared_generators_unchanged() -> None:
     random.seed(1)
     np.random.seed(2)
     expected = [draw(), draw()]
@@ -73,7 +73,7 @@ def test_streams_nest_and_end_with_an_error() -> None:
         assert (first, draw()) == expected
 
 
-def test_a_watched_stream_does_not_mind_draws_by_other_threads() -> None:
+def test_a_watched_stream_accepts_draws_of_other_threads() -> None:
     with ProcessRandomStream(3, is_watched=True):
         thread = threading.Thread(target=draw)
         thread.start()

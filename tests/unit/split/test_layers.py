@@ -1,4 +1,4 @@
-"""The layers of a split model grow so that every plan has its place among them, and hold every parameter."""
+"""LayerArrangement has a place for every plan, adds as few layers as possible, and holds every parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe.split.layers import GLUE, BlockLayer, Element, GlueLayer, Layout, PlacedPlan, elements_of
+from roundpipe.split.layers import GLUE, BlockLayer, Element, GlueLayer, LayerArrangement, PlacedPlan, elements_of
 from roundpipe.split.plan import CallOutline, SplitPlan, TapCall
 from roundpipe.split.values import Outline
 
@@ -48,7 +48,7 @@ OUTLINE = CallOutline(
 def plan(
     numbers: Sequence[int], points: Sequence[int] = (), needs: dict[int, set[str]] | None = None, stubs: str = "head"
 ) -> SplitPlan:
-    """Calls of these blocks, with code of their own before those in `points`; the ends always have some."""
+    """A plan that calls these blocks, with points before the calls in `points`, before the first and after the last."""
     all_points = tuple(sorted({0, *points, len(numbers)}))
     own = {point: frozenset(names) for point, names in (needs or {}).items()}
     return SplitPlan(
@@ -63,22 +63,22 @@ def plan(
     )
 
 
-def layout_of(model: nn.Module, *plans: SplitPlan) -> Layout:
-    layout = Layout(model, NoBook())
+def layout_of(model: nn.Module, *plans: SplitPlan) -> LayerArrangement:
+    layout = LayerArrangement(model, NoBook())
     layout.build()
     for one in plans:
         layout.add(one)
     return layout
 
 
-def row(layout: Layout) -> list[str]:
+def row(layout: LayerArrangement) -> list[str]:
     """The layers as letters: G for code, digits for blocks."""
     blocks = {id(block): str(i) for i, block in enumerate(layout._model.blocks)}  # type: ignore[arg-type]
     return ["G" if isinstance(layer, GlueLayer) else blocks[id(layer.block)] for layer in layout.layers]
 
 
-def in_order(layout: Layout, placed: PlacedPlan) -> list[tuple[str, int]]:
-    """A plan read off its places: what its layers do, in their order."""
+def in_order(layout: LayerArrangement, placed: PlacedPlan) -> list[tuple[str, int]]:
+    """The elements of a plan, in the order of the layers they are placed on."""
     letters = row(layout)
     at = {**placed.points, **placed.calls}
     return [("G" if letters[i] == "G" else letters[i], at[i]) for i in sorted(at)]
@@ -129,7 +129,7 @@ def test_a_plan_that_fits_changes_nothing() -> None:
         assert in_order(layout, layout.placed[-1]) == expected_order(fitting)
 
 
-def test_a_plan_of_fewer_calls_finds_its_place_among_the_same_layers() -> None:
+def test_a_plan_of_fewer_calls_is_placed_on_the_same_layers() -> None:
     layout = layout_of(Model(), plan([0, 1, 2], [1, 2]))
     layers = list(layout.layers)
     for fitting in (plan([0, 2], [1]), plan([1]), plan([0, 1])):
@@ -138,7 +138,7 @@ def test_a_plan_of_fewer_calls_finds_its_place_among_the_same_layers() -> None:
         assert in_order(layout, layout.placed[-1]) == expected_order(fitting)
 
 
-def test_a_plan_that_needs_other_weights_gets_a_tree_of_its_own() -> None:
+def test_a_plan_that_needs_other_weights_gets_another_tree() -> None:
     layout = layout_of(Model(), plan([0, 1, 2]))
     before = layout.layers
     assert layout.add(plan([0, 1, 2], needs={3: {"scale"}})) is True
@@ -149,7 +149,7 @@ def test_a_plan_that_needs_other_weights_gets_a_tree_of_its_own() -> None:
     assert layout.add(plan([0, 1, 2], needs={3: {"scale"}})) is False
 
 
-def test_a_plan_with_other_taps_gets_trees_of_its_own() -> None:
+def test_a_plan_with_other_taps_gets_other_trees() -> None:
     layout = layout_of(Model(), plan([0, 1, 2]))
     assert layout.add(plan([0, 1, 2], stubs="embed")) is True
     assert layout.placed[0].trees[0] != layout.placed[1].trees[0]
@@ -166,7 +166,7 @@ def test_layers_are_added_only_where_a_plan_does_not_fit() -> None:
 
 
 def shortest(rows: Sequence[Sequence[str]]) -> int:
-    """By trying all rows: how long one that contains two rows must be."""
+    """The length of the shortest row that contains both rows, found by trying all rows."""
     letters = sorted({letter for one in rows for letter in one})
 
     def contains(long: Sequence[str], short: Sequence[str]) -> bool:
@@ -180,7 +180,7 @@ def shortest(rows: Sequence[Sequence[str]]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_as_few_layers_are_added_as_can_be(seed: int) -> None:
+def test_as_few_layers_as_possible_are_added(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     plans = []
     for _ in range(2):

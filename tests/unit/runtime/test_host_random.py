@@ -1,4 +1,4 @@
-"""Random numbers a layer draws on the CPU come from a stream of its own, whatever operation draws them."""
+"""HostRandomStream: every random CPU operation of torch draws from the stream."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe.devices.random import HostRandomStream
 from roundpipe.errors import UsageError
+from roundpipe.runtime.rng import HostRandomStream
 
 X = torch.linspace(0.1, 0.9, 24).reshape(4, 6)
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -49,7 +49,7 @@ def drawn(draw: Callable[[], Any], seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_the_seed_decides_and_nothing_else(name: str) -> None:
+def test_numbers_depend_on_the_seed_only(name: str) -> None:
     torch.manual_seed(0)
     first = drawn(DRAWS[name], 7)
     torch.manual_seed(1)
@@ -60,19 +60,19 @@ def test_the_seed_decides_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_the_users_generator_is_left_alone(name: str) -> None:
+def test_the_default_generator_is_unchanged(name: str) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     drawn(DRAWS[name], 7)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_draws_go_on_within_a_stream() -> None:
+def test_successive_draws_of_a_stream_differ() -> None:
     with HostRandomStream(3):
         assert not torch.equal(torch.rand(4), torch.rand(4))
 
 
-def test_what_draws_nothing_is_said_so() -> None:
+def test_drew_is_false_for_operations_that_do_not_draw() -> None:
     with HostRandomStream(3) as stream:
         (X @ X.t()).relu()
         nn.functional.dropout(X, 0.5, training=False)
@@ -80,7 +80,7 @@ def test_what_draws_nothing_is_said_so() -> None:
     assert not stream.drew
 
 
-def test_a_generator_of_the_layers_own_is_used() -> None:
+def test_an_explicit_generator_is_used() -> None:
     own = torch.Generator().manual_seed(11)
     expected = torch.rand(4, generator=torch.Generator().manual_seed(11))
     with HostRandomStream(3):
@@ -88,7 +88,7 @@ def test_a_generator_of_the_layers_own_is_used() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])
-def test_dropout_at_its_ends(probability: float) -> None:
+def test_dropout_with_probability_0_and_1(probability: float) -> None:
     with HostRandomStream(3):
         kept = nn.functional.dropout(X, probability)
     assert torch.equal(kept, X if probability == 0.0 else torch.zeros_like(X))
@@ -106,7 +106,7 @@ def test_dropout_scales_and_backpropagates() -> None:
 
 
 def test_threads_do_not_disturb_each_other() -> None:
-    """Also for operations that must borrow the process-wide generator for a moment."""
+    """This includes operations that use the default generator with a swapped state."""
     names = ["rand", "normal", "multinomial", "rrelu", "alpha dropout"]
     expected = {name: drawn(DRAWS[name], 7) for name in names}
     wrong: list[str] = []
@@ -132,7 +132,7 @@ def test_drawing_inside_a_checkpoint_is_refused() -> None:
         checkpoint(lambda value: nn.functional.dropout(value, 0.5), x, use_reentrant=False)
 
 
-def test_a_checkpoint_without_draws_is_fine() -> None:
+def test_a_checkpoint_without_draws_is_allowed() -> None:
     x = X.clone().requires_grad_()
     with HostRandomStream(3):
         checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()

@@ -1,0 +1,328 @@
+"""What models that are stepped together share: the call lock, the optimizer steps, failures and the end.
+
+A RoundPipe alone is a group of one. An AutoRoundPipe and the RoundPipes inside it are one group: one step updates all
+of them, a failure of one is raised by the next call of any, and they close together. Knows no layer and no device.
+
+[Note: calls inside calls]
+While a call is in progress, a second call on the same thread comes from a signal handler, a finalizer or a hook. It
+would wait for work that only the interrupted call can do, or change state that the interrupted call has just read.
+Such a call is refused. Exception: a call runs some user code on the calling thread at points where its own state is
+consistent (split and merge functions, a forward on the host, autograd behind the inputs). This code runs inside
+`run_user_code`, where other calls are accepted.
+"""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from roundpipe.api.failures import IN_BACKGROUND, Recovery
+from roundpipe.context import current_iteration
+from roundpipe.errors import ClosedError, UsageError
+from roundpipe.monitor import watchdog_limit_s
+from roundpipe.optim.stepper import Stepper
+from roundpipe.store import LayerStore, ParameterRecord
+
+logger = logging.getLogger("roundpipe")
+_MOST_FAILURES_LOGGED = 10  # by close(), which waits again after each failure of the background
+
+
+class Member(Protocol):
+    """A model of a group, as the group sees it."""
+
+    name: str
+    store: LayerStore
+    num_writes: int  # counts writes into parameters other than those of our own steps
+    is_unreachable: bool  # the user has no reference to the model any more
+
+    def follow_user(self) -> None:
+        """Adopt what the user changed since the last call; refuse a model that was rebuilt."""
+
+    def learn(self) -> None:
+        """Evaluate finished runs and forget them."""
+
+    def plan_smaller(self) -> bool:
+        """Plan with less device memory from now on. Returns whether a smaller plan exists."""
+
+    def release(self) -> None:
+        """Drop all references to the device pool and to runs, and close the store."""
+
+
+class OpenStep(Protocol):
+    """The step of an ordinary training loop: see api.plain_loop."""
+
+    def leave(self) -> None:
+        """A call begins: end views of gradients, refuse the call inside `optimizer.step()`."""
+
+    def gradients_wanted(self) -> None:
+        """The gradient of an optimizer's copy is read outside a step."""
+
+    def close(self) -> None:
+        """The models are being closed."""
+
+
+class CallLock(_thread.RLock):  # type: ignore[misc]
+    """Serialises the calls of a group. Entered and left by C code only: see [Note: locks and Ctrl-C]."""
+
+    runs_user_code = False  # see [Note: calls inside calls]
+
+    def is_held(self) -> bool:
+        """Whether the calling thread holds the lock."""
+        return self._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def run_user_code(self, function: Callable[[], Any]) -> Any:
+        """Return `function()`; inside of it this thread may make other calls."""
+        self.runs_user_code = True
+        try:
+            return function()
+        finally:
+            self.runs_user_code = False
+
+
+class _InnerCall(AbstractContextManager[bool]):
+    """A call inside user code of an outer call, which holds the lock. Closed to further calls while it runs."""
+
+    def __init__(self, lock: CallLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> bool:
+        self._lock.runs_user_code = False
+        return False
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.runs_user_code = True
+
+
+class Group:
+    """Decides whether a call may begin, and keeps what the calls of all members have in common."""
+
+    def __init__(self, name: str, member: Member, open_loop: Callable[[Group], OpenStep]) -> None:
+        """`name`: of the model that leads the group. `open_loop`: makes the group's PlainLoop."""
+        self.name = name
+        self.members: list[Member] = [member]
+        self.monitor = member.store.monitor
+        self.lock = CallLock()
+        self.stepper = Stepper(member.store)
+        self.stores: Sequence[LayerStore] = self.stepper.stores  # of all members, one list for both
+        # The recovery refers to the list of members, not to the group: see `dissolve`.
+        self.recovery = Recovery(self.stepper, self.monitor, functools.partial(_plan_smaller, self.members))
+        self.steps_are_exact = False  # whether the last step was synchronous: a guess for the next one
+        self.stop_requested = False
+        self.is_closed = False  # refuses all calls
+        self._is_shut_down = False  # all threads and memory are released
+        self._has_warned_of_precision = False
+        self._pid = os.getpid()
+        self.plain_loop = open_loop(self)
+        member.store.gradient_owner = self.plain_loop
+
+    def add(self, member: Member) -> None:
+        """Step, fail and close `member` together with the others. Only before the first call of any of them."""
+        self.stepper.add(member.store)
+        self.members.append(member)
+        member.store.gradient_owner = self.plain_loop
+
+    # Beginning a call.
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a forked child of the process that made the models.
+
+        The child has none of the parent's threads, and its copies of the locks may be held for ever. So nothing of the
+        group may be used.
+        """
+        return os.getpid() != self._pid
+
+    def raise_inherited(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"{name} was made in process {self._pid} and cannot be used in process {os.getpid()}, a forked "
+            'child: its threads do not exist here. Wrap the model again in the child, or use the "spawn" start '
+            "method and build it there."
+        )
+
+    def call_lock(self, name: str, verb: str = "called") -> AbstractContextManager[bool]:
+        """Return the lock to hold during a call of the model `name`; raise if the call cannot begin on this thread.
+
+        Entering the lock gives True if this is the outermost call of the thread.
+        """
+        if os.getpid() != self._pid:
+            self.raise_inherited(name)
+        # A call from user code on one of our threads would wait for the task or step that runs this code.
+        if self.stepper.is_current_thread() or current_iteration() is not None:
+            raise UsageError(f"{name} was {verb} from inside step_fn, loss_fn or a layer; do that outside.")
+        if not self.lock._is_owned():  # type: ignore[attr-defined]
+            return self.lock
+        if not self.lock.runs_user_code:
+            raise UsageError(
+                f"{name} was {verb} while another call into it is in progress on the same thread, as from a signal "
+                "handler or a finalizer; only set a flag there (model.request_stop() is one) and call the model when "
+                "the present call has returned."
+            )
+        return _InnerCall(self.lock)
+
+    def begin_call(self, name: str, is_outermost: bool, members: Sequence[Member], *, ends_views: bool = True) -> None:
+        """Raise failures of the background and adopt what the user did to `members` since the last call.
+
+        ends_views: False in calls of the plain loop, which keep views of gradients and an open step as they are.
+        """
+        if self.is_closed:
+            raise ClosedError(f"{name} was closed; wrap the model again to go on using it.")
+        watchdog_limit_s()  # an invalid ROUNDPIPE_WATCHDOG_S raises here instead of in a background thread
+        if is_outermost:
+            # A Ctrl-C may have left the flag set, and runs whose calls never returned.
+            self.lock.runs_user_code = False
+            self.recovery.settle_interrupted()
+        self.recovery.raise_failures(IN_BACKGROUND)
+        if ends_views:
+            self.plain_loop.leave()
+        for member in members:
+            member.follow_user()
+
+    # Weights and gradients.
+
+    def expect_step(self, *, is_exact: bool) -> None:
+        """A step is about to take the gathered gradients: remove them from `.grad` of the parameters."""
+        for store in self.stores:
+            store.gradients.conceal()
+        self.steps_are_exact = is_exact
+
+    def wait_for_everything(self) -> None:
+        """Wait for all runs and steps, and raise their failures."""
+        self.recovery.wait_for_runs()
+        self.recovery.raise_failures(IN_BACKGROUND)
+        self.stepper.wait_until_idle()
+        self.recovery.raise_failures(IN_BACKGROUND)
+
+    def wait_until_quiet(self) -> None:
+        """Wait for everything; parameters then hold the weights that calls read, which may not be the newest."""
+        self.wait_for_everything()
+        self.stepper.show_visible()
+
+    def show_newest(self) -> None:
+        """Wait for everything, then show the newest weights in the parameters and the gathered gradients in `.grad`."""
+        self._settle()
+        for store in self.stores:
+            store.gradients.expose()
+
+    def _settle(self) -> None:
+        self.wait_for_everything()
+        self.stepper.publish_latest()
+        for member in self.members:
+            member.learn()
+
+    def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
+        """Adopt what an optimizer wrote into the models' own parameters.
+
+        Called for all parameters that the optimizer holds: some kernels do not increment version counters.
+        """
+        for member in self.members:
+            own = [record for record in records if member.store.owns(record.param)]
+            member.store.adopt_written(own)
+            member.num_writes += bool(own)
+
+    def end_host_graphs(self) -> None:
+        """Let autograd refuse graphs that the host made from weights which calls do not read any more.
+
+        So a late backward raises, as it does in PyTorch after an optimizer step in place.
+        """
+        version = self.stepper.visible_version
+        for store in self.stores:
+            if store.is_read_on_host and store.graphs_version != version:
+                store.graphs_version = version
+                for record in store.parameters:
+                    torch.autograd.graph.increment_version(record.param)
+                    record.seen_version = record.param._version
+
+    def check_training(self) -> None:
+        """Refuse training that does not fit into memory; warn once if low precision loses updates."""
+        for store in self.stores:
+            store.check_training_memory()
+        if self._has_warned_of_precision:
+            return
+        losing = [record for store in self.stores for record in store.masters.losing_updates()]
+        if losing:
+            self._has_warned_of_precision = True
+            dtype = losing[0].weights.dtype
+            logger.warning(
+                "%s: %d trainable parameters (%r is one) are %s, and the optimizer updates them in that precision: an "
+                "update smaller than the spacing of its numbers is lost, and at a learning rate of 1e-5 most weights "
+                "never change. Wrap the model with optim_dtype=torch.float32, or with optim_dtype=%s if that is what "
+                "you want.",
+                self.name,
+                len(losing),
+                losing[0].name,
+                dtype,
+                dtype,
+            )
+
+    # The end.
+
+    def request_stop(self) -> None:
+        """Set `stop_requested`. Takes no lock: a signal handler may interrupt any call to do this."""
+        self.stop_requested = True
+
+    def close(self, name: str) -> None:
+        """Finish pending work, then release threads and pinned memory. Logs failures of the background.
+
+        Does nothing in a forked child, which owns none of this.
+        """
+        if self.is_inherited:
+            return
+        with self.call_lock(name, "closed") as is_outermost:
+            if self._is_shut_down:
+                return
+            if not self.is_closed:
+                self.plain_loop.close()
+            try:
+                if is_outermost:
+                    self.recovery.settle_interrupted()
+                # After an interrupted close() `is_closed` is set: then nothing more is waited for.
+                for _ in range(0 if self.is_closed else _MOST_FAILURES_LOGGED):
+                    if self._settles(name):
+                        break
+            finally:
+                self._shut_down(name)
+
+    def abort(self, name: str) -> None:
+        """Close without finishing anything, once no member can be reached: called by finalizers and at exit."""
+        if not self.is_inherited and not self._is_shut_down and all(member.is_unreachable for member in self.members):
+            self.recovery.log_failures("when the last reference to the model was gone")
+            self._shut_down(name)
+
+    def _settles(self, name: str) -> bool:
+        """Wait for everything. A failure is logged; returns False then, as other work may remain behind it."""
+        try:
+            self._settle()
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            logger.exception("%s: a failure in the background came to light when the model was closed", name)
+            return False
+        return True
+
+    def _shut_down(self, name: str) -> None:
+        """Cancel what still runs and release everything. Can be repeated if it was interrupted."""
+        self.recovery.cancel_all(ClosedError(f"{name} was closed while this was running"))
+        self.is_closed = True
+        self.stepper.close()
+        self.recovery.forget_all()
+        for member in self.members:
+            member.release()
+        self.dissolve()
+        self._is_shut_down = True
+
+    def dissolve(self) -> None:
+        """Break the reference cycles, so that closed models and their memory are freed without a garbage collection."""
+        self.members.clear()
+        self.__dict__.pop("plain_loop", None)
+
+
+def _plan_smaller(members: Sequence[Member]) -> None:
+    for member in members:
+        member.plan_smaller()

@@ -1,0 +1,581 @@
+"""The deliberate faults: where each is put, and the tests that must fail with it.
+
+`old` must be in the file exactly once. Keep it short, so that it survives changes around it. Name the fastest tests
+that notice the fault.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+RUNTIME = "tests/unit/runtime/"
+STAGE, WEIGHTS = f"{RUNTIME}test_stage.py", f"{RUNTIME}test_weights.py"
+GRADIENTS, MAILBOX = f"{RUNTIME}test_gradients.py", f"{RUNTIME}test_mailbox.py"
+SLOT = "tests/unit/store/test_slot_rules.py"
+FUSED, FORWARD = "tests/parity/test_fused_training.py", "tests/parity/test_forward.py"
+STALENESS = f"{FUSED}::test_weights_after_steps_equal_a_reference_of_exact_staleness"
+BUFFERS, RANDOM = "tests/parity/test_buffers.py", "tests/parity/test_random_numbers.py"
+ONE_PASS = "tests/parity/test_one_pass_training.py"
+LOSSES = "tests/parity/test_loss_reduction.py"
+LATE_COPIES = "tests/faults/test_late_copies.py::test_every_order_of_copies_gives_the_same_bits"
+FAILURES = "tests/faults/test_failures_at_every_point.py"
+STEP_FAILS = f"{FAILURES}::test_step_fn_fails"
+OVERLAP, CALLS = "tests/faults/test_step_overlap.py", "tests/faults/test_overlapping_calls.py"
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str  # below src/roundpipe
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+    return Mutant(name, file, old, new, tests)
+
+
+STREAMS = [
+    mutant(
+        "compute does not wait for the upload of weights",
+        "runtime/weights.py",
+        "self._device.stream_wait(StreamKind.COMPUTE, image.uploaded)",
+        "pass",
+        WEIGHTS,
+        STAGE,
+    ),
+    mutant(
+        "compute does not wait for the upload of activations",
+        "runtime/transfer.py",
+        "device.stream_wait(StreamKind.COMPUTE, device.record(stream))",
+        "device.record(stream)",
+        MAILBOX,
+    ),
+    mutant(
+        "an upload does not wait for the download on another device",
+        "runtime/transfer.py",
+        "            device.stream_wait(stream, event)\n",
+        "            pass\n",
+        MAILBOX,
+    ),
+    mutant(
+        "a download of activations does not wait for compute",
+        "runtime/transfer.py",
+        "StreamKind.ACTIVATIONS_DOWN\n        device.stream_wait(stream, device.record(StreamKind.COMPUTE))",
+        "StreamKind.ACTIVATIONS_DOWN",
+        STAGE,
+    ),
+    mutant(
+        "a download of gradients does not wait for compute",
+        "runtime/transfer.py",
+        "device.poison(host, stream)\n        device.stream_wait(stream, device.record(StreamKind.COMPUTE))",
+        "device.poison(host, stream)",
+        STAGE,
+        GRADIENTS,
+    ),
+    mutant(
+        "compute overwrites an input that is being downloaded",
+        "runtime/stage.py",
+        "        if behaviour.changes_input:\n            self._runner.transfer.let_downloads_finish_first()",
+        "",
+        STAGE,
+        LATE_COPIES,
+    ),
+    mutant(
+        "device memory is written again before its readers have passed",
+        "runtime/transfer.py",
+        "self._device.stream_wait(self._writer, event)",
+        "pass",
+        WEIGHTS,
+        GRADIENTS,
+    ),
+    mutant(
+        "the end of compute on an image is not recorded",
+        "runtime/weights.py",
+        "[self._device.record(StreamKind.COMPUTE), image.uploaded]",
+        "[image.uploaded]",
+        WEIGHTS,
+    ),
+    mutant(
+        "memory that is used again is not poisoned",
+        "runtime/transfer.py",
+        "self._device.poison(buffer, self._writer)",
+        "pass",
+        WEIGHTS,
+    ),
+    mutant(
+        "host memory of gradients is not poisoned",
+        "runtime/transfer.py",
+        "device.poison(host, stream)",
+        "pass",
+        GRADIENTS,
+    ),
+    mutant(
+        "weight memory is not lent to compute",
+        "runtime/transfer.py",
+        "self._device.lend(buffer, self._reader)",
+        "pass",
+        WEIGHTS,
+    ),
+    mutant(
+        "uploaded activations are not lent to compute",
+        "runtime/transfer.py",
+        "device.lend(copy, StreamKind.COMPUTE)",
+        "pass",
+        MAILBOX,
+    ),
+    mutant(
+        "gradients land before they have come down",
+        "runtime/gradients.py",
+        "landing.arrived.wait()",
+        "pass",
+        LATE_COPIES,
+    ),
+    mutant(
+        "the caller reads losses before they have come down",
+        "api/calls.py",
+        "        values.event.wait()\n",
+        "        pass\n",
+        LATE_COPIES,
+    ),
+    mutant(
+        "layers of a backward by layer are uploaded in forward order",
+        "runtime/weights.py",
+        "reversed(task.layers) if by_layer else task.layers",
+        "task.layers",
+        WEIGHTS,
+    ),
+]
+
+VERSIONS = [
+    mutant(
+        "calls after an asynchronous step read the newest version",
+        "optim/stepper.py",
+        "number - 1 if is_async else number",
+        "number",
+        STALENESS,
+    ),
+    mutant(
+        "an asynchronous step writes over the version that calls read",
+        "store/weights.py",
+        "newest.other if has_two else WeightBuffer.FRONT",
+        "newest",
+        STALENESS,
+    ),
+    mutant(
+        "weights are written while uploads of the old version are due",
+        "store/slot.py",
+        "all(due >= version or due in elsewhere for _, due in self._uploads_due)",
+        "True",
+        SLOT,
+    ),
+    mutant(
+        "weights are written before the uploads that were issued have run",
+        "store/weights.py",
+        "events = slot.take_upload_events(target)\n        failure = _wait_for_all(events)",
+        "slot.take_upload_events(target)\n        failure = None",
+        LATE_COPIES,
+    ),
+    mutant(
+        "an upload begins before the optimizer has written the version",
+        "store/slot.py",
+        "return self.buffer_of(version) is not None",
+        "return True",
+        SLOT,
+        WEIGHTS,
+    ),
+    mutant(
+        "the buffers' versions do not change places",
+        "store/slot.py",
+        "self._held.reverse()",
+        "pass",
+        SLOT,
+    ),
+    mutant(
+        "gradients are consumed before all have landed",
+        "store/slot.py",
+        " and all(due != generation for _, due in self._landings_due)",
+        "",
+        SLOT,
+    ),
+    mutant(
+        "calls land in the order in which they finish",
+        "store/slot.py",
+        "next((due for due, of in self._landings_due if of == generation), call) == call",
+        "True",
+        SLOT,
+    ),
+    mutant(
+        "gradients land in a stale generation",
+        "store/slot.py",
+        "if self.open_generation != generation:",
+        "if False:",
+        SLOT,
+    ),
+    mutant(
+        "a failed asynchronous step is published",
+        "store/update.py",
+        "self._store.weights.revoke(self._layer_id, self._version, self._target)",
+        "self._complete_weights()",
+        OVERLAP,
+    ),
+    mutant(
+        "a frozen buffer is the user's tensor and not a copy",
+        "store/records.py",
+        "current.detach().clone(), current, version",
+        "current.detach(), current, version",
+        BUFFERS,
+    ),
+]
+
+GRADIENT_SUMS = [
+    mutant(
+        "the gradient of one parameter is dropped",
+        "runtime/gradients.py",
+        "enumerate(self._gathered) if gradient is not None]",
+        "enumerate(self._gathered) if gradient is not None][1:]",
+        GRADIENTS,
+    ),
+    mutant(
+        "the gradient of a microbatch replaces those before it",
+        "runtime/gradients.py",
+        "stand_ins[i].grad = gradients[i] = views[i]",
+        "stand_ins[i].grad, gradients[i] = None, views[i]",
+        GRADIENTS,
+        STAGE,
+    ),
+    mutant(
+        "the gradients of one layer never land",
+        "runtime/run.py",
+        "for i in task.layers if self.recall.settings[i].trains)",
+        "for i in task.layers if i and self.recall.settings[i].trains)",
+        STAGE,
+    ),
+    mutant(
+        "a gradient is added twice",
+        "store/gradients.py",
+        "total.tensor.add_(gradient.tensor)",
+        "total.tensor.add_(gradient.tensor, alpha=2)",
+        GRADIENTS,
+    ),
+    mutant(
+        "parts of a shared parameter are summed from the first layer on",
+        "runtime/gradients.py",
+        "sorted(parts.items(), reverse=True)",
+        "sorted(parts.items())",
+        GRADIENTS,
+    ),
+    mutant(
+        "a part of a shared parameter lies in memory that is used again",
+        "runtime/gradients.py",
+        "gradient.tensor.clone()",
+        "gradient.tensor",
+        GRADIENTS,
+    ),
+    mutant(
+        "gradients of a cancelled run are added",
+        "store/gradients.py",
+        "            if cancelled():\n                return\n",
+        "",
+        GRADIENTS,
+    ),
+    mutant(
+        "landing memory is free while its sum is still used",
+        "store/host_memory.py",
+        "if not self.holders:",
+        "if True:",
+        GRADIENTS,
+        ONE_PASS,
+    ),
+    mutant(
+        "the tail sends gradients before its last microbatch",
+        "runtime/stage.py",
+        "self._is_last_microbatch = microbatch == microbatches[-1]",
+        "self._is_last_microbatch = microbatch == microbatches[0]",
+        STAGE,
+        "tests/parity/test_tail.py::test_every_tail_trains_as_the_plain_module",
+    ),
+    mutant(
+        "layers of the tail go backward microbatch by microbatch in reverse",
+        "runtime/stage.py",
+        "            for microbatch in microbatches:\n                self._place.microbatch = microbatch\n",
+        "            for microbatch in reversed(microbatches):\n                self._place.microbatch = microbatch\n",
+        STAGE,
+        "tests/parity/test_tail.py::test_every_tail_trains_as_the_plain_module",
+    ),
+]
+
+MICROBATCHES = [
+    mutant(
+        "microbatches are swapped",
+        "microbatch/split.py",
+        "[column[index] for column in columns]",
+        "[column[-1 - index] for column in columns]",
+        MAILBOX,
+    ),
+    mutant(
+        "every microbatch has the labels of the first",
+        "runtime/mailbox.py",
+        "self._run.labels[microbatch]",
+        "self._run.labels[0]",
+        MAILBOX,
+    ),
+    mutant(
+        "recomputation takes the input of another microbatch",
+        "runtime/mailbox.py",
+        "parcel = self._recall.inputs.pop((layer_id, microbatch))\n",
+        "parcel = self._recall.inputs.pop((layer_id, self._run.num_microbatch - 1 - microbatch))\n",
+        MAILBOX,
+        FORWARD,
+    ),
+    mutant(
+        "outputs are merged in reverse",
+        "microbatch/merge.py",
+        "torch.cat(list(values), dim=dim)",
+        "torch.cat(list(values)[::-1], dim=dim)",
+        "tests/unit/microbatch/test_merge_outputs.py",
+    ),
+    mutant(
+        "the sizes of microbatches are counted wrongly",
+        "microbatch/split.py",
+        "(index < size % count)",
+        "(index <= size % count)",
+        "tests/unit/microbatch/test_rows.py",
+        LOSSES,
+    ),
+    mutant(
+        "a loss is not multiplied by its share",
+        "microbatch/loss_shares.py",
+        "if share == 0 else loss * share",
+        "if share == 0 else loss",
+        LOSSES,
+    ),
+    mutant(
+        "the model's own loss has the share of the first microbatch",
+        "microbatch/loss_shares.py",
+        "share = self.own[microbatch]",
+        "share = self.own[0]",
+        LOSSES,
+    ),
+    mutant(
+        "a loss without labels is NaN times zero",
+        "microbatch/loss_shares.py",
+        "_Zero.apply(loss) if share == 0 else loss * share",
+        "loss * share",
+        "tests/models/test_whole_batch_loss.py::"
+        "test_a_microbatch_without_labels_adds_nothing_even_where_its_loss_is_nan",
+    ),
+]
+
+RECOMPUTATION = [
+    mutant(
+        "recomputation draws other random numbers",
+        "runtime/stage.py",
+        "is_new=is_recomputed and not recall.preserve_rng_state",
+        "is_new=is_recomputed",
+        f"{RANDOM}::test_recomputation_draws_what_forward_drew",
+    ),
+    mutant(
+        "all microbatches draw the same random numbers",
+        "runtime/rng.py",
+        "mixed(layer_state, microbatch, int(is_new))",
+        "mixed(layer_state, 0, int(is_new))",
+        f"{RANDOM}::test_calls_layers_and_microbatches_draw_differently",
+    ),
+    mutant(
+        "layers draw from the caller's generator",
+        "devices/random.py",
+        'return func(*args, **{**kwargs, "generator": generator})',
+        "return func(*args, **kwargs)",
+        f"{RANDOM}::test_dropout_is_the_same_on_every_device_count",
+        f"{RANDOM}::test_recomputation_draws_what_forward_drew",
+    ),
+    mutant(
+        "recomputation writes buffers again",
+        "runtime/buffers.py",
+        "if not replica.record.buffers or phase is LayerPhase.RECOMPUTE:",
+        "if not replica.record.buffers:",
+        BUFFERS,
+    ),
+    mutant(
+        "recomputation sees buffers as later microbatches left them",
+        "runtime/buffers.py",
+        "replica.set_buffers(self._as_forward_saw_them(layer_id, microbatch))",
+        "pass",
+        BUFFERS,
+    ),
+    mutant(
+        "attributes that recomputation sets stay",
+        "runtime/replica.py",
+        "            pair.drop_changes()\n",
+        "            pair.write_back()\n",
+        "tests/parity/test_looks_like_the_model.py",
+        "tests/parity/test_tail.py::test_attributes_count_once",
+    ),
+    mutant(
+        "a tensor in the layer's weights is handed on without a copy",
+        "runtime/replica.py",
+        "if not any(is_own):",
+        "if True:",
+        "tests/parity/test_values_between_layers.py",
+        "tests/parity/test_unusual_layers.py",
+    ),
+    mutant(
+        "layers do not run under the caller's autocast",
+        "runtime/rng.py",
+        "if enabled else contextlib.nullcontext()",
+        "if not enabled else contextlib.nullcontext()",
+        "tests/parity/test_calling_context.py::test_autocast_entered_by_the_caller_holds_in_layers_and_loss",
+    ),
+]
+
+FAILING = [
+    mutant(
+        "a failure of the landing thread is swallowed",
+        "runtime/gradients.py",
+        "                landing.run.fail(error)\n",
+        "                pass\n",
+        GRADIENTS,
+    ),
+    mutant(
+        "a failure of an asynchronous step is swallowed",
+        "optim/stepper.py",
+        "                self.errors.append(job.error)\n                if job.is_async:",
+        "                if job.is_async:",
+        STEP_FAILS,
+    ),
+    mutant(
+        "a failure of the optimizer thread is swallowed",
+        "optim/stepper.py",
+        "            except BaseException as error:\n                job.error = error\n",
+        "            except BaseException:\n                pass\n",
+        STEP_FAILS,
+    ),
+    mutant(
+        "a task does not see that its run has failed",
+        "runtime/run.py",
+        "        if self.failed:\n            raise RunCancelled",
+        "        pass",
+        STAGE,
+        WEIGHTS,
+    ),
+    mutant(
+        "a step runs although its gradients are lost",
+        "optim/stepper.py",
+        "job.begun = not job.abandoned",
+        "job.begun = True",
+        f"{CALLS}::test_a_step_whose_gradients_are_lost_does_nothing",
+        f"{CALLS}::test_of_two_pending_steps_only_the_one_with_gradients_runs",
+    ),
+    mutant(
+        "calls that depend on a failed one go on",
+        "api/failures.py",
+        "other.fail(bad.failure)",
+        "pass",
+        CALLS,
+    ),
+    mutant(
+        "buffers that a failed call has written stay",
+        "api/failures.py",
+        "                    record.write(before)\n",
+        "                    pass\n",
+        f"{FAILURES}::test_a_layer_or_loss_fails",
+    ),
+    mutant(
+        "gradients of a failed call stay",
+        "api/failures.py",
+        "                store.gradients.drop()\n",
+        "                pass\n",
+        f"{FAILURES}::test_a_layer_or_loss_fails",
+    ),
+    mutant(
+        "the weights of a failed task stay bound to the replica",
+        "runtime/stage.py",
+        "                layer.replica.unbind()\n",
+        "                pass\n",
+        STAGE,
+    ),
+    mutant(
+        "a waiting thread is not woken",
+        "monitor.py",
+        "                sleeper.release()\n",
+        "                pass\n",
+        "tests/unit/test_monitor.py",
+    ),
+]
+
+OPTIMIZER = [
+    mutant(
+        "the lock of an optimizer copy is not released",
+        "optim/adam.py",
+        "                    copy.lock.release()\n",
+        "                    pass\n",
+        f"{ONE_PASS}::test_a_bfloat16_model_with_our_optimizer",
+    ),
+    mutant(
+        "GradScaler steps although gradients overflow",
+        "optim/grad_scaler.py",
+        "None if progress.found_inf else optimizer.step(*args, **kwargs)",
+        "optimizer.step(*args, **kwargs)",
+        "tests/unit/optim/test_grad_scaler.py",
+        "tests/unit/optim/test_grad_scaler_in_loop.py",
+    ),
+    mutant(
+        "the factor of clipping is ignored",
+        "optim/gradients.py",
+        "copy.scale_gradient(float(factor))",
+        "pass",
+        f"{ONE_PASS}::test_clipping",
+    ),
+    mutant(
+        "the factor of unscaling is ignored",
+        "optim/gradients.py",
+        "        copy.scale_gradient(factor)\n",
+        "        pass\n",
+        f"{ONE_PASS}::test_loss_scaling_in_all_kinds_of_steps",
+    ),
+    mutant(
+        "Adam counts its steps from zero",
+        "optim/adam.py",
+        'step = int(state["step"]) + 1',
+        'step = max(int(state["step"]), 1)',
+        f"{ONE_PASS}::test_a_bfloat16_model_with_our_optimizer",
+    ),
+    mutant(
+        "Adam does not count its steps",
+        "optim/adam.py",
+        'torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in copies], 1)',
+        "pass",
+        f"{ONE_PASS}::test_a_bfloat16_model_with_our_optimizer",
+    ),
+    mutant(
+        "the low halves of a master are dropped",
+        "store/master.py",
+        "torch.bitwise_or(upper << 16, lower, out=bits[piece])",
+        "bits[piece] = upper << 16",
+        "tests/unit/store/test_halved_master.py",
+    ),
+    mutant(
+        "a value half way between two weights is rounded the other way",
+        "store/master.py",
+        "if is_tie.any():",
+        "if False:",
+        "tests/unit/store/test_halved_master.py",
+    ),
+    mutant(
+        "a gradient that was not cleared is not added to",
+        "store/master.py",
+        "        if self.is_pending:\n            self._materialise()\n        self.source = self.record = None",
+        "        self.source = self.record = None\n        self.is_pending = False",
+        f"{ONE_PASS}::test_other_step_functions",
+    ),
+    mutant(
+        "weights that the optimizer has not written are not published",
+        "store/update.py",
+        "if record not in self.updated or master.was_touched():",
+        "if record in self.updated and master.was_touched():",
+        STALENESS,
+    ),
+]
+
+MUTANTS = [*STREAMS, *VERSIONS, *GRADIENT_SUMS, *MICROBATCHES, *RECOMPUTATION, *FAILING, *OPTIMIZER]
