@@ -38,6 +38,7 @@ from roundpipe.store import LayerStore
 
 logger = logging.getLogger("roundpipe")
 _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this share of the old plan's time
+_PAUSE_GROWTH = 4  # a plan is reviewed at calls 2, 6, 22, 86 and every 64 calls after that
 _LONGEST_PAUSE = 64  # calls between two reviews of a plan, once times have settled
 _ENOUGH_RUNS = 4  # after so many measured runs, times are taken only before a review of the plan
 _SHRINK, _SMALLEST_SHARE = 0.8, 0.1  # of the memory limit, after a call has run out of memory
@@ -140,7 +141,7 @@ class Planner:
         choice.calls_until_review -= 1
         if choice.calls_until_review <= 0:
             choice.planned = self._best_plan(kind, choice.planned)
-            choice.pause = min(2 * choice.pause, _LONGEST_PAUSE)
+            choice.pause = min(_PAUSE_GROWTH * choice.pause, _LONGEST_PAUSE)
             choice.calls_until_review = choice.pause
         return choice.planned.tasks
 

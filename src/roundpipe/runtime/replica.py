@@ -177,18 +177,22 @@ class Replica:
         # In the order of LayerSettings.training. The store refuses models whose modules have changed.
         self._modules = [copies[id(_uncompiled(module))] for module in record.modules]
         self._buffer_homes = [(copies[id(buffer.owner)], buffer.key) for buffer in record.buffers]
-        self._behaviours: dict[tuple[bool, ...], Behaviour] = {}
+        self._device_type = device.type
         self.behaviour = Behaviour()  # with the training flags it is bound with
         self.has_run = False  # since attributes were last written back
         self._image_address = 0
         self._hook_handles: list[RemovableHandle] = []
 
     def behaviour_with(self, settings: LayerSettings) -> Behaviour:
-        known = self._behaviours.get(settings.training)
+        """Return what is known of the layer with these training flags. Devices of one type share it.
+
+        Two workers may note the same forward behaviour at the same time. Each only sets flags, so no lock is needed.
+        """
+        key = self._device_type, settings.training
+        known: Behaviour | None = self.record.observed.get(key)
         if known is None:
-            known = self._behaviours[settings.training] = Behaviour(
-                writes_buffers=None if self.record.buffers else False
-            )
+            known = Behaviour(writes_buffers=None if self.record.buffers else False)
+            known = self.record.observed.setdefault(key, known)
         return known
 
     def bind(

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -122,6 +123,7 @@ class LayerRecord:
     image: Layout
     flat: HostBuffer | None = None  # None: weights stay where the user's model has them
     back: HostBuffer | None = None
+    observed: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what forwards of the layer showed
 
     def upload_pieces(
         self, image: torch.Tensor, buffer_of_home: Callable[[int], WeightBuffer]
