@@ -37,7 +37,8 @@ from roundpipe.optim.native.kernel import (
     share_layout,
 )
 from roundpipe.optim.state import Reserve, require_state_memory
-from roundpipe.store import HalvedMaster, LayerUpdate, OptimizerCopy
+from roundpipe.store import HalvedMaster, OptimizerCopy
+from roundpipe.store.update import LayerUpdate
 
 _Group = dict[str, Any]
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subclasses may keep their values elsewhere
@@ -207,7 +208,7 @@ class _OnePass:
         """Update the copies of one layer that the kernel can update; returns their ids."""
         update.wait_for_gradients()
         locked: list[OptimizerCopy] = []
-        ready: list[OptimizerCopy] = []
+        copies: list[OptimizerCopy] = []  # those with an entry in `parameters`
         parameters: list[KernelParameter] = []
         # Attributes of a copy are read without __torch_function__, which would take longer than everything else here.
         with torch._C.DisableTorchFunctionSubclass():
@@ -217,12 +218,12 @@ class _OnePass:
                     locked.append(copy)
                     parameter = self._kernel_parameter(update, copy, group)
                     if parameter is not None:
-                        ready.append(copy)
+                        copies.append(copy)
                         parameters.append(parameter)
                 if parameters:
-                    torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in ready], 1)
+                    torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in copies], 1)
                     self._kernel.adam(parameters)
-                for copy, parameter in zip(ready, parameters, strict=True):
+                for copy, parameter in zip(copies, parameters, strict=True):
                     if parameter.weight is not None:
                         copy.weight_was_written(parameter.weight)
                     update.updated.add(copy.record)
@@ -231,7 +232,7 @@ class _OnePass:
                     parameter.forget_memory()
                 for copy in locked:
                     copy.lock.release()
-        return list(map(id, ready))
+        return list(map(id, copies))
 
     def _kernel_parameter(self, update: LayerUpdate, copy: OptimizerCopy, group: _Group) -> KernelParameter | None:
         """What the kernel needs to update a copy; None if there is no gradient or the kernel cannot update it."""
