@@ -208,7 +208,7 @@ class _OnePass:
         """Update the copies of one layer that the kernel can update; returns their ids."""
         update.wait_for_gradients()
         locked: list[OptimizerCopy] = []
-        copies: list[OptimizerCopy] = []  # those with an entry in `parameters`
+        ready: list[OptimizerCopy] = []  # those with an entry in `parameters`
         parameters: list[KernelParameter] = []
         # Attributes of a copy are read without __torch_function__, which would take longer than everything else here.
         with torch._C.DisableTorchFunctionSubclass():
@@ -218,12 +218,12 @@ class _OnePass:
                     locked.append(copy)
                     parameter = self._kernel_parameter(update, copy, group)
                     if parameter is not None:
-                        copies.append(copy)
+                        ready.append(copy)
                         parameters.append(parameter)
                 if parameters:
-                    torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in copies], 1)
+                    torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in ready], 1)
                     self._kernel.adam(parameters)
-                for copy, parameter in zip(copies, parameters, strict=True):
+                for copy, parameter in zip(ready, parameters, strict=True):
                     if parameter.weight is not None:
                         copy.weight_was_written(parameter.weight)
                     update.updated.add(copy.record)
@@ -232,7 +232,7 @@ class _OnePass:
                     parameter.forget_memory()
                 for copy in locked:
                     copy.lock.release()
-        return list(map(id, copies))
+        return list(map(id, ready))
 
     def _kernel_parameter(self, update: LayerUpdate, copy: OptimizerCopy, group: _Group) -> KernelParameter | None:
         """What the kernel needs to update a copy; None if there is no gradient or the kernel cannot update it."""
