@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from roundpipe.optim.native import library
-from roundpipe.optim.native.kernel import AdamRule, OnePassKernel, Segment, usable_cores
+from roundpipe.optim.native.kernel import AdamRule, KernelParameter, OnePassKernel, usable_cores
 from roundpipe.store import HalvedMaster
 
 ROUNDS = 5
@@ -57,11 +57,13 @@ class Work:
         self.weight.copy_(self.master)
 
     def one_pass(self, kernel: OnePassKernel) -> None:
-        kernel.adam([Segment(self.master, self.gradient, self.first, self.second, None, self.weight, self.rule)])
+        kernel.adam(
+            [KernelParameter(self.master, self.gradient, self.first, self.second, None, self.weight, self.rule)]
+        )
 
     def one_pass_split(self, kernel: OnePassKernel) -> None:
         master = HalvedMaster(self.weight, self.low, self.ties)
-        kernel.adam([Segment(master, self.gradient, self.first, self.second, None, self.weight, self.rule)])
+        kernel.adam([KernelParameter(master, self.gradient, self.first, self.second, None, self.weight, self.rule)])
 
 
 def seconds(run: Callable[[], None]) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from roundpipe.optim.native.kernel import OnePassKernel, Segment
+from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel
 
 
 def pytest_collection_finish() -> None:
@@ -36,14 +36,14 @@ def _interrupts_arrive() -> None:
 
 
 @pytest.fixture
-def updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
-    """The segments that the optimizer's kernel was given: a test that never reaches the kernel proves nothing."""
-    seen: list[Segment] = []
+def updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelParameter]]:
+    """The parameters that the optimizer's kernel was given: a test that never reaches the kernel proves nothing."""
+    seen: list[KernelParameter] = []
     real = OnePassKernel.adam
 
-    def adam(self: OnePassKernel, segments: list[Segment]) -> None:
-        seen.extend(segments)
-        real(self, segments)
+    def adam(self: OnePassKernel, parameters: list[KernelParameter]) -> None:
+        seen.extend(parameters)
+        real(self, parameters)
 
     monkeypatch.setattr(OnePassKernel, "adam", adam)
     yield seen

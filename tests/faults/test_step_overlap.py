@@ -34,7 +34,7 @@ from roundpipe import GradScaler, ModelExecutePlan, RoundPipe, RoundPipeRunConfi
 from roundpipe.api.planner import Planner
 from roundpipe.optim import Adam, adam
 from roundpipe.optim.native import kernel as native
-from roundpipe.optim.native.kernel import OnePassKernel, Segment
+from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel
 from roundpipe.runtime import gradients as landing
 from roundpipe.store.gradients import HostGradients
 from roundpipe.store.master import OptimizerCopy
@@ -206,22 +206,22 @@ class KernelWatch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.after = {n: threading.Event() for n in range(1, NUM_LAYERS + 1)}
-        self.segments: list[list[Segment]] = []
+        self.given: list[list[KernelParameter]] = []
         self._fail_in, self._error = 0, Boom()
         real = OnePassKernel.adam
 
-        def adam(kernel: OnePassKernel, segments: list[Segment]) -> None:
-            self.segments.append(segments)
-            if len(self.segments) == self._fail_in:
+        def adam(kernel: OnePassKernel, given: list[KernelParameter]) -> None:
+            self.given.append(given)
+            if len(self.given) == self._fail_in:
                 raise self._error
-            real(kernel, segments)
-            if len(self.segments) in self.after:
-                self.after[len(self.segments)].set()
+            real(kernel, given)
+            if len(self.given) in self.after:
+                self.after[len(self.given)].set()
 
         monkeypatch.setattr(OnePassKernel, "adam", adam)
 
     def fail_in(self, count: int, error: Boom) -> None:
-        self.segments.clear()
+        self.given.clear()
         self._fail_in, self._error = count, error
 
 
@@ -247,7 +247,7 @@ def test_later_layers_are_updated_before_the_first_ones_go_backward(
         gate.opened.set()
         step.result()
         made.reference.step(is_async=False)
-        assert len(watch.segments) == NUM_LAYERS
+        assert len(watch.given) == NUM_LAYERS
         made.assert_right()
         made.train_right(3, 4)
         made.assert_right()
@@ -304,7 +304,7 @@ def test_a_call_that_fails_when_layers_have_been_updated(
         made.assert_consistent()
         changed = [not torch.equal(new, old) for new, old in zip(made.weights(), before, strict=True)]
         assert changed == [i // 2 > held for i in range(2 * NUM_LAYERS)]
-        assert len(watch.segments) == NUM_LAYERS - 1 - held
+        assert len(watch.given) == NUM_LAYERS - 1 - held
         made.follow()
         made.train_right(3, 4, 5)
         made.assert_right()
@@ -344,7 +344,7 @@ def test_a_call_that_fails_before_any_layer_was_updated(monkeypatch: pytest.Monk
         gate.opened.set()
         assert raised_by(step.result) is error
         made.model.synchronize()
-        assert watch.segments == []
+        assert watch.given == []
         assert_same(made.snapshot(), before)
         made.train_right(3, 4)
         made.assert_right()
@@ -675,7 +675,7 @@ def test_without_a_kernel_everything_is_the_same(plan: str, is_async: bool, monk
         made.train_right(5, is_async=not is_async)
         made.train_right(6, 7, is_async=is_async)
         made.assert_right()
-    assert watch.segments == []
+    assert watch.given == []
 
 
 @pytest.mark.parametrize("held", [0, 2])

@@ -28,7 +28,7 @@ from roundpipe import (
     clip_grad_norm_,
     wrap_model_to_roundpipe,
 )
-from roundpipe.optim.native.kernel import AdamRule, Segment, one_pass_kernel
+from roundpipe.optim.native.kernel import AdamRule, KernelParameter, one_pass_kernel
 
 WIDTH = 4
 WHOLE = RoundPipeRunConfig(num_microbatch=1)  # as plain torch runs a batch
@@ -457,7 +457,7 @@ class KernelAdamW:
         assert kernel is not None
         for param, (first, second) in zip(self._params, self._moments, strict=True):
             assert param.grad is not None
-            kernel.adam([Segment(param.data, param.grad, first, second, None, None, rule)])
+            kernel.adam([KernelParameter(param.data, param.grad, first, second, None, None, rule)])
 
     def zero_grad(self) -> None:
         for param in self._params:

@@ -32,7 +32,7 @@ from helpers_parity import (
 )
 from roundpipe import GradScaler, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, clip_grad_norm_
 from roundpipe.optim import Adam, AdamW
-from roundpipe.optim.native.kernel import Segment
+from roundpipe.optim.native.kernel import KernelParameter
 
 WIDTH, ROWS, NUM_MICROBATCH = 13, 8, 3
 SYNC, ASYNC = [False] * 4, [True] * 5
@@ -192,7 +192,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 )
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_bfloat16_model_with_our_optimizer(
-    models: Models, num_devices: int, steps: list[bool], kind: str, updates: list[Segment]
+    models: Models, num_devices: int, steps: list[bool], kind: str, updates: list[KernelParameter]
 ) -> None:
     ours, plain, options = OPTIMIZERS[kind]
     made = pair(models, num_devices, lambda p: ours(p, **options), lambda p: plain(p, **options))
@@ -205,7 +205,7 @@ def test_a_bfloat16_model_with_our_optimizer(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["adam", "adamw-all"])
 def test_a_model_in_another_precision(
-    models: Models, steps: list[bool], dtype: torch.dtype, kind: str, updates: list[Segment]
+    models: Models, steps: list[bool], dtype: torch.dtype, kind: str, updates: list[KernelParameter]
 ) -> None:
     ours, plain, options = OPTIMIZERS[kind]
     made = pair(*(models, 3, lambda p: ours(p, **options), lambda p: plain(p, **options)), dtype=dtype)
@@ -216,7 +216,7 @@ def test_a_model_in_another_precision(
 
 @pytest.mark.parametrize("optim_dtype", [None, torch.float64], ids=str)
 def test_copies_that_are_not_float32_are_torchs(
-    models: Models, steps: list[bool], optim_dtype: torch.dtype | None, updates: list[Segment]
+    models: Models, steps: list[bool], optim_dtype: torch.dtype | None, updates: list[KernelParameter]
 ) -> None:
     made = pair(models, 3, our_adam, torchs_fused_adam, optim_dtype=optim_dtype)
     made.train(steps)
@@ -243,7 +243,9 @@ def in_groups(kind: Any, **options: Any) -> MakeOptimizer:
     return make
 
 
-def test_groups_and_a_scheduler(models: Models, num_devices: int, steps: list[bool], updates: list[Segment]) -> None:
+def test_groups_and_a_scheduler(
+    models: Models, num_devices: int, steps: list[bool], updates: list[KernelParameter]
+) -> None:
     """Groups end in the middle of layers."""
     schedules: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
 
@@ -695,7 +697,7 @@ def test_a_state_dict_of_the_model_loaded_in_the_middle(models: Models, steps: l
 
 
 def test_an_optimizers_state_is_saved_and_loaded_in_the_middle(
-    models: Models, num_devices: int, steps: list[bool], updates: list[Segment]
+    models: Models, num_devices: int, steps: list[bool], updates: list[KernelParameter]
 ) -> None:
     ours, plain, options = OPTIMIZERS["adamw-all"]
     made = pair(models, num_devices, lambda p: ours(p, **options), lambda p: plain(p, **options))
@@ -742,7 +744,7 @@ OTHERS: dict[str, MakeOptimizer] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_torchs_optimizers_on_the_same_copies(
-    models: Models, steps: list[bool], other: str, updates: list[Segment]
+    models: Models, steps: list[bool], other: str, updates: list[KernelParameter]
 ) -> None:
     made = pair(models, 3, OTHERS[other], OTHERS[other])
     made.train(steps)

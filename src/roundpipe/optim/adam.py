@@ -30,32 +30,33 @@ from torch._compile import _disable_dynamo
 from roundpipe.optim.native.kernel import (
     MAX_FACTORS,
     AdamRule,
+    KernelParameter,
     OnePassKernel,
-    Segment,
     can_read,
     one_pass_kernel,
     share_layout,
 )
 from roundpipe.optim.state import Reserve, require_state_memory
-from roundpipe.store import HalvedMaster, LayerUpdate, OptimizerCopy
+from roundpipe.store import HalvedMaster, OptimizerCopy
+from roundpipe.store.update import LayerUpdate
 
 _Group = dict[str, Any]
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subclasses may keep their values elsewhere
 
 
 class _CheckedState:
-    """The state of one optimizer copy as it was when it was last checked, and the segment made from it.
+    """The state of one optimizer copy as it was when it was last checked, and what the kernel needs of it.
 
     A state changes when the user loads, replaces or moves its tensors. Comparing identities and addresses detects that
     and takes less time than another check.
     """
 
-    __slots__ = ("addresses", "segment", "tensors")
+    __slots__ = ("addresses", "parameter", "tensors")
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self.tensors = tensors
         self.addresses = [tensor.data_ptr() for tensor in tensors]
-        self.segment: Segment | None = None
+        self.parameter: KernelParameter | None = None
 
     def is_current(self, tensors: Sequence[Any]) -> bool:
         """Whether these are still the tensors that were checked, in the same memory."""
@@ -158,7 +159,7 @@ def update_tensors(optimizer: torch.optim.Optimizer, group: _Group, params: Iter
                 written += [param, *moments]
                 rule = _rule(optimizer, group, int(step), ())
                 first, second, largest = (*moments, None)[:3]
-                kernel.adam([Segment(param.data, param.grad, first, second, largest, None, rule)])
+                kernel.adam([KernelParameter(param.data, param.grad, first, second, largest, None, rule)])
         finally:
             for tensor in written:  # autograd raises if it has saved the old values for a backward pass
                 torch.autograd.graph.increment_version(tensor)
@@ -207,33 +208,33 @@ class _OnePass:
         """Update the copies of one layer that the kernel can update; returns their ids."""
         update.wait_for_gradients()
         locked: list[OptimizerCopy] = []
-        ready: list[OptimizerCopy] = []
-        segments: list[Segment] = []
+        ready: list[OptimizerCopy] = []  # those with an entry in `parameters`
+        parameters: list[KernelParameter] = []
         # Attributes of a copy are read without __torch_function__, which would take longer than everything else here.
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 for copy, group in items:
                     copy.lock.acquire()  # until the kernel is done: no other thread may join or exchange the halves
                     locked.append(copy)
-                    segment = self._segment(update, copy, group)
-                    if segment is not None:
+                    parameter = self._kernel_parameter(update, copy, group)
+                    if parameter is not None:
                         ready.append(copy)
-                        segments.append(segment)
-                if segments:
+                        parameters.append(parameter)
+                if parameters:
                     torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in ready], 1)
-                    self._kernel.adam(segments)
-                for copy, segment in zip(ready, segments, strict=True):
-                    if segment.weight is not None:
-                        copy.weight_was_written(segment.weight)
+                    self._kernel.adam(parameters)
+                for copy, parameter in zip(ready, parameters, strict=True):
+                    if parameter.weight is not None:
+                        copy.weight_was_written(parameter.weight)
                     update.updated.add(copy.record)
             finally:
-                for segment in segments:
-                    segment.forget_memory()
+                for parameter in parameters:
+                    parameter.forget_memory()
                 for copy in locked:
                     copy.lock.release()
         return list(map(id, ready))
 
-    def _segment(self, update: LayerUpdate, copy: OptimizerCopy, group: _Group) -> Segment | None:
+    def _kernel_parameter(self, update: LayerUpdate, copy: OptimizerCopy, group: _Group) -> KernelParameter | None:
         """What the kernel needs to update a copy; None if there is no gradient or the kernel cannot update it."""
         gradient, factors = copy.low_gradient(), copy.factors
         if gradient is None or len(factors) >= MAX_FACTORS:
@@ -248,19 +249,19 @@ class _OnePass:
         if rule is None:
             rule = self._rules[id(group), step, factors] = _rule(self._optimizer, group, step, factors)
         known = self._checked.get(id(copy))
-        segment = None if known is None else known.segment
+        parameter = None if known is None else known.parameter
         master = _master_of(copy, weight)
-        if segment is not None and segment.renew(master, gradient, weight, rule):
-            return segment
+        if parameter is not None and parameter.renew(master, gradient, weight, rule):
+            return parameter
         moments = [state[name] for name in _state_names(group)[1:]]
         read = [gradient] if weight is None else [gradient, weight]
         if not all(map(can_read, read)) or not share_layout([copy, *read, *moments]):
             return None
         first, second, largest = (*moments, None)[:3]
-        segment = Segment(master, gradient, first, second, largest, weight, rule)
+        parameter = KernelParameter(master, gradient, first, second, largest, weight, rule)
         if known is not None:
-            known.segment = segment
-        return segment
+            known.parameter = parameter
+        return parameter
 
 
 def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor | HalvedMaster:

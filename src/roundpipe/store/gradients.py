@@ -32,7 +32,8 @@ class HostGradients:
         becomes the sum without a copy, as in autograd.
         """
         with self._lock, torch.no_grad():
-            if cancelled():  # asked under the lock: after a failure `drop` must not miss a late addition
+            # Asked under the lock: after a failure `drop` must not miss a late addition.
+            if cancelled():
                 return
             self.num_additions += len(gradients)
             while gradients:

@@ -14,7 +14,7 @@ from helpers_adam import NumpyAdam, NumpyAdamW
 from roundpipe import RoundPipe, optim
 from roundpipe.errors import RoundPipeError
 from roundpipe.optim import adam as one_pass
-from roundpipe.optim.native.kernel import Segment
+from roundpipe.optim.native.kernel import KernelParameter
 
 KINDS = [(optim.Adam, NumpyAdam, torch.optim.Adam), (optim.AdamW, NumpyAdamW, torch.optim.AdamW)]
 both = pytest.mark.parametrize(("ours", "exact", "torchs"), KINDS, ids=["Adam", "AdamW"])
@@ -51,7 +51,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], num_step
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_every_size_is_updated_with_one_arithmetic(
-    ours: Any, exact: Any, torchs: Any, options: str, num_threads: int, updates: list[Segment]
+    ours: Any, exact: Any, torchs: Any, options: str, num_threads: int, updates: list[KernelParameter]
 ) -> None:
     torch.set_num_threads(num_threads)
     left, right = params_of_odd_sizes(), params_of_odd_sizes()
@@ -75,7 +75,7 @@ def test_tensors_and_optimizer_copies_are_updated_alike(ours: Any, exact: Any, t
 
 @both
 def test_without_a_kernel_tensors_and_optimizer_copies_are_updated_alike(
-    ours: Any, exact: Any, torchs: Any, monkeypatch: pytest.MonkeyPatch, updates: list[Segment]
+    ours: Any, exact: Any, torchs: Any, monkeypatch: pytest.MonkeyPatch, updates: list[KernelParameter]
 ) -> None:
     monkeypatch.setattr(one_pass, "one_pass_kernel", lambda: None)
     check_tensors_against_copies(ours, torch.float32)
@@ -127,7 +127,7 @@ class _TimesWeight(nn.Module):
     ids=str,
 )
 def test_an_implementation_that_the_user_chose_is_torchs(
-    ours: Any, exact: Any, torchs: Any, options: dict[str, Any], updates: list[Segment]
+    ours: Any, exact: Any, torchs: Any, options: dict[str, Any], updates: list[KernelParameter]
 ) -> None:
     left, right = ([nn.Parameter(randn(33, seed=0))] for _ in range(2))
     for params, kind in ((left, ours), (right, torchs)):
@@ -141,7 +141,7 @@ def test_an_implementation_that_the_user_chose_is_torchs(
 
 @both
 def test_parameters_of_other_kinds_in_one_group_are_torchs(
-    ours: Any, exact: Any, torchs: Any, updates: list[Segment]
+    ours: Any, exact: Any, torchs: Any, updates: list[KernelParameter]
 ) -> None:
     made = []
     for kind in (ours, torchs):
@@ -158,7 +158,7 @@ def test_parameters_of_other_kinds_in_one_group_are_torchs(
 
 @both
 def test_a_layout_of_one_step_does_not_change_the_arithmetic_of_the_others(
-    ours: Any, exact: Any, torchs: Any, updates: list[Segment]
+    ours: Any, exact: Any, torchs: Any, updates: list[KernelParameter]
 ) -> None:
     """torch's default implementation handles a gradient with other strides than its parameter, in that step only."""
     params = [nn.Parameter(randn(4, 6, seed=seed)) for seed in range(2)]
@@ -309,7 +309,7 @@ def step_with_foreign_state(kind: Any, foreign: Callable[[Tensor], dict[str, Any
 @both
 @pytest.mark.parametrize("foreign", FOREIGN)
 def test_a_state_of_another_model_raises_what_torchs_default_raises(
-    ours: Any, exact: Any, torchs: Any, foreign: Callable[[Tensor], dict[str, Any]], updates: list[Segment]
+    ours: Any, exact: Any, torchs: Any, foreign: Callable[[Tensor], dict[str, Any]], updates: list[KernelParameter]
 ) -> None:
     error, params = step_with_foreign_state(ours, foreign)
     expected, plain_params = step_with_foreign_state(torchs, foreign)
@@ -337,7 +337,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_the_step(ours: Any, exact: 
 @both
 @pytest.mark.parametrize("foreign", [wrong_shape, fewer_elements, transposed])
 def test_a_state_of_another_model_on_optimizer_copies(
-    ours: Any, exact: Any, torchs: Any, foreign: Callable[[Tensor], dict[str, Any]], updates: list[Segment]
+    ours: Any, exact: Any, torchs: Any, foreign: Callable[[Tensor], dict[str, Any]], updates: list[KernelParameter]
 ) -> None:
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).to(torch.bfloat16)
     with RoundPipe(net, optim_dtype=torch.float32) as model:

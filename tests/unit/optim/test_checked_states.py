@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import RoundPipe, optim
-from roundpipe.optim.native.kernel import AdamRule, OnePassKernel, Segment, one_pass_kernel
+from roundpipe.optim.native.kernel import AdamRule, KernelParameter, OnePassKernel, one_pass_kernel
 
 WIDTH, NUM_STEPS = 16, 6
 
@@ -128,7 +128,7 @@ def test_an_optimizer_keeps_no_weights_and_no_gradients_of_a_model_alive() -> No
     assert len(optimizer.state) == 6
 
 
-# The segment itself.
+# KernelParameter.
 
 
 @pytest.fixture
@@ -146,20 +146,20 @@ def rule(step: int) -> AdamRule:
     return AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, is_decoupled=True, step=step)
 
 
-def test_a_renewed_segment_updates_as_a_new_one(kernel: OnePassKernel) -> None:
+def test_a_renewed_kernel_parameter_updates_as_a_new_one(kernel: OnePassKernel) -> None:
     results: list[list[Tensor]] = []
     for is_renewed in (False, True):
         masters, moments = [tensors(0), tensors(0)], [torch.zeros(4, 6), torch.zeros(4, 6)]
         weights = [torch.empty(4, 6, dtype=torch.bfloat16) for _ in range(2)]
-        segment: Segment | None = None
+        parameter: KernelParameter | None = None
         for step in range(1, 5):
             args: Any = (masters[step % 2], tensors(step, torch.bfloat16))
-            if segment is None or not is_renewed:
-                segment = Segment(*args, *moments, None, weights[step % 2], rule(step))
+            if parameter is None or not is_renewed:
+                parameter = KernelParameter(*args, *moments, None, weights[step % 2], rule(step))
             else:
-                assert segment.renew(*args, weights[step % 2], rule(step))
-            kernel.adam([segment])
-            segment.forget_memory()
+                assert parameter.renew(*args, weights[step % 2], rule(step))
+            kernel.adam([parameter])
+            parameter.forget_memory()
         results.append([*masters, *moments, *weights])
     assert all(map(torch.equal, *results))
 
@@ -179,13 +179,15 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_forms_take_a_new_segment(kernel: OnePassKernel, other: str) -> None:
+def test_other_forms_take_a_new_kernel_parameter(kernel: OnePassKernel, other: str) -> None:
     moments = [torch.zeros(4, 6) for _ in range(2)]
-    segment = Segment(tensors(0), tensors(1, torch.bfloat16), *moments, None, tensors(2, torch.bfloat16), rule(1))
-    assert not segment.renew(tensors(0), tensors(1, torch.bfloat16), tensors(2, torch.bfloat16), rule(2)), "unchecked"
-    kernel.adam([segment])
-    assert not segment.renew(*OTHERS[other], rule(2))
-    assert segment.renew(tensors(3), tensors(4, torch.bfloat16), tensors(5, torch.bfloat16), rule(2))
+    parameter = KernelParameter(
+        tensors(0), tensors(1, torch.bfloat16), *moments, None, tensors(2, torch.bfloat16), rule(1)
+    )
+    assert not parameter.renew(tensors(0), tensors(1, torch.bfloat16), tensors(2, torch.bfloat16), rule(2)), "unchecked"
+    kernel.adam([parameter])
+    assert not parameter.renew(*OTHERS[other], rule(2))
+    assert parameter.renew(tensors(3), tensors(4, torch.bfloat16), tensors(5, torch.bfloat16), rule(2))
 
 
 def test_torch_updates_copies_whose_gradients_the_kernel_cannot_read() -> None:

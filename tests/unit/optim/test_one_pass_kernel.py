@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helpers_adam import NumpyAdam, NumpyAdamW
 from roundpipe.optim.native import library
-from roundpipe.optim.native.kernel import AdamRule, OnePassKernel, Segment, one_pass_kernel
+from roundpipe.optim.native.kernel import AdamRule, KernelParameter, OnePassKernel, one_pass_kernel
 from roundpipe.store import HalvedMaster
 
 LENGTH = 3 * 65536 + 64  # several pieces for threads; torch's own kernel treats a remainder of a vector differently
@@ -64,12 +64,14 @@ def test_every_size_has_the_same_arithmetic(processor: str, num_threads: int, is
     reference = kind(plain, lr=1e-3, weight_decay=0.1, amsgrad=amsgrad)
     moments = [[torch.zeros(size) for _ in range(3)] for size in SIZES]
     for step in (1, 2, 3):
-        segments = []
+        given = []
         for param, master, (first, second, largest) in zip(plain, masters, moments, strict=True):
             param.grad = randn(step + len(param))[: len(param)].clone()
             numbers = rule(step, is_decoupled=is_decoupled)
-            segments.append(Segment(master, param.grad, first, second, largest if amsgrad else None, None, numbers))
-        team.adam(segments)
+            given.append(
+                KernelParameter(master, param.grad, first, second, largest if amsgrad else None, None, numbers)
+            )
+        team.adam(given)
         reference.step()
     for param, master, (first, second, largest) in zip(plain, masters, moments, strict=True):
         state = reference.state[param]
@@ -88,7 +90,7 @@ def test_every_size_and_processor_rounds_weights_and_gradients_alike(
         param = master.clone().requires_grad_()
         param.grad = gradient.float()
         NumpyAdamW([param], lr=1e-3, weight_decay=0.1).step()
-        kernel.adam([Segment(master, gradient, torch.zeros(size), torch.zeros(size), None, weight, rule(1))])
+        kernel.adam([KernelParameter(master, gradient, torch.zeros(size), torch.zeros(size), None, weight, rule(1))])
         assert torch.equal(master, param)
         assert torch.equal(weight, param.detach().to(dtype))
 
@@ -105,7 +107,7 @@ def test_denormal_numbers_are_flushed_by_all_threads_or_by_none(num_threads: int
         try:
             first, second = torch.zeros(LENGTH), torch.zeros(LENGTH)
             gradient = torch.full((LENGTH,), 1e-39)
-            team.adam([Segment(torch.zeros(LENGTH), gradient, first, second, None, None, rule(1))])
+            team.adam([KernelParameter(torch.zeros(LENGTH), gradient, first, second, None, None, rule(1))])
         finally:
             torch.set_flush_denormal(False)
         assert len(first.unique()) == 1
@@ -128,8 +130,10 @@ def test_results_are_torchs_fused_ones(
     largest = torch.zeros(LENGTH) if amsgrad else None
     for step in range(1, 6):
         gradient = randn(step, dtype)
-        segment = Segment(ours, gradient, first, second, largest, weight, rule(step, is_decoupled=is_decoupled))
-        kernel.adam([segment])
+        parameter = KernelParameter(
+            ours, gradient, first, second, largest, weight, rule(step, is_decoupled=is_decoupled)
+        )
+        kernel.adam([parameter])
         theirs.grad = gradient.float()
         reference.step()
         assert torch.equal(ours, theirs)
@@ -147,7 +151,7 @@ def test_factors_are_rounded_one_by_one(kernel: OnePassKernel) -> None:
     results = []
     for given, applied in ((gradient, factors), (scaled, ())):
         master, first, second = randn(0), torch.zeros(LENGTH), torch.zeros(LENGTH)
-        kernel.adam([Segment(master, given, first, second, None, None, rule(1, gradient_factors=applied))])
+        kernel.adam([KernelParameter(master, given, first, second, None, None, rule(1, gradient_factors=applied))])
         results.append(torch.stack([master, first, second]))
     assert torch.equal(*results)
 
@@ -162,7 +166,7 @@ def test_every_low_precision_number_is_read_and_written_right(kernel: OnePassKer
     gradient = every.repeat(len(between) // len(every))
     first, second = torch.zeros_like(between), torch.zeros_like(between)
     options = {"lr": 0.0, "beta1": 0.0, "weight_decay": 0.0}
-    kernel.adam([Segment(master, gradient, first, second, None, weight, rule(1, **options))])
+    kernel.adam([KernelParameter(master, gradient, first, second, None, weight, rule(1, **options))])
     finite = gradient.float().isfinite()
     assert torch.equal(first[finite], gradient.float()[finite])
     assert first[~finite].isnan().all() or not first[~finite].isfinite().any()
@@ -177,8 +181,8 @@ def test_a_halved_master_is_the_whole_one(kernel: OnePassKernel) -> None:
     moments = [[torch.zeros(LENGTH) for _ in range(2)] for _ in range(2)]
     for step in range(1, 20):
         gradient = randn(step, torch.bfloat16)
-        kernel.adam([Segment(whole, gradient, *moments[0], None, weight, rule(step))])
-        kernel.adam([Segment(HalvedMaster(old, low, ties), gradient, *moments[1], None, new, rule(step))])
+        kernel.adam([KernelParameter(whole, gradient, *moments[0], None, weight, rule(step))])
+        kernel.adam([KernelParameter(HalvedMaster(old, low, ties), gradient, *moments[1], None, new, rule(step))])
         joined = torch.empty(LENGTH)
         kernel.join(HalvedMaster(new, low, ties), joined)
         assert torch.equal(joined, whole)
@@ -208,17 +212,18 @@ def test_threads_change_nothing(kernel: OnePassKernel, num_threads: int) -> None
     for team in (kernel, OnePassKernel(loaded, num_threads)):
         tensors = [[randn(seed)[:n] for seed in range(2)] + [torch.zeros(n)] * 0 for n in (5, 70000, LENGTH)]
         moments = [[torch.zeros(len(pair[0])) for _ in range(2)] for pair in tensors]
-        segments = [
-            Segment(pair[0], pair[1], *both, None, None, rule(1)) for pair, both in zip(tensors, moments, strict=True)
+        given = [
+            KernelParameter(pair[0], pair[1], *both, None, None, rule(1))
+            for pair, both in zip(tensors, moments, strict=True)
         ]
         for _ in range(3):
-            team.adam(segments)
+            team.adam(given)
         results.append(torch.cat([pair[0] for pair in tensors]))
     assert torch.equal(*results)
 
 
-def good_segment() -> Segment:
-    return Segment(*(torch.zeros(4, 6) for _ in range(5)), torch.zeros(4, 6, dtype=torch.bfloat16), rule(1))
+def good_parameter() -> KernelParameter:
+    return KernelParameter(*(torch.zeros(4, 6) for _ in range(5)), torch.zeros(4, 6, dtype=torch.bfloat16), rule(1))
 
 
 def good_halves(**others: Tensor) -> HalvedMaster:
@@ -245,9 +250,9 @@ WRONG: dict[str, Callable[[], Tensor]] = {
 def test_a_tensor_that_does_not_match_is_refused_before_any_update(
     kernel: OnePassKernel, field: str, wrong: str
 ) -> None:
-    good = good_segment()
+    good = good_parameter()
     untouched = copy.deepcopy(good)
-    bad = dataclasses.replace(good_segment(), **{field: WRONG[wrong]()})
+    bad = dataclasses.replace(good_parameter(), **{field: WRONG[wrong]()})
     with pytest.raises(RuntimeError, match="Adam kernel"):
         kernel.adam([good, bad])
     for name in ("master", "first", "second", "largest", "weight"):
@@ -256,7 +261,7 @@ def test_a_tensor_that_does_not_match_is_refused_before_any_update(
 
 @pytest.mark.parametrize("field", ["master", "first", "second", "largest"])
 def test_moments_in_low_precision_are_refused(kernel: OnePassKernel, field: str) -> None:
-    bad = dataclasses.replace(good_segment(), **{field: torch.zeros(4, 6, dtype=torch.bfloat16)})
+    bad = dataclasses.replace(good_parameter(), **{field: torch.zeros(4, 6, dtype=torch.bfloat16)})
     with pytest.raises(RuntimeError, match=r"torch\.float32, got torch\.bfloat16"):
         kernel.adam([bad])
 
@@ -279,12 +284,12 @@ def test_parts_of_a_halved_master_that_do_not_match_are_refused(kernel: OnePassK
     with pytest.raises(RuntimeError):
         kernel.halve(torch.zeros(4, 6), master)
     with pytest.raises(RuntimeError):
-        kernel.adam([dataclasses.replace(good_segment(), master=master)])
+        kernel.adam([dataclasses.replace(good_parameter(), master=master)])
 
 
 def test_a_halved_master_needs_somewhere_to_put_its_weight(kernel: OnePassKernel) -> None:
     with pytest.raises(RuntimeError, match="weight"):
-        kernel.adam([dataclasses.replace(good_segment(), master=good_halves(), weight=None)])
+        kernel.adam([dataclasses.replace(good_parameter(), master=good_halves(), weight=None)])
 
 
 @pytest.mark.parametrize("values", [torch.zeros(4, 5), torch.zeros(4, 6, dtype=torch.float64), torch.zeros(6, 4).t()])
@@ -299,5 +304,5 @@ def test_strides_of_single_elements_do_not_matter(kernel: OnePassKernel) -> None
     master = torch.randn(5, 1, 3, generator=torch.Generator().manual_seed(0)).transpose(0, 2)
     gradient = torch.ones(3, 1, 5).as_strided((3, 1, 5), (1, 77, 3))
     moments = [torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2)]
-    kernel.adam([Segment(master, gradient, *moments, None, None, rule(1))])
+    kernel.adam([KernelParameter(master, gradient, *moments, None, None, rule(1))])
     assert (moments[0] != 0).all()

@@ -87,43 +87,43 @@ PROCESSOR static void FOR(multiply)(float *restrict values, float factor, int64_
 ADAM(FOR(adam), THE_MOMENT)
 ADAM(FOR(amsgrad), THE_LARGEST_MOMENT)
 
-PROCESSOR static const float *FOR(gradient_block)(float *scratch, const struct adam_segment *s, int64_t start,
+PROCESSOR static const float *FOR(gradient_block)(float *scratch, const struct adam_parameter *p, int64_t start,
                                                   int64_t count) {
-    const void *from = s->gradient;
-    switch (s->gradient_precision) {
+    const void *from = p->gradient;
+    switch (p->gradient_precision) {
         case BFLOAT16: FOR(widen_bfloat)(scratch, (const uint16_t *)from + start, count); break;
         case FLOAT16: FOR(widen_half)(scratch, (const uint16_t *)from + start, count); break;
         default:
-            if (!s->rule.num_factors) return (const float *)from + start;
+            if (!p->rule.num_factors) return (const float *)from + start;
             memcpy(scratch, (const float *)from + start, (size_t)count * sizeof(float));
     }
-    for (int32_t f = 0; f < s->rule.num_factors; f++) FOR(multiply)(scratch, s->rule.factors[f], count);
+    for (int32_t f = 0; f < p->rule.num_factors; f++) FOR(multiply)(scratch, p->rule.factors[f], count);
     return scratch;
 }
 
-PROCESSOR static void FOR(write_weight)(const struct adam_segment *s, const float *master, int64_t start,
+PROCESSOR static void FOR(write_weight)(const struct adam_parameter *p, const float *master, int64_t start,
                                         int64_t count) {
-    switch (s->weight_precision) {
-        case FLOAT32: memcpy((float *)s->weight + start, master, (size_t)count * sizeof(float)); break;
-        case BFLOAT16: FOR(narrow_bfloat)((uint16_t *)s->weight + start, master, count); break;
-        case FLOAT16: FOR(narrow_half)((uint16_t *)s->weight + start, master, count); break;
+    switch (p->weight_precision) {
+        case FLOAT32: memcpy((float *)p->weight + start, master, (size_t)count * sizeof(float)); break;
+        case BFLOAT16: FOR(narrow_bfloat)((uint16_t *)p->weight + start, master, count); break;
+        case FLOAT16: FOR(narrow_half)((uint16_t *)p->weight + start, master, count); break;
         default: break;
     }
 }
 
-PROCESSOR static void FOR(update_block)(const struct adam_segment *s, int64_t start, int64_t count) {
+PROCESSOR static void FOR(update_block)(const struct adam_parameter *p, int64_t start, int64_t count) {
     float gradient_scratch[BLOCK], master_scratch[BLOCK];
-    const float *gradient = FOR(gradient_block)(gradient_scratch, s, start, count);
-    float *master = s->master ? s->master + start : master_scratch;
-    if (!s->master) FOR(join)(master, s->old_weight + start, s->low + start, s->ties + start / 8, count);
-    if (s->largest)
-        FOR(amsgrad)(master, s->first + start, s->second + start, s->largest + start, gradient, count, &s->rule);
+    const float *gradient = FOR(gradient_block)(gradient_scratch, p, start, count);
+    float *master = p->master ? p->master + start : master_scratch;
+    if (!p->master) FOR(join)(master, p->old_weight + start, p->low + start, p->ties + start / 8, count);
+    if (p->largest)
+        FOR(amsgrad)(master, p->first + start, p->second + start, p->largest + start, gradient, count, &p->rule);
     else
-        FOR(adam)(master, s->first + start, s->second + start, 0, gradient, count, &s->rule);
-    if (s->master)
-        FOR(write_weight)(s, master, start, count);
+        FOR(adam)(master, p->first + start, p->second + start, 0, gradient, count, &p->rule);
+    if (p->master)
+        FOR(write_weight)(p, master, start, count);
     else
-        FOR(halve)((uint16_t *)s->weight + start, s->low + start, s->ties + start / 8, master, count);
+        FOR(halve)((uint16_t *)p->weight + start, p->low + start, p->ties + start / 8, master, count);
 }
 
 #undef ADAM

@@ -1,7 +1,7 @@
 """The one-pass Adam kernel in C, called from Python on the tensors of a layer.
 
 Knows tensors, addresses and dtypes; the caller knows which tensors belong together and when they may be written. Checks
-every tensor before its address goes to C, once: a Segment whose tensors stay the same is not checked again.
+every tensor before its address goes to C, once: a KernelParameter whose tensors stay the same is not checked again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Rule(ctypes.Structure):
     )
 
 
-class _Segment(ctypes.Structure):
-    """`struct adam_segment` of one_pass_adam.c."""
+class _Parameter(ctypes.Structure):
+    """`struct adam_parameter` of one_pass_adam.c."""
 
     _fields_ = (
         ("master", ctypes.c_void_p),
@@ -98,10 +98,10 @@ _Forms = tuple[_Form, _Form, _Form | None]  # of master, gradient and weight
 
 
 @dataclasses.dataclass
-class Segment:
-    """The tensors of one parameter: dense, of one shape, with their elements in one order in memory.
+class KernelParameter:
+    """One parameter as the kernel updates it: dense tensors of one shape, with their elements in one order in memory.
 
-    A segment may serve several steps: between two steps `forget_memory` drops all tensors but the moments, and `renew`
+    May be used for several steps: between two steps `forget_memory` drops all tensors but the moments, and `renew`
     brings those of the next step without another check.
     """
 
@@ -112,16 +112,16 @@ class Segment:
     largest: torch.Tensor | None  # of the second moment, for amsgrad
     weight: torch.Tensor | None  # where the rounded result is written, if anywhere
     rule: AdamRule
-    _packed: _Segment | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    _packed: _Parameter | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
     _forms: _Forms | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
-    def packed(self) -> _Segment:
-        """The segment as the kernel reads it. The first call raises RuntimeError if the tensors do not match."""
+    def packed(self) -> _Parameter:
+        """The parameter as the kernel reads it. The first call raises RuntimeError if the tensors do not match."""
         if self._packed is None:
             _check(self)
             assert self.master is not None
             assert self.gradient is not None
-            packed = _Segment(
+            packed = _Parameter(
                 first=self.first.data_ptr(),
                 second=self.second.data_ptr(),
                 largest=None if self.largest is None else self.largest.data_ptr(),
@@ -137,7 +137,7 @@ class Segment:
     def renew(
         self, master: torch.Tensor | HalvedMaster, gradient: torch.Tensor, weight: torch.Tensor | None, rule: AdamRule
     ) -> bool:
-        """Prepare the segment for another step with the same moments. Returns False if that takes a new segment.
+        """Prepare for another step with the same moments. Returns False if that takes a new KernelParameter.
 
         The tensors may lie in other memory than before, in the same form.
         """
@@ -148,12 +148,12 @@ class Segment:
         return True
 
     def forget_memory(self) -> None:
-        """Drop references to the model's memory: a segment that is kept must not keep the memory alive."""
+        """Drop references to the model's memory: an object that is kept for later steps must not keep it alive."""
         self.master = self.gradient = self.weight = None
 
     def _pack(
         self,
-        packed: _Segment,
+        packed: _Parameter,
         master: torch.Tensor | HalvedMaster,
         gradient: torch.Tensor,
         weight: torch.Tensor | None,
@@ -199,12 +199,12 @@ class OnePassKernel:
         if not self._team:
             raise MemoryError("no memory for the optimizer's threads")
 
-    def adam(self, segments: Sequence[Segment]) -> None:
-        """Update all segments in one call of the team. Raises RuntimeError, updating none, if tensors do not match."""
-        packed = (_Segment * len(segments))(*[segment.packed() for segment in segments])
+    def adam(self, parameters: Sequence[KernelParameter]) -> None:
+        """Update all parameters in one call. Raises RuntimeError, and updates none, if tensors do not match."""
+        packed = (_Parameter * len(parameters))(*[parameter.packed() for parameter in parameters])
         # ctypes releases the interpreter lock during the call; `packed` and the tensors stay alive until it returns.
         start_s = time.perf_counter()
-        self._adam(self._team, packed, len(segments))
+        self._adam(self._team, packed, len(parameters))
         _rate.note(sum(struct.count for struct in packed), time.perf_counter() - start_s)
 
     def join(self, halves: HalvedMaster, to: torch.Tensor) -> None:
@@ -238,20 +238,20 @@ def _memory_order(tensor: torch.Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
-def _check(segment: Segment) -> None:
-    master = segment.master
+def _check(parameter: KernelParameter) -> None:
+    master = parameter.master
     if isinstance(master, HalvedMaster):
-        _require("weight", segment.weight, torch.bfloat16)
-        _check_halves(master, segment.gradient, tuple(_PRECISIONS))
+        _require("weight", parameter.weight, torch.bfloat16)
+        _check_halves(master, parameter.gradient, tuple(_PRECISIONS))
         whole = master.weight
     else:
         whole = _require("master", master, torch.float32)
-    tensors = [whole, _require("gradient", segment.gradient, *_PRECISIONS)]
-    tensors += [_require("moment", moment, torch.float32) for moment in (segment.first, segment.second)]
-    if segment.largest is not None:
-        tensors.append(_require("moment", segment.largest, torch.float32))
-    if segment.weight is not None:
-        tensors.append(_require("weight", segment.weight, *_PRECISIONS))
+    tensors = [whole, _require("gradient", parameter.gradient, *_PRECISIONS)]
+    tensors += [_require("moment", moment, torch.float32) for moment in (parameter.first, parameter.second)]
+    if parameter.largest is not None:
+        tensors.append(_require("moment", parameter.largest, torch.float32))
+    if parameter.weight is not None:
+        tensors.append(_require("weight", parameter.weight, *_PRECISIONS))
     _require_one_layout(tensors)
 
 

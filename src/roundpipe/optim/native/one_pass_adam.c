@@ -35,7 +35,7 @@ struct adam_rule {
     float eps;
 };
 
-struct adam_segment {
+struct adam_parameter {
     float *master; /* 0: halved, see the note; then old_weight, low and ties hold the values */
     const uint16_t *old_weight;
     uint16_t *low;
@@ -104,7 +104,7 @@ static inline uint16_t to_bfloat(float value) {
 #include "adam_block.h"
 #endif
 
-static void (*update_block)(const struct adam_segment *s, int64_t start, int64_t count) = update_block_any;
+static void (*update_block)(const struct adam_parameter *p, int64_t start, int64_t count) = update_block_any;
 static void (*join)(float *, const uint16_t *, const uint16_t *, const uint8_t *, int64_t) = join_any;
 static void (*halve)(uint16_t *, uint16_t *, uint8_t *, const float *, int64_t) = halve_any;
 
@@ -140,17 +140,17 @@ int roundpipe_use_processor(int most) {
 
 __attribute__((constructor)) static void choose_processor(void) { roundpipe_use_processor(AVX512); }
 
-static void update_chunk(const struct adam_segment *segments, int64_t num_segments, int64_t chunk) {
-    for (int64_t k = 0; k < num_segments; k++) {
-        const struct adam_segment *s = &segments[k];
-        int64_t chunks = (s->count + CHUNK - 1) / CHUNK;
+static void update_chunk(const struct adam_parameter *parameters, int64_t num_parameters, int64_t chunk) {
+    for (int64_t k = 0; k < num_parameters; k++) {
+        const struct adam_parameter *p = &parameters[k];
+        int64_t chunks = (p->count + CHUNK - 1) / CHUNK;
         if (chunk >= chunks) {
             chunk -= chunks;
             continue;
         }
-        int64_t end = (chunk + 1) * CHUNK < s->count ? (chunk + 1) * CHUNK : s->count;
+        int64_t end = (chunk + 1) * CHUNK < p->count ? (chunk + 1) * CHUNK : p->count;
         for (int64_t start = chunk * CHUNK; start < end; start += BLOCK)
-            update_block(s, start, end - start < BLOCK ? end - start : BLOCK);
+            update_block(p, start, end - start < BLOCK ? end - start : BLOCK);
         return;
     }
 }
@@ -164,8 +164,8 @@ struct team {
     int num_helpers;
     uint64_t jobs_begun;
     int helpers_at_work;
-    const struct adam_segment *segments;
-    int64_t num_segments, num_chunks;
+    const struct adam_parameter *parameters;
+    int64_t num_parameters, num_chunks;
     fenv_t environment; /* of the calling thread; decides whether denormal numbers are flushed to zero */
     atomic_int_fast64_t next_chunk;
 };
@@ -174,7 +174,7 @@ static void work(struct team *team) {
     for (;;) {
         int64_t chunk = atomic_fetch_add_explicit(&team->next_chunk, 1, memory_order_relaxed);
         if (chunk >= team->num_chunks) return;
-        update_chunk(team->segments, team->num_segments, chunk);
+        update_chunk(team->parameters, team->num_parameters, chunk);
     }
 }
 
@@ -214,13 +214,13 @@ struct team *roundpipe_team(int num_threads) {
     return team;
 }
 
-void roundpipe_adam(struct team *team, const struct adam_segment *segments, int64_t num_segments) {
+void roundpipe_adam(struct team *team, const struct adam_parameter *parameters, int64_t num_parameters) {
     int64_t num_chunks = 0;
-    for (int64_t k = 0; k < num_segments; k++) num_chunks += (segments[k].count + CHUNK - 1) / CHUNK;
+    for (int64_t k = 0; k < num_parameters; k++) num_chunks += (parameters[k].count + CHUNK - 1) / CHUNK;
     pthread_mutex_lock(&team->turn);
     pthread_mutex_lock(&team->lock);
-    team->segments = segments;
-    team->num_segments = num_segments;
+    team->parameters = parameters;
+    team->num_parameters = num_parameters;
     team->num_chunks = num_chunks;
     fegetenv(&team->environment);
     atomic_store(&team->next_chunk, 0);
