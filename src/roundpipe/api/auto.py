@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe.api.engine import ModelEngine
-from roundpipe.api.proxy import ModelProxy
-from roundpipe.api.roundpipe import RoundPipe, call_site, check_options
+from roundpipe.api.roundpipe import ModelProxy, RoundPipe, call_site, check_options
 from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DeviceSpec, host_pinner, parse_devices

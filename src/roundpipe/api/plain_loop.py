@@ -32,8 +32,7 @@ from roundpipe.api.group import Group
 from roundpipe.context import current_iteration, in_gradient_hook
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.monitor import process_lock
-from roundpipe.optim.adam import Adam, AdamW
-from roundpipe.optim.state import require_state_memory
+from roundpipe.optim.adam import Adam, AdamW, require_state_memory
 from roundpipe.optim.stepper import HandedStep
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.adopt import owner_of

@@ -19,8 +19,7 @@ from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import Run
 from roundpipe.runtime.transfer import DeviceBuffers, Transfer
 from roundpipe.store import HostGradient, Layout, ParameterRecord
-from roundpipe.store.host_memory import LandingBuffers
-from roundpipe.store.layout import lay_out
+from roundpipe.store.host_memory import LandingBuffers, lay_out
 
 Download = tuple[list[HostGradient], Event]  # gradients in host memory, which are complete once the event has passed
 _grad_of = operator.attrgetter("grad")

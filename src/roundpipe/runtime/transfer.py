@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_struct
 from roundpipe.devices import Device, Event, StreamKind
 from roundpipe.errors import ArgumentTypeError, UsageError
 from roundpipe.store import Layout
-from roundpipe.store.layout import dense_stride, span_elements
+from roundpipe.store.host_memory import dense_stride, span_elements
 
 
 @dataclasses.dataclass(frozen=True)

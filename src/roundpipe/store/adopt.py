@@ -25,8 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from roundpipe.devices import HostPinner
 from roundpipe.errors import ConfigError, OwnershipError
-from roundpipe.store.host_memory import HostBuffer, require_host_memory
-from roundpipe.store.layout import lay_out
+from roundpipe.store.host_memory import HostBuffer, lay_out, require_host_memory
 from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord, joined, path_of
 
 

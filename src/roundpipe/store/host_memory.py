@@ -1,4 +1,4 @@
-"""Host memory: how much is available, exact-size buffers in it, and the pages that are pinned.
+"""Host memory: how much is available, exact-size buffers in it, the layout of tensors in a buffer, pinned pages.
 
 Reads /proc and the control group. Knows byte sizes and layouts, never layers or optimizers. What allocates a buffer or
 registers pages also closes them; closing only unpins, because tensors may still use the memory.
@@ -11,12 +11,17 @@ tensor, and other libraries take tensors that share a storage for tied weights.
 several tensors, so only pages that one tensor fills are registered. Unless a tensor consists of whole pages, the page
 of its first byte is left out too: then the user's own copy of the whole tensor begins in unregistered memory and works.
 Our copies are divided where registration begins and ends.
+
+A Layout says where each tensor of a layer lies in one flat byte buffer, so that the layer moves in one copy. Host
+weights, gradients and their images on a device use layouts.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import dataclasses
+import functools
 import logging
 import mmap
 import os
@@ -31,7 +36,84 @@ import torch
 
 from roundpipe.devices import HostPinner
 from roundpipe.errors import ConfigError, HostMemoryError
-from roundpipe.store.layout import Layout, dense_stride
+
+ALIGNMENT_BYTES = 256  # as device allocators align, so kernels take the same path as for a separate tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPlace:
+    """The place of one tensor in a flat byte buffer."""
+
+    offset_bytes: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor at this place of a flat uint8 buffer."""
+        return self.shaped(buffer[self.offset_bytes : self.offset_bytes + self.num_bytes])
+
+    def shaped(self, piece: torch.Tensor) -> torch.Tensor:
+        """A flat uint8 tensor of exactly `num_bytes` bytes, viewed with the dtype, shape and strides of this place."""
+        piece = piece.view(self.dtype)
+        return piece.as_strided(self.shape, self.stride, piece.storage_offset())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """The places of several tensors in one buffer. Compared by identity; `lay_out` returns equal ones as one object."""
+
+    places: tuple[TensorPlace, ...]
+    total_bytes: int
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors at all places of a flat uint8 buffer."""
+        return [place.view(buffer) for place in self.places]
+
+
+def lay_out(tensors: Sequence[torch.Tensor]) -> Layout:
+    """Aligned places for `tensors`, one after the other."""
+    places, offset = [], 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.itemsize
+        places.append(TensorPlace(offset, num_bytes, tuple(tensor.shape), dense_stride(tensor), tensor.dtype))
+        offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return _layout_of(tuple(places), offset)
+
+
+@functools.lru_cache(maxsize=256)  # layers of one kind share a layout, and so the views that buffers keep for it
+def _layout_of(places: tuple[TensorPlace, ...], total_bytes: int) -> Layout:
+    return Layout(places, total_bytes)
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor that fills its memory without gaps (channels-last, say); contiguous ones for others."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return contiguous_stride(tensor.shape)
+        expected *= size
+    return tuple(tensor.stride())
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """The number of elements between the first and the last one that a strided view touches, both included."""
+    if any(size == 0 for size in shape):
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
 
 logger = logging.getLogger("roundpipe")
 CHECK_VARIABLE = "ROUNDPIPE_HOST_MEMORY_CHECK"

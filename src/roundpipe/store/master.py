@@ -33,8 +33,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from roundpipe.monitor import process_rlock
-from roundpipe.store.host_memory import HostBuffer, host_zeros_like
-from roundpipe.store.layout import dense_stride
+from roundpipe.store.host_memory import HostBuffer, dense_stride, host_zeros_like
 
 _HALF = 0x8000
 _CHUNK = 1 << 20  # elements that are converted at a time, so that intermediate results stay small

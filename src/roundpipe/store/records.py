@@ -7,6 +7,7 @@ a layer of a split or converted model has other names than the model the user wr
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Mapping
@@ -16,10 +17,19 @@ import torch
 from torch import nn
 
 from roundpipe.split.stubs import PATH
-from roundpipe.store.host_memory import HostBuffer, LandingBuffer
-from roundpipe.store.layout import Layout, TensorPlace
+from roundpipe.store.host_memory import HostBuffer, LandingBuffer, Layout, TensorPlace
 from roundpipe.store.master import OptimizerCopy
-from roundpipe.store.slot import WeightBuffer
+
+
+class WeightBuffer(enum.IntEnum):
+    """The two places in host memory where a layer's weights can lie."""
+
+    FRONT = 0  # the memory of the user's parameters
+    BACK = 1  # exists only once an asynchronous step was made
+
+    @property
+    def other(self) -> WeightBuffer:
+        return WeightBuffer(1 - self)
 
 
 @dataclasses.dataclass(eq=False)

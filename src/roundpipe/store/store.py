@@ -25,8 +25,7 @@ from roundpipe.store.gradients import HostGradients
 from roundpipe.store.host_memory import LandingBuffers, RegisteredPages
 from roundpipe.store.master import CopyHome, GradientOwner, OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord, joined, path_of
-from roundpipe.store.slot import LayerSlot
-from roundpipe.store.weights import LayerWeights
+from roundpipe.store.weights import LayerSlot, LayerWeights
 
 _MISSING = object()
 

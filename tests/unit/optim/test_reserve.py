@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import RoundPipe, optim
-from roundpipe.optim import state as reserve
-from roundpipe.optim.state import Reserve
+from roundpipe.optim import adam as reserve
+from roundpipe.optim.adam import Reserve
 from roundpipe.store import LayerUpdate, OptimizerCopy
 from roundpipe.store.host_memory import HUGE_PAGE_BYTES, make_pages_ready
 

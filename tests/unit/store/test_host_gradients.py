@@ -8,8 +8,7 @@ from torch import nn
 from roundpipe.devices.virtual import NoPinner
 from roundpipe.monitor import Monitor
 from roundpipe.store import HostGradient, LayerStore, PinMode
-from roundpipe.store.host_memory import LandingBuffer
-from roundpipe.store.layout import lay_out
+from roundpipe.store.host_memory import LandingBuffer, lay_out
 from roundpipe.store.records import user_names
 
 

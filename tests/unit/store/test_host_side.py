@@ -14,8 +14,15 @@ from roundpipe.devices import HostPinner
 from roundpipe.monitor import Monitor
 from roundpipe.store import host_memory
 from roundpipe.store.adopt import PinMode
-from roundpipe.store.host_memory import HostBuffer, RegisteredPages
-from roundpipe.store.layout import ALIGNMENT_BYTES, contiguous_stride, dense_stride, lay_out, span_elements
+from roundpipe.store.host_memory import (
+    ALIGNMENT_BYTES,
+    HostBuffer,
+    RegisteredPages,
+    contiguous_stride,
+    dense_stride,
+    lay_out,
+    span_elements,
+)
 from roundpipe.store.store import LayerStore
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from roundpipe.store import LayerSlot
-from roundpipe.store.slot import WeightBuffer
+from roundpipe.store.records import WeightBuffer
 
 
 class Passed:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from roundpipe.optim.native import library
-from roundpipe.store.layout import dense_stride
+from roundpipe.store.host_memory import dense_stride
 from roundpipe.store.master import HalvedMaster
 
 MAX_FACTORS = 4
