@@ -74,7 +74,7 @@ class LayerGradients:
             if all(gradient is None for gradient in gradients):
                 return
             self._buffer = self._buffers.take(self._trained.layout.total_bytes)
-        views = _views_of(self._buffer, self._trained.layout)
+        views = self._buffers.views(self._buffer, self._trained.layout)
         fresh = {i: grad for i, grad in enumerate(gradients) if grad is not None and grad is not views[i]}
         with torch.no_grad():
             torch._foreach_copy_([views[i] for i in fresh], list(fresh.values()))
@@ -88,10 +88,9 @@ class LayerGradients:
         if self._buffer is None or not present:
             return None
         layout, records = self._trained.layout, self._trained.records
-        host = landing.take(layout.total_bytes, num_gradients=len(present))
+        host, views = landing.take(layout, num_gradients=len(present))
         arrived = transfer.gradients_down(host.memory, self._buffer)
         self._buffers.give(self._buffer, [arrived])  # the next writer waits until the download has read the buffer
-        views = host.views(layout)
         self.drop()
         return [HostGradient(records[i], views[i], host) for i in present], arrived
 
@@ -100,18 +99,6 @@ class LayerGradients:
         for stand_in in self._trained.stand_ins:
             stand_in.grad = None
         self._buffer, self._gathered = None, []
-
-
-def _views_of(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """A tensor for each place of `layout` in a device buffer.
-
-    They are kept as an attribute of the buffer for the next time it is used, and freed together with it.
-    """
-    cache: dict[int, tuple[Layout, list[torch.Tensor]]] = vars(buffer).setdefault("_roundpipe_views", {})
-    found = cache.get(id(layout))
-    if found is None:
-        found = cache[id(layout)] = (layout, layout.views(buffer))  # keeps the layout alive, so its id stays valid
-    return found[1]
 
 
 class Landing:

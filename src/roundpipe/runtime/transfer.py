@@ -88,6 +88,8 @@ class Bundle:
 
 def _sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Positions of strided tensors whose memory range overlaps that of another tensor."""
+    if len(tensors) < 2:
+        return frozenset()
     spans = sorted(
         (
             tensor.data_ptr(),
@@ -205,7 +207,14 @@ class Transfer:
             return []
         for event in after:  # may be events of another device, whose downloads fill these tensors
             device.stream_wait(stream, event)
-        copies = [_copy_of(tensor, self._on_device(stream), self._copier(stream)) for tensor in tensors]
+        copies = [
+            _copy_of(
+                tensor,
+                lambda shape, stride, dtype: device.device_empty_strided(shape, stride, dtype, stream),
+                lambda destination, source: device.copy(destination, source, stream),
+            )
+            for tensor in tensors
+        ]
         device.stream_wait(StreamKind.COMPUTE, device.record(stream))
         for copy in copies:
             device.lend(copy, StreamKind.COMPUTE)  # allocated on the upload stream, read by compute
@@ -215,7 +224,10 @@ class Transfer:
         """Host copies of device tensors as compute leaves them now; they are complete once the event has passed."""
         device, stream = self._device, StreamKind.ACTIVATIONS_DOWN
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
-        copies = [_copy_of(tensor.detach(), device.host_empty_strided, self._copier(stream)) for tensor in tensors]
+        copies = [
+            _copy_of(tensor.detach(), device.host_empty_strided, lambda new, old: device.copy(new, old, stream))
+            for tensor in tensors
+        ]
         return copies, device.record(stream)
 
     def down_bundle(self, bundle: Bundle) -> tuple[Bundle, Event]:
@@ -234,12 +246,6 @@ class Transfer:
     def let_downloads_finish_first(self) -> None:
         """Make later compute wait for queued downloads, because it may overwrite their sources in place."""
         self._device.stream_wait(StreamKind.COMPUTE, self._device.record(StreamKind.ACTIVATIONS_DOWN))
-
-    def _copier(self, stream: StreamKind) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        return lambda destination, source: self._device.copy(destination, source, stream)
-
-    def _on_device(self, stream: StreamKind) -> Callable[..., torch.Tensor]:
-        return lambda shape, stride, dtype: self._device.device_empty_strided(shape, stride, dtype, stream)
 
 
 def check_movable(tensor: torch.Tensor) -> None:
