@@ -245,7 +245,7 @@ class LayerImages:
                 run.check()
             self._upload(run, of_task, layer_id, place)
             self.prefetch(run, task, place)
-        place.at(layer_id, "weight upload")
+        place.layer_id, place.phase = layer_id, "weight upload"
         image = of_task.images[layer_id]
         self._device.stream_wait(StreamKind.COMPUTE, image.uploaded)
         return self._buffers.views(image.buffer, replica.image_layout)
@@ -269,7 +269,7 @@ class LayerImages:
         return known
 
     def _upload(self, run: Run, of_task: _TaskImages, layer_id: int, place: Place) -> None:
-        place.at(layer_id, "weight upload")
+        place.layer_id, place.phase = layer_id, "weight upload"
         layer = run.store.layers[layer_id]
         buffer = self._buffers.take(layer.image.total_bytes, run.weight_room_bytes)
         for part, host in run.store.weights.upload_pieces(layer_id, run.version, buffer):

@@ -9,12 +9,11 @@ themselves are LayerSlot's. Knows no schedule and no optimizer.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -23,15 +22,14 @@ from roundpipe.devices import HostPinner
 from roundpipe.errors import ModelChangedError
 from roundpipe.monitor import Monitor
 from roundpipe.store import adopt as adoption
-from roundpipe.store.adopt import PinMode, refuse_unusable, require_training_memory
+from roundpipe.store.adopt import Composition, PinMode, refuse_unusable, require_training_memory
 from roundpipe.store.gradients import HostGradients
 from roundpipe.store.host_memory import LandingBuffers, RegisteredPages
 from roundpipe.store.master import CopyHome, GradientOwner, OptimizerCopy
-from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord, WeightBuffer, joined, path_of
+from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord, WeightBuffer
 from roundpipe.store.weights import LayerSlot, LayerWeights
 
 T = TypeVar("T")
-_MISSING = object()
 
 
 _LOW_PRECISIONS = (torch.bfloat16, torch.float16)
@@ -91,81 +89,6 @@ class Masters:
             for record in layer.parameters:
                 if record.home == layer.layer_id and record.master is not None:
                     yield record.master
-
-
-@dataclasses.dataclass(frozen=True)
-class _ModuleParts:
-    """The members of one module when the model was wrapped."""
-
-    path: str
-    module: nn.Module
-    parameters: dict[str, nn.Parameter | None]
-    children: dict[str, nn.Module | None]
-    buffer_names: frozenset[str]
-
-    def are_unchanged(self) -> bool:
-        module = self.module
-        return (
-            _same(module._parameters, self.parameters)
-            and _same(module._modules, self.children)
-            and module._buffers.keys() == self.buffer_names
-        )
-
-
-class Composition:
-    """The modules of one layer and their members when the model was wrapped.
-
-    Devices run copies of these modules, so they would silently ignore a parameter or submodule that was added later.
-    Compares identities, never values.
-    """
-
-    def __init__(self, layer: LayerRecord, names: Mapping[int, str]) -> None:
-        """`names`: the user's names of parameters and modules, by id."""
-        self._layer_id = layer.layer_id
-        self._names = {id(record.param): record.name for record in layer.parameters}
-        self._parts = [
-            _ModuleParts(
-                path_of(module, names, path),
-                module,
-                dict(module._parameters),
-                dict(module._modules),
-                frozenset(module._buffers.keys()),
-            )
-            for path, module in layer.module.named_modules()
-        ]
-
-    def check(self) -> None:
-        """Raise ModelChangedError if a module has other members now."""
-        for parts in self._parts:
-            if not parts.are_unchanged():
-                self._raise_change(parts)
-
-    def _raise_change(self, parts: _ModuleParts) -> None:
-        module, where = parts.module, f"of layer {self._layer_id}"
-        for key, param in parts.parameters.items():
-            if param is not None and module._parameters.get(key) is not param:
-                raise ModelChangedError(
-                    f"parameter {self._names[id(param)]!r} {where} was replaced or removed after wrapping; copy new "
-                    "values into the parameter (or load_state_dict without assign=True). To resize or exchange it, do "
-                    "so before wrapping, or close() and wrap the model again."
-                )
-        added = [f"parameter {joined(parts.path, key)!r}" for key in _other_keys(module._parameters, parts.parameters)]
-        added += [f"submodule {joined(parts.path, key)!r}" for key in _other_keys(module._modules, parts.children)]
-        added += [f"buffer {joined(parts.path, key)!r}" for key in sorted(module._buffers.keys() ^ parts.buffer_names)]
-        raise ModelChangedError(
-            f"{added[0]} {where} was added, replaced or removed after wrapping; change the model before wrapping it, "
-            "or close() and wrap it again."
-        )
-
-
-def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
-    return len(now) == len(then) and all(now.get(key, _MISSING) is value for key, value in then.items())
-
-
-def _other_keys(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, in order."""
-    keys = {**now, **then}
-    return [key for key in keys if now.get(key, _MISSING) is not then.get(key, _MISSING)]
 
 
 class LayerStore:
@@ -327,7 +250,8 @@ class LayerStore:
         for composition in self._compositions:
             composition.check()
         for record in self.parameters:
-            if not record.is_untouched():
+            param, weights = record.param, record.weights
+            if param.data_ptr() != weights.data_ptr() or param.dtype != weights.dtype:
                 now, then = record.param, record.weights
                 resized = (
                     "" if now.shape == then.shape else f", of shape {tuple(now.shape)} instead of {tuple(then.shape)}"
