@@ -8,6 +8,7 @@ import pytest
 import torch
 from recorded_runs import Recorder, held_call, train
 
+from helpers_parity import assert_same
 from roundpipe import RoundPipe
 from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.runtime.replica import LayerImages
@@ -107,6 +108,28 @@ def test_an_image_is_written_again_only_after_compute_and_its_upload_have_passed
             "copy weights up",
         )
         images.finish(run, run.tasks[FB1])
+
+
+def test_memory_that_a_failed_upload_has_lost_is_not_mistaken_for_a_later_image(
+    images: LayerImages, recorder: Recorder, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new tensor may get the id of one that is gone."""
+    model = make_model()
+    with held_call(monkeypatch, lambda: train(model)) as run:
+        for _ in range(20):
+            weights = ready(images, run, FB1, 2)
+            assert_same(weights, [parameter.detach() for parameter in model.model[2].parameters()], "uploaded weights")
+            del weights
+            images.finish(run, run.tasks[FB1])
+            with monkeypatch.context() as patch:
+                patch.setattr(VirtualDevice, "copy", fail)
+                with pytest.raises(ValueError, match="no copy"):
+                    ready(images, run, FB1, 2)
+            images.finish(run, run.tasks[FB1])
+
+
+def fail(*_: object) -> None:
+    raise ValueError("no copy")
 
 
 def test_prefetch_within_room_stops_where_there_is_no_memory_to_spare(
