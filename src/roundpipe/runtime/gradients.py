@@ -17,7 +17,7 @@ from roundpipe.errors import UsageError, add_note
 from roundpipe.monitor import THREAD_PREFIX, Monitor
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import Run
-from roundpipe.runtime.transfer import DeviceBuffers, Transfer
+from roundpipe.runtime.transfer import DeviceBuffers, Transfer, views_of
 from roundpipe.store import HostGradient, Layout, ParameterRecord
 from roundpipe.store.host_memory import LandingBuffers, lay_out
 
@@ -74,7 +74,7 @@ class LayerGradients:
             if all(gradient is None for gradient in gradients):
                 return
             self._buffer = self._buffers.take(self._trained.layout.total_bytes)
-        views = _views_of(self._buffer, self._trained.layout)
+        views = views_of(self._buffer, self._trained.layout)
         fresh = {i: grad for i, grad in enumerate(gradients) if grad is not None and grad is not views[i]}
         with torch.no_grad():
             torch._foreach_copy_([views[i] for i in fresh], list(fresh.values()))
@@ -100,18 +100,6 @@ class LayerGradients:
         for stand_in in self._trained.stand_ins:
             stand_in.grad = None
         self._buffer, self._gathered = None, []
-
-
-def _views_of(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """A tensor for each place of `layout` in a device buffer.
-
-    They are kept as an attribute of the buffer for the next time it is used, and freed together with it.
-    """
-    cache: dict[int, tuple[Layout, list[torch.Tensor]]] = vars(buffer).setdefault("_roundpipe_views", {})
-    found = cache.get(id(layout))
-    if found is None:
-        found = cache[id(layout)] = (layout, layout.views(buffer))  # keeps the layout alive, so its id stays valid
-    return found[1]
 
 
 class Landing:
