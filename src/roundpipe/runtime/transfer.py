@@ -136,8 +136,6 @@ class DeviceBuffers:
         self._writer, self._reader = writer, reader
         self._free: dict[int, deque[tuple[torch.Tensor, Sequence[Event]]]] = defaultdict(deque)
         self._total_bytes = 0
-        # By the ids of a buffer and of a layout, both of which exist as long as the entry.
-        self._views: dict[int, dict[int, tuple[Layout, list[torch.Tensor]]]] = {}
 
     def take(self, num_bytes: int, room_bytes: int = 0) -> torch.Tensor:
         """A buffer that the writer stream may fill. `room_bytes`: all buffers may grow to this size without waiting."""
@@ -165,23 +163,10 @@ class DeviceBuffers:
         """Return a buffer; it may be overwritten once all events of `free_after` have passed."""
         self._free[buffer.numel()].append((buffer, free_after))
 
-    def views(self, buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-        """Return the tensors of `layout` in a buffer, those of an earlier call where there was one.
-
-        Making views takes much longer than finding them, and so does hashing a layout: equal ones should be one object.
-        """
-        of_buffer = self._views.setdefault(id(buffer), {})
-        known = of_buffer.get(id(layout))
-        if known is None:
-            known = of_buffer[id(layout)] = (layout, layout.views(buffer))
-        return known[1]
-
     def release_unused(self) -> None:
         """Return all free buffers to the allocator."""
         for size, buffers in self._free.items():
             self._total_bytes -= size * len(buffers)
-            for buffer, _ in buffers:
-                self._views.pop(id(buffer), None)
         self._free.clear()
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
@@ -189,6 +174,19 @@ class DeviceBuffers:
         self._device.lend(buffer, self._reader)
         self._total_bytes += num_bytes
         return buffer
+
+
+def views_of(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Return a tensor for each place of `layout` in a device buffer, the same ones each time.
+
+    Making views takes much longer than finding them. They are an attribute of the buffer and are freed together with
+    it: a table by the buffer's id would give them to a later tensor with the same id.
+    """
+    cache: dict[int, tuple[Layout, list[torch.Tensor]]] = vars(buffer).setdefault("_roundpipe_views", {})
+    found = cache.get(id(layout))
+    if found is None:
+        found = cache[id(layout)] = (layout, layout.views(buffer))  # keeps the layout alive, so its id stays valid
+    return found[1]
 
 
 _ALIGNMENT_BYTES = 64  # CPU matrix kernels depend on it; torch allocates every tensor with at least this alignment

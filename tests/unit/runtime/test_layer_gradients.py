@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from roundpipe.errors import UsageError
 from roundpipe.runtime.gradients import LayerGradients
-from roundpipe.store.host_memory import LandingBuffers, Layout
+from roundpipe.store.host_memory import LandingBuffers
 
 
 class Buffers:
@@ -21,16 +21,12 @@ class Buffers:
     def __init__(self) -> None:
         self.free: dict[int, Tensor] = {}
         self.num_made = 0
-        self._views: dict[tuple[int, int], list[Tensor]] = {}
 
     def take(self, num_bytes: int) -> Tensor:
         if num_bytes not in self.free:
             self.num_made += 1
             return torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
         return self.free.pop(num_bytes).fill_(0xAB)
-
-    def views(self, buffer: Tensor, layout: Layout) -> list[Tensor]:
-        return self._views.setdefault((id(buffer), id(layout)), layout.views(buffer))
 
     def give(self, buffer: Tensor, free_after: Sequence[Any]) -> None:
         assert free_after == ["arrived"]

@@ -12,6 +12,7 @@ from roundpipe import RoundPipe
 from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.runtime.replica import LayerImages
 from roundpipe.runtime.run import Place, Run, RunCancelled
+from roundpipe.runtime.transfer import views_of
 
 MakeModel = Callable[..., RoundPipe]
 F0, FB1, B2 = 0, 1, 2  # F0: layers 0 and 1, FB1: layer 2, B2: layers 0 and 1
@@ -107,6 +108,21 @@ def test_an_image_is_written_again_only_after_compute_and_its_upload_have_passed
             "copy weights up",
         )
         images.finish(run, run.tasks[FB1])
+
+
+def test_views_are_those_of_their_buffer_where_its_id_was_used_before(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer is lost when its upload fails, and a later one often gets its id."""
+    model = make_model()
+    with held_call(monkeypatch, lambda: train(model)) as run:
+        layout = run.store.layers[0].image
+        for _ in range(20):
+            buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+            views = views_of(buffer, layout)
+            assert views[0].untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+            assert views is views_of(buffer, layout)
+            del buffer, views
 
 
 def test_prefetch_within_room_stops_where_there_is_no_memory_to_spare(
