@@ -36,6 +36,8 @@ from roundpipe.runtime.rng import HostRandomStream, ProcessRandomStream, stream_
 from roundpipe.runtime.run import SIZED_MICROBATCHES, TIMED_MICROBATCHES, LayerMeasurement, Place, Run, TaskSpan
 from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Transfer
 
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
 
 class StageRunner:
     """Carries out tasks on one device, one at a time."""
@@ -380,9 +382,9 @@ class _Task:
         if behaviour.changes_input:
             self._runner.transfer.let_downloads_finish_first()
         with_grad = phase is not LayerPhase.INFERENCE
+        measured = self._measure()
         leaves = Leaves(bundle, flags if with_grad else [False] * len(flags))
         has_backward = phase is not LayerPhase.FORWARD
-        measured = self._measure()
         with torch.set_grad_enabled(with_grad):
             value = leaves.value() if has_backward or behaviour.changes_input else leaves.bare_value()
             watch = None if behaviour.calls_autograd is False else GradientWatch(tensors_in(value))
@@ -390,9 +392,10 @@ class _Task:
             outputs = Bundle.pack(value)
         if measured is not None:
             measured.end_forward(layer_id, phase, bundle.tensors)
+        changed_input = leaves.were_changed()
         handed_on, returned_own_memory = replica.copy_own_memory(outputs.detached())
         replica.note_forward(
-            changed_input=leaves.were_changed(),
+            changed_input=changed_input,
             drew_on_host=None if host is None else host.drew,
             returned_own_memory=returned_own_memory,
         )
@@ -456,16 +459,18 @@ class _Task:
         args, kwargs = value if layer.layer_id == 0 else ((value,), {})
         is_new = is_recomputed and not recall.preserve_rng_state
         seed = stream_seed(recall.seed, layer.layer_id, microbatch, is_new)
-        host = None
+        host, on_device = None, _NOTHING
         if self._device.draws_on_host or replica.behaviour.draws_on_host:
             host = HostRandomStream(seed)
+        if not self._device.draws_on_host:
+            on_device = self._device.random_stream(seed)
         recalled = self._mail.recalled_data(layer.layer_id, microbatch) if is_recomputed and recall.layer_data else None
         with (
             LayerRun(phase, recalled) as layer_run,
             self._autocast,
-            self._device.random_stream(seed),
+            on_device,
             ProcessRandomStream(seed, is_watched=not replica.behaviour.is_known),
-            host or contextlib.nullcontext(),
+            host or _NOTHING,
         ):
             replica.has_run = True
             output = replica.module(*args, **kwargs)
@@ -518,14 +523,9 @@ class _Task:
         assert loss_fn is not None
         label = self._mail.label(microbatch)
         seed = stream_seed(recall.seed, len(self._run.store.layers), microbatch, False)
-        on_host = HostRandomStream(seed) if self._device.draws_on_host else contextlib.nullcontext()
-        with (
-            torch.enable_grad(),
-            self._autocast,
-            self._device.random_stream(seed),
-            ProcessRandomStream(seed),
-            on_host,
-        ):
+        on_host = self._device.draws_on_host
+        stream = HostRandomStream(seed) if on_host else self._device.random_stream(seed)
+        with torch.enable_grad(), self._autocast, ProcessRandomStream(seed), stream:
             value = loss_fn(outputs, label)
             found = None if isinstance(value, torch.Tensor) else own_loss(value, recall.loss_shares.place)
             losses = checked_losses(value if found is None else found)
