@@ -21,8 +21,6 @@ from roundpipe.microbatch import (
     LossShares,
     MicrobatchInputs,
     check_merge_output,
-    check_split_input,
-    check_split_label,
     merge_outputs,
     pack_outputs,
     split_call,
@@ -60,9 +58,8 @@ def split_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedRunConfig
 ) -> MicrobatchInputs:
     """Check a user's arguments and split them into microbatches. Runs the user's split functions, if there are any."""
-    check_split_input(config.split_input)
-    check_split_label(config.split_label)
-    check_merge_output(config.merge_output)
+    if config.merge_output is not None and not isinstance(config.merge_output, bool):
+        check_merge_output(config.merge_output)  # now, because merging comes after the whole call
     # Values that a user's function splits may contain anything; the function's results are checked later.
     split_by_us = [] if callable(config.split_input) else [args, kwargs]
     split_by_us += [] if callable(config.split_label) else [label]

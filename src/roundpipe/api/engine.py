@@ -410,7 +410,8 @@ class ModelEngine:
             run.wait_for_losses()
             losses = summed_losses(run)
             parcels = run.take_outputs() if request.wants_outputs else []
-            group.recovery.commit_buffers(run)
+            if run.buffer_results:
+                group.recovery.commit_buffers(run)
             outputs = self._merged(parcels, request) if request.wants_outputs else None
             # The first call of its kind may still run out of memory. It can be repeated only before it has returned.
             may_not_fit = self._planner.limit_bytes is not None and not group.recovery.is_proven(run)

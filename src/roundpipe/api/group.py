@@ -17,6 +17,7 @@ import _thread
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
@@ -155,7 +156,7 @@ class Group:
         if os.getpid() != self._pid:
             self.raise_inherited(name)
         # A call from user code on one of our threads would wait for the task or step that runs this code.
-        if self.stepper.is_current_thread() or current_iteration() is not None:
+        if threading.current_thread() is self.stepper.thread or current_iteration() is not None:
             raise UsageError(f"{name} was {verb} from inside step_fn, loss_fn or a layer; do that outside.")
         if not self.lock._is_owned():  # type: ignore[attr-defined]
             return self.lock

@@ -260,10 +260,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     held = _held_by(optimizer)
     if not held:
         return None
-    if in_gradient_hook():
-        raise UsageError(
-            "optimizer.step() was called in a gradient hook of a parameter; step in step_fn, or after backward()."
-        )
     if current_iteration() is not None:
         _check_inside_step_fn(optimizer, held)
         _check_memory(optimizer)
@@ -323,20 +319,32 @@ def _loop_of(store: LayerStore) -> PlainLoop:
 
 
 def _check_inside_step_fn(optimizer: Optimizer, held: dict[PlainLoop, list[ParameterRecord]]) -> None:
-    """In step_fn, refuse an optimizer on a model's own parameters, or on copies of a model that is not stepped now."""
+    """In step_fn, refuse an optimizer on a model's own parameters, or on copies of a model that is not stepped now.
+
+    Gradient hooks run inside the iteration of their call, too. There no copy is stepped.
+    """
     for own in held.values():
         if own:
+            _refuse_gradient_hook()
             raise UsageError(
                 f"the optimizer was built on the model's own parameters ({own[0].name!r} is one); build it on "
                 "model.optim_parameters() or model.optim_named_parameters()."
             )
     for param in _parameters_of(optimizer):
         if isinstance(param, OptimizerCopy) and param.home is not None and not _is_being_stepped(param):
+            _refuse_gradient_hook()
             raise UsageError(
                 f"the optimizer holds a copy of shape {tuple(param.shape)} of another model than the one whose step "
                 "runs, so it would get no gradient; give each model an optimizer and a step, or call "
                 "optimizer.step() outside step_fn, which steps all of them."
             )
+
+
+def _refuse_gradient_hook() -> None:
+    if in_gradient_hook():
+        raise UsageError(
+            "optimizer.step() was called in a gradient hook of a parameter; step in step_fn, or after backward()."
+        )
 
 
 def _is_being_stepped(copy: OptimizerCopy) -> bool:

@@ -188,15 +188,17 @@ def split_call(
     if isinstance(num_microbatch, bool) or not isinstance(num_microbatch, int) or num_microbatch < 1:
         raise ConfigError(f"num_microbatch must be an int of at least 1, got {num_microbatch!r}")
     # The only check of the specs: code below relies on their form.
-    check_split_input(split_input)
-    check_split_label(split_label)
+    if split_input is not None:
+        check_split_input(split_input)
+    if split_label is not None:
+        check_split_label(split_label)
 
     values = {"args": tuple(args), "kwargs": dict(kwargs), "label": label}
     # The parts of the call that no function splits, each with its spec.
     specs: dict[str, Any] = {}
-    if not is_custom_function(split_input):
+    if split_input is None or not is_custom_function(split_input):
         specs["args"], specs["kwargs"] = (None, None) if split_input is None else split_input
-    if not is_custom_function(split_label):
+    if split_label is None or not is_custom_function(split_label):
         specs["label"] = split_label
     trees = {part: RuledTree.of(values[part], spec, part) for part, spec in specs.items()}
     leaves = [leaf for tree in trees.values() for leaf in tree.leaves]

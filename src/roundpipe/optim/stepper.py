@@ -174,7 +174,7 @@ class Stepper:
         self._void_versions: set[int] = set()
         self._lost_since: int | None = None  # the first generation whose gradients are incomplete and not yet dropped
         self.half_done: str | None = None  # what an abandoned step has changed, for the report of the failure
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._closing = False
 
     # Called on the caller's thread.
@@ -203,7 +203,7 @@ class Stepper:
     @property
     def generation(self) -> int:
         """The generation of calls issued now."""
-        return self.steps_issued
+        return self._jobs[-1].number
 
     def issue(
         self, step_fn: Callable[[], object], is_async: bool, may_overlap: bool, handed: HandedStep | None = None
@@ -288,7 +288,7 @@ class Stepper:
             )
 
     def is_current_thread(self) -> bool:
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self.thread
 
     def close(self) -> None:
         """Abandon steps that have not begun, and end the thread."""
@@ -300,19 +300,19 @@ class Stepper:
                     job.handed.abandon()
             self._monitor.changed()
         # A finalizer may run at any point of any thread. If that thread holds the monitor, ours cannot end.
-        if self._thread is not None and not self._monitor.is_held():
-            end_threads([self._thread], _JOIN_S)
+        if self.thread is not None and not self._monitor.is_held():
+            end_threads([self.thread], _JOIN_S)
 
     # Called on the optimizer thread.
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self.thread is None:
             thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}optimizer", daemon=True)
-            self._thread = thread
+            self.thread = thread
             try:
                 start_thread(thread)
             except BaseException:
-                self._thread = None  # if the thread has started all the same, it sees this and ends
+                self.thread = None  # if the thread has started all the same, it sees this and ends
                 raise
 
     def _loop(self) -> None:

@@ -7,6 +7,7 @@ their costs; knows no microbatches and no tensors.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -387,8 +388,13 @@ class StageTask:
     index: int
     layers: range
 
-    def __str__(self) -> str:
+    @functools.cached_property
+    def name(self) -> str:
+        """F0, FB3, B7: computed once, because every microbatch notes it."""
         return f"{self.kind.value}{self.index}"
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def build_schedule(plan: ModelExecutePlan, run_type: RunType) -> tuple[StageTask, ...]:

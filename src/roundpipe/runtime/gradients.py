@@ -158,7 +158,7 @@ class LandingThread:
 
 def _may_land(landing: Landing) -> bool:
     run = landing.run
-    return run.failed or run.store.can_land(run, landing.layer_id, run.generation)
+    return run.failed or run.store.weights.can_land(run, landing.layer_id, run.generation)
 
 
 def _land(landing: Landing) -> None:

@@ -68,11 +68,11 @@ class StageMail:
     def send_outputs(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         """Download the model's outputs for the caller."""
         host, event = self._transfer.down_bundle(bundle)
-        self._run.note_result(self._run.outputs, microbatch, Parcel(host, flags, (event,)))
+        _note_result(self._run, self._run.outputs, microbatch, Parcel(host, flags, (event,)))
 
     def send_losses(self, microbatch: int, losses: Losses) -> None:
         host, event = self._transfer.down(losses.tensors)
-        self._run.note_result(self._run.losses, microbatch, (losses.is_sequence, HostValues(list(host), event)))
+        _note_result(self._run, self._run.losses, microbatch, (losses.is_sequence, HostValues(list(host), event)))
 
     def label(self, microbatch: int) -> Any:
         """The microbatch's label on the device."""
@@ -133,7 +133,7 @@ class StageMail:
         host = tuple(None if gradient is None else next(arrived) for gradient in gradients)
         parcel = GradientParcel(host, (event,))
         if self._is_last:
-            self._run.note_result(self._run.input_gradients, microbatch, parcel)
+            _note_result(self._run, self._run.input_gradients, microbatch, parcel)
         else:
             self._run.post(self._task.index + 1, microbatch, parcel)
 
@@ -144,6 +144,13 @@ class StageMail:
 
 
 _Tensors = list[torch.Tensor | None]
+
+
+def _note_result(run: Run, results: dict[int, Any], key: int, value: Any) -> None:
+    """Store a result in one of the run's dicts and wake the threads that wait for it."""
+    with run.monitor:
+        results[key] = value
+        run.monitor.changed()
 
 
 class StageBuffers:
@@ -199,7 +206,7 @@ class StageBuffers:
             after = [None if b is None else b.detach() for b in after]
             replica.set_buffers(after)
         if layer_id in self._recall.writes_buffers and microbatch == self._run.num_microbatch - 1:
-            self._run.note_result(self._run.buffer_results, layer_id, self._down(after))
+            _note_result(self._run, self._run.buffer_results, layer_id, self._down(after))
 
     def _as_forward_saw_them(self, layer_id: int, microbatch: int) -> _Tensors:
         saved = self._recall.buffers_before.pop((layer_id, microbatch), None)

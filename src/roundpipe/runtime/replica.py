@@ -97,6 +97,7 @@ class Replica:
         self, views: Sequence[torch.Tensor], settings: LayerSettings, hooks: Sequence[ParameterHooks] = ()
     ) -> None:
         """Point the parameters to `views` of the layer's image, with the call's settings and the user's attributes."""
+        self.behaviour = self.behaviour_with(settings)
         self._image_address = views[0].untyped_storage().data_ptr() if views else 0
         for stand_in, view, trains in zip(self.parameters, views, settings.requires_grad, strict=True):
             stand_in.data = view
@@ -109,7 +110,6 @@ class Replica:
         self.has_run = False
         for module, training in zip(self._modules, settings.training, strict=True):
             module.__dict__["training"] = training
-        self.behaviour = self.behaviour_with(settings)
 
     def unbind(self) -> None:
         """Release the image, gradients, hooks and buffers, and drop attributes that were not written back."""

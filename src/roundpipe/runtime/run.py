@@ -294,15 +294,9 @@ class Run:
         key = task.index, microbatch
         with self.monitor:
             if key not in self._mail:
-                self._wait(lambda: key in self._mail, f"input of {task}, microbatch {microbatch}")
+                self._wait(lambda: key in self._mail, f"input of {task.name}, microbatch {microbatch}")
             self.check()
             return self._mail.pop(key)
-
-    def note_result(self, kind: dict[int, Any], key: int, value: Any) -> None:
-        """Store a result in one of the run's dicts and wake the threads that wait for it."""
-        with self.monitor:
-            kind[key] = value
-            self.monitor.changed()
 
     # The end of a run.
 

@@ -459,19 +459,15 @@ class _Task:
         args, kwargs = value if layer.layer_id == 0 else ((value,), {})
         is_new = is_recomputed and not recall.preserve_rng_state
         seed = stream_seed(recall.seed, layer.layer_id, microbatch, is_new)
+        watched = ProcessRandomStream(seed, is_watched=not replica.behaviour.is_known)
         host, on_device = None, _NOTHING
         if self._device.draws_on_host or replica.behaviour.draws_on_host:
             host = HostRandomStream(seed)
         if not self._device.draws_on_host:
             on_device = self._device.random_stream(seed)
         recalled = self._mail.recalled_data(layer.layer_id, microbatch) if is_recomputed and recall.layer_data else None
-        with (
-            LayerRun(phase, recalled) as layer_run,
-            self._autocast,
-            on_device,
-            ProcessRandomStream(seed, is_watched=not replica.behaviour.is_known),
-            host or _NOTHING,
-        ):
+        layer_run = LayerRun(phase, recalled)
+        with layer_run, self._autocast, on_device, watched, host or _NOTHING:
             replica.has_run = True
             output = replica.module(*args, **kwargs)
             if layer.is_last and recall.loss_shares.own is not None:
@@ -540,7 +536,7 @@ class _Task:
         """Note for the timeline when the device worked on a microbatch; entered once its input is there."""
         start: Mark = self._device.mark()
         yield
-        self._run.spans.append(TaskSpan(self._device.name, str(self._task), microbatch, start, self._device.mark()))
+        self._run.spans.append(TaskSpan(self._device.name, self._task.name, microbatch, start, self._device.mark()))
 
 
 def _roots(

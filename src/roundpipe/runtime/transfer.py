@@ -280,7 +280,7 @@ def _copy_of(
     # Lazy conjugate and negative views have no values in memory that a byte copy could take.
     tensor = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
     shape, stride, lead = tuple(tensor.shape), tuple(tensor.stride()), _misalignment_elements(tensor)
-    is_dense = dense_stride(tensor) == stride
+    is_dense = tensor.is_contiguous() or dense_stride(tensor) == stride
     if tensor.numel() == 0 or (is_dense and not lead):
         duplicate = allocate(shape, stride, tensor.dtype)
         copy(duplicate, tensor)

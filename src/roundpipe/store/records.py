@@ -26,9 +26,10 @@ class WeightBuffer(enum.IntEnum):
     FRONT = 0  # the memory of the user's parameters
     BACK = 1  # exists only once an asynchronous step was made
 
-    @property
-    def other(self) -> WeightBuffer:
-        return WeightBuffer(1 - self)
+    other: WeightBuffer
+
+
+WeightBuffer.FRONT.other, WeightBuffer.BACK.other = WeightBuffer.BACK, WeightBuffer.FRONT
 
 
 @dataclasses.dataclass(eq=False)

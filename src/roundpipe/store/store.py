@@ -1,9 +1,9 @@
 """The host's side of all layers of one model: who may read or write which weights and gradients, and when.
 
-HostGradients holds the sums of gradients from the first landing after a step until the next step takes them. Masters
-makes the optimizer copies. LayerUpdate is one layer in one optimizer step: the gradients that the step takes and the
-weights that it writes. LayerStore owns everything and decides when gradients may land and be taken. All waiting goes
-through the monitor; the rules themselves are LayerSlot's. Knows no schedule and no optimizer.
+HostGradients holds the sums of gradients from the first landing after a step until the next step takes them.
+LayerUpdate is one layer in one optimizer step: the gradients that the step takes and the weights that it writes.
+LayerStore owns everything and decides when gradients may land and be taken. All waiting goes through the monitor; the
+rules themselves are LayerSlot's. Knows no schedule and no optimizer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -23,9 +23,9 @@ from roundpipe.monitor import Monitor
 from roundpipe.store import adopt as adoption
 from roundpipe.store.adopt import Composition, PinMode, refuse_unusable, require_training_memory
 from roundpipe.store.host_memory import LandingBuffers, RegisteredPages
-from roundpipe.store.master import CopyHome, GradientOwner, OptimizerCopy
+from roundpipe.store.master import GradientOwner
 from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord, WeightBuffer
-from roundpipe.store.weights import LayerSlot, LayerWeights
+from roundpipe.store.weights import LayerSlot, LayerWeights, Masters
 
 
 class HostGradients:
@@ -154,65 +154,6 @@ def _conceal(record: ParameterRecord) -> None:
 T = TypeVar("T")
 
 
-_LOW_PRECISIONS = (torch.bfloat16, torch.float16)
-
-
-class Masters:
-    """The optimizer copies of one model, made on demand."""
-
-    def __init__(
-        self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None, home: Callable[[], CopyHome | None]
-    ) -> None:
-        """`optim_dtype`: of all copies; None: each has the dtype of its parameter. `home`: a weak reference."""
-        self._layers = layers
-        self.optim_dtype = optim_dtype
-        self._home = home
-        self._may_lose_updates = optim_dtype is None and any(
-            record.weights.dtype in _LOW_PRECISIONS for layer in layers for record in layer.parameters
-        )
-
-    def rearrange(self, layers: Sequence[LayerRecord]) -> None:
-        """Continue with other layers over the same parameters."""
-        self._layers = layers
-
-    def of(self, record: ParameterRecord) -> OptimizerCopy:
-        """The optimizer's copy of a parameter; the first call makes it from the current weights."""
-        if record.master is None:
-            record.master = OptimizerCopy.of_weight(record.weights, self.optim_dtype or record.weights.dtype)
-            record.master.home = self._home
-        return record.master
-
-    def has_own_precision(self, record: ParameterRecord) -> bool:
-        """Whether the optimizer's copy has another dtype than the parameter."""
-        return self.optim_dtype is not None and self.optim_dtype is not record.weights.dtype
-
-    def losing_updates(self) -> list[ParameterRecord]:
-        """Trainable parameters that are updated in low precision although the user did not ask for that."""
-        if not self._may_lose_updates:
-            return []
-        trained = {record.name: record for layer in self._layers for record in layer.trainable}
-        return [record for record in trained.values() if record.weights.dtype in _LOW_PRECISIONS]
-
-    def training_begins(self) -> None:
-        """Call `when_training` of every copy, once."""
-        for master in self.existing():
-            notify, master.when_training = master.when_training, None
-            if notify is not None:
-                notify()
-
-    @property
-    def exist(self) -> bool:
-        """Whether any copy was made so far."""
-        return next(self.existing(), None) is not None
-
-    def existing(self) -> Iterator[OptimizerCopy]:
-        """Every copy made so far, once, by layer."""
-        for layer in self._layers:
-            for record in layer.parameters:
-                if record.home == layer.layer_id and record.master is not None:
-                    yield record.master
-
-
 class LayerStore:
     """The layers of one model in host memory, from wrapping to closing."""
 
@@ -322,10 +263,6 @@ class LayerStore:
             self.monitor.changed()
 
     # Landings.
-
-    def can_land(self, call: Hashable, layer_id: int, generation: int) -> bool:
-        """Whether it is this call's turn to add gradients of a layer."""
-        return all(self.slots[home].can_land(call, generation) for home in self.layers[layer_id].homes)
 
     def landed(self, call: Hashable, layer_id: int, generation: int) -> None:
         """The gradients of a layer were added: the next call or a step may have its turn."""

@@ -4,7 +4,7 @@ Device threads read for uploads, the optimizer thread writes, callers show versi
 
 LayerSlot is the gate between devices and optimizer for one layer, a state machine without threads. Its caller holds the
 monitor. Every method is either a question or an event; an event that does not fit the state is a bug in RoundPipe and
-fails an assertion. LayerWeights owns the slots and does all waiting.
+fails an assertion. LayerWeights owns the slots and does all waiting. Masters makes the optimizer copies.
 
 [Note: versions and generations]
 Optimizer steps are numbered from 1. Version v is the weights after step v; version 0 is the weights as wrapped. A call
@@ -27,17 +27,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 
 from roundpipe.devices import Event, HostPinner
 from roundpipe.monitor import Monitor, shielded
 from roundpipe.store.host_memory import HostBuffer, TensorPlace, lay_out, require_host_memory
-from roundpipe.store.master import OptimizerCopy
+from roundpipe.store.master import CopyHome, OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord, WeightBuffer
 
 _NOTHING = range(0)
+_LOW_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 class LayerSlot:
@@ -259,6 +260,10 @@ class LayerWeights:
                 pieces += _parameter_pieces(place, image, record, buffers[record.home])
         return pieces
 
+    def can_land(self, call: Hashable, layer_id: int, generation: int) -> bool:
+        """Whether it is this call's turn to add gradients of a layer."""
+        return all(self._slots[home].can_land(call, generation) for home in self._layers[layer_id].homes)
+
     def upload_issued(self, call: Hashable, layer_id: int, version: int, event: Event) -> None:
         """Note that an upload was queued; `event` passes when it has read the weights."""
         with self._monitor:
@@ -437,3 +442,59 @@ def _parameter_pieces(
     host = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
     device = image[place.offset_bytes : place.offset_bytes + size]
     return [(device[a:b], host[a:b]) for a, b in itertools.pairwise((0, *record.cuts, size))]
+
+
+class Masters:
+    """The optimizer copies of one model, made on demand."""
+
+    def __init__(
+        self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None, home: Callable[[], CopyHome | None]
+    ) -> None:
+        """`optim_dtype`: of all copies; None: each has the dtype of its parameter. `home`: a weak reference."""
+        self._layers = layers
+        self.optim_dtype = optim_dtype
+        self._home = home
+        self._may_lose_updates = optim_dtype is None and any(
+            record.weights.dtype in _LOW_PRECISIONS for layer in layers for record in layer.parameters
+        )
+
+    def rearrange(self, layers: Sequence[LayerRecord]) -> None:
+        """Continue with other layers over the same parameters."""
+        self._layers = layers
+
+    def of(self, record: ParameterRecord) -> OptimizerCopy:
+        """The optimizer's copy of a parameter; the first call makes it from the current weights."""
+        if record.master is None:
+            record.master = OptimizerCopy.of_weight(record.weights, self.optim_dtype or record.weights.dtype)
+            record.master.home = self._home
+        return record.master
+
+    def has_own_precision(self, record: ParameterRecord) -> bool:
+        """Whether the optimizer's copy has another dtype than the parameter."""
+        return self.optim_dtype is not None and self.optim_dtype is not record.weights.dtype
+
+    def losing_updates(self) -> list[ParameterRecord]:
+        """Trainable parameters that are updated in low precision although the user did not ask for that."""
+        if not self._may_lose_updates:
+            return []
+        trained = {record.name: record for layer in self._layers for record in layer.trainable}
+        return [record for record in trained.values() if record.weights.dtype in _LOW_PRECISIONS]
+
+    def training_begins(self) -> None:
+        """Call `when_training` of every copy, once."""
+        for master in self.existing():
+            notify, master.when_training = master.when_training, None
+            if notify is not None:
+                notify()
+
+    @property
+    def exist(self) -> bool:
+        """Whether any copy was made so far."""
+        return next(self.existing(), None) is not None
+
+    def existing(self) -> Iterator[OptimizerCopy]:
+        """Every copy made so far, once, by layer."""
+        for layer in self._layers:
+            for record in layer.parameters:
+                if record.home == layer.layer_id and record.master is not None:
+                    yield record.master

@@ -137,7 +137,7 @@ class FakeRun:
     def __init__(self, store: LayerStore, name: str, turns: set[str], landed: list[tuple[str, int]]) -> None:
         self._real, self._name, self._turns, self._landed = store, name, turns, landed
         self.store = SimpleNamespace(
-            can_land=lambda run, layer_id, generation: run._name in turns,
+            weights=SimpleNamespace(can_land=lambda run, layer_id, generation: run._name in turns),
             gradients=store.gradients,
             landed=lambda run, layer_id, generation: landed.append((run._name, layer_id)),
             layers=store.layers,
