@@ -1,9 +1,7 @@
 """RoundPipe: the wrapper of a model that runs as a sequence of layers. Its calls, and the checks of its arguments.
 
-What RoundPipe and AutoRoundPipe have in common: a wrapper that looks like the module it wraps.
-
-Attributes, parameters and state dicts are those of the wrapped module. Every call goes to the engine. Knows neither
-layers nor how a forward runs.
+ModelProxy is what RoundPipe and AutoRoundPipe have in common: a wrapper that looks like the module it wraps.
+Attributes, parameters and state dicts are those of the wrapped module. Every call goes to the engine.
 """
 
 from __future__ import annotations

@@ -12,10 +12,9 @@ silently written out of bounds (the CUDA kernel raises). Layouts are known only 
 marked as fused by device and dtype when it is added, and its layouts are checked in every step. A group that fails the
 check uses torch's default implementation in that step, which handles strides and raises on wrong shapes.
 
-Memory for an optimizer's state: checked before any of it is allocated, and prepared before the first step needs it.
-
-The system creates fresh pages slowly, and the moments of a large model are many pages. So a Reserve creates them in the
-background while the first call still computes.
+[Note: memory for state] Host memory for the moments is checked before any of it is allocated. The system creates fresh
+pages slowly, and the moments of a large model are many pages. So a Reserve creates them in the background while the
+first call still computes.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from roundpipe.optim.native.kernel import (
     usable_cores,
 )
 from roundpipe.store import HalvedMaster, OptimizerCopy
-from roundpipe.store.gradients import LayerUpdate
 from roundpipe.store.host_memory import (
     HUGE_PAGE_BYTES,
     available_host_bytes,
@@ -54,6 +52,7 @@ from roundpipe.store.host_memory import (
     make_pages_ready,
     require_host_memory,
 )
+from roundpipe.store.store import LayerUpdate
 
 _WITH_TWO_MOMENTS = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam),

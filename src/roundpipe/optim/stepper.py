@@ -32,7 +32,7 @@ from roundpipe.context import Iteration, OptimizerCtx, within_iteration
 from roundpipe.errors import add_note
 from roundpipe.monitor import THREAD_PREFIX, Monitor, end_threads, shielded, start_thread
 from roundpipe.store import LayerStore
-from roundpipe.store.gradients import LayerUpdate, StepAbandoned
+from roundpipe.store.store import LayerUpdate, StepAbandoned
 
 T = TypeVar("T")
 

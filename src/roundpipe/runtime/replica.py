@@ -32,7 +32,7 @@ from roundpipe.module_copy import copy_tree
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.autograd import ParameterHooks
 from roundpipe.runtime.run import LayerSettings, Place, Run
-from roundpipe.runtime.transfer import Bundle, DeviceBuffers, duplicate, views_of
+from roundpipe.runtime.transfer import Bundle, DeviceBuffers, duplicate
 from roundpipe.store import LayerRecord, LayerStore, Layout
 
 
@@ -248,7 +248,7 @@ class LayerImages:
         place.at(layer_id, "weight upload")
         image = of_task.images[layer_id]
         self._device.stream_wait(StreamKind.COMPUTE, image.uploaded)
-        return views_of(image.buffer, replica.image_layout)
+        return self._buffers.views(image.buffer, replica.image_layout)
 
     def finish(self, run: Run, task: StageTask) -> None:
         """The task is done or dropped: its buffers are free once compute has passed this point."""

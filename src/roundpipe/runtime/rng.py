@@ -118,11 +118,7 @@ class HostRandomStream(TorchDispatchMode):
         super().__init__()
         self._seed = seed
         self._generator: torch.Generator | None = None
-
-    @property
-    def drew(self) -> bool:
-        """Whether any operation has drawn from this stream."""
-        return self._generator is not None
+        self.drew = False  # whether any operation has drawn from this stream
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,6 +134,7 @@ class HostRandomStream(TorchDispatchMode):
         if self._generator is None:
             self._generator = torch.Generator("cpu")
             self._generator.manual_seed(self._seed)
+            self.drew = True
         generator = self._generator
         if any(argument.name == "generator" for argument in func._schema.arguments):
             if kwargs.get("generator") is not None:  # the layer passes its own generator

@@ -279,9 +279,12 @@ class Run:
 
     def take(self, task: StageTask, microbatch: int) -> Parcel | GradientParcel:
         """Wait for the input of a task and return it."""
+        key = task.index, microbatch
         with self.monitor:
-            self._wait(lambda: (task.index, microbatch) in self._mail, f"input of {task}, microbatch {microbatch}")
-            return self._mail.pop((task.index, microbatch))
+            if key not in self._mail:
+                self._wait(lambda: key in self._mail, f"input of {task}, microbatch {microbatch}")
+            self.check()
+            return self._mail.pop(key)
 
     def note_result(self, kind: dict[int, Any], key: int, value: Any) -> None:
         """Store a result in one of the run's dicts and wake the threads that wait for it."""

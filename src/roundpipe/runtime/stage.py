@@ -469,7 +469,7 @@ class _Task:
         ):
             replica.has_run = True
             output = replica.module(*args, **kwargs)
-            if layer.is_last:
+            if layer.is_last and recall.loss_shares.own is not None:
                 output = recall.loss_shares.apply_to_output(output, microbatch)
         if layer_run.saved and phase is LayerPhase.FORWARD:
             saved, _ = replica.copy_own_memory(Bundle.pack(layer_run.recompute_data or ()))
@@ -527,9 +527,10 @@ class _Task:
             on_host,
         ):
             value = loss_fn(outputs, label)
-            found = own_loss(value, recall.loss_shares.place)
+            found = None if isinstance(value, torch.Tensor) else own_loss(value, recall.loss_shares.place)
             losses = checked_losses(value if found is None else found)
-            share = recall.loss_shares.of_returned(microbatch, is_own=found is not None)
+            shares = recall.loss_shares
+            share = None if shares.returned is None else shares.of_returned(microbatch, is_own=found is not None)
             if share is not None:
                 losses = [weighted(loss, share) for loss in losses]
         return Losses(losses, is_sequence=found is None and not isinstance(value, torch.Tensor))

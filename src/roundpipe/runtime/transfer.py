@@ -88,6 +88,8 @@ class Bundle:
 
 def _sharing_memory(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Positions of strided tensors whose memory range overlaps that of another tensor."""
+    if len(tensors) < 2:
+        return frozenset()
     spans = sorted(
         (
             tensor.data_ptr(),
@@ -161,6 +163,19 @@ class DeviceBuffers:
         """Return a buffer; it may be overwritten once all events of `free_after` have passed."""
         self._free[buffer.numel()].append((buffer, free_after))
 
+    @staticmethod
+    def views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+        """Return a tensor for each place of `layout` in a buffer, the same ones each time.
+
+        Making views takes much longer than finding them. They are an attribute of the buffer and are freed together
+        with it: a table by the buffer's id would give them to a later buffer that gets the same id.
+        """
+        cache: dict[int, tuple[Layout, list[torch.Tensor]]] = vars(buffer).setdefault("_roundpipe_views", {})
+        found = cache.get(id(layout))
+        if found is None:
+            found = cache[id(layout)] = (layout, layout.views(buffer))  # keeps the layout alive, so its id stays valid
+        return found[1]
+
     def release_unused(self) -> None:
         """Return all free buffers to the allocator."""
         for size, buffers in self._free.items():
@@ -172,19 +187,6 @@ class DeviceBuffers:
         self._device.lend(buffer, self._reader)
         self._total_bytes += num_bytes
         return buffer
-
-
-def views_of(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Return a tensor for each place of `layout` in a device buffer, the same ones each time.
-
-    Making views takes much longer than finding them. They are an attribute of the buffer and are freed together with
-    it: a table by the buffer's id would give them to a later tensor with the same id.
-    """
-    cache: dict[int, tuple[Layout, list[torch.Tensor]]] = vars(buffer).setdefault("_roundpipe_views", {})
-    found = cache.get(id(layout))
-    if found is None:
-        found = cache[id(layout)] = (layout, layout.views(buffer))  # keeps the layout alive, so its id stays valid
-    return found[1]
 
 
 _ALIGNMENT_BYTES = 64  # CPU matrix kernels depend on it; torch allocates every tensor with at least this alignment
@@ -203,7 +205,14 @@ class Transfer:
             return []
         for event in after:  # may be events of another device, whose downloads fill these tensors
             device.stream_wait(stream, event)
-        copies = [_copy_of(tensor, self._on_device(stream), self._copier(stream)) for tensor in tensors]
+        copies = [
+            _copy_of(
+                tensor,
+                lambda shape, stride, dtype: device.device_empty_strided(shape, stride, dtype, stream),
+                lambda destination, source: device.copy(destination, source, stream),
+            )
+            for tensor in tensors
+        ]
         device.stream_wait(StreamKind.COMPUTE, device.record(stream))
         for copy in copies:
             device.lend(copy, StreamKind.COMPUTE)  # allocated on the upload stream, read by compute
@@ -213,7 +222,10 @@ class Transfer:
         """Host copies of device tensors as compute leaves them now; they are complete once the event has passed."""
         device, stream = self._device, StreamKind.ACTIVATIONS_DOWN
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
-        copies = [_copy_of(tensor.detach(), device.host_empty_strided, self._copier(stream)) for tensor in tensors]
+        copies = [
+            _copy_of(tensor.detach(), device.host_empty_strided, lambda new, old: device.copy(new, old, stream))
+            for tensor in tensors
+        ]
         return copies, device.record(stream)
 
     def down_bundle(self, bundle: Bundle) -> tuple[Bundle, Event]:
@@ -232,12 +244,6 @@ class Transfer:
     def let_downloads_finish_first(self) -> None:
         """Make later compute wait for queued downloads, because it may overwrite their sources in place."""
         self._device.stream_wait(StreamKind.COMPUTE, self._device.record(StreamKind.ACTIVATIONS_DOWN))
-
-    def _copier(self, stream: StreamKind) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        return lambda destination, source: self._device.copy(destination, source, stream)
-
-    def _on_device(self, stream: StreamKind) -> Callable[..., torch.Tensor]:
-        return lambda shape, stride, dtype: self._device.device_empty_strided(shape, stride, dtype, stream)
 
 
 def check_movable(tensor: torch.Tensor) -> None:

@@ -1,11 +1,10 @@
 """All layers in host memory: weights, gradients and optimizer copies, shared by devices and optimizer."""
 
 from roundpipe.store.adopt import PinMode
-from roundpipe.store.gradients import LayerUpdate, StepAbandoned
 from roundpipe.store.host_memory import Layout, TensorPlace
 from roundpipe.store.master import HalvedMaster, OptimizerCopy
 from roundpipe.store.records import BufferRecord, HostGradient, LayerRecord, ParameterRecord
-from roundpipe.store.store import LayerStore
+from roundpipe.store.store import LayerStore, LayerUpdate, StepAbandoned
 from roundpipe.store.weights import LayerSlot
 
 __all__ = [

@@ -229,12 +229,10 @@ class HostBuffer:
 
     def __init__(self, num_bytes: int, pinner: HostPinner | None) -> None:
         self._pages = _map_pages(num_bytes) if num_bytes else None
+        self.num_bytes = num_bytes
         self.tensor = self._piece(0, num_bytes)
         self._pinner = pinner
         self._pinned = bool(num_bytes and pinner and pinner.pin(self.tensor.data_ptr(), num_bytes))
-
-    def __len__(self) -> int:
-        return self.tensor.numel()
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
         """A tensor for each place of a layout, see [Note: one storage per tensor]."""
@@ -303,7 +301,7 @@ class LandingBuffer:
         with self._owner.lock:
             self.holders -= 1
             if not self.holders:
-                self._owner.free[len(self._host)].append(self)
+                self._owner.free[self._host.num_bytes].append(self)
 
     def close(self) -> None:
         self._host.close()
@@ -318,16 +316,20 @@ class LandingBuffers:
         self._pinner = pinner
         self._all: list[LandingBuffer] = []
 
-    def take(self, num_bytes: int, num_gradients: int) -> LandingBuffer:
-        """A buffer that is not in use. It is free again after `release` was called `num_gradients` times."""
+    def take(self, layout: Layout, num_gradients: int) -> tuple[LandingBuffer, list[torch.Tensor]]:
+        """Return a buffer that is not in use, and a tensor in it for each place of a layout.
+
+        The buffer is free again after `release` was called `num_gradients` times.
+        """
         with self.lock:
-            buffer = self.free[num_bytes].pop() if self.free[num_bytes] else None
+            free = self.free[layout.total_bytes]
+            buffer = free.pop() if free else None
         if buffer is None:
-            buffer = LandingBuffer(self, HostBuffer(num_bytes, self._pinner))
+            buffer = LandingBuffer(self, HostBuffer(layout.total_bytes, self._pinner))
             with self.lock:
                 self._all.append(buffer)
         buffer.holders = num_gradients  # without the lock: no other thread knows a buffer that is not free
-        return buffer
+        return buffer, buffer.views(layout)
 
     def close(self) -> None:
         """Unpin all buffers. Gradients may still use them."""

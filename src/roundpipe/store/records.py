@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.split.stubs import PATH
-from roundpipe.store.host_memory import HostBuffer, LandingBuffer, Layout, TensorPlace
+from roundpipe.store.host_memory import HostBuffer, LandingBuffer, Layout
 from roundpipe.store.master import OptimizerCopy
 
 
@@ -59,6 +58,7 @@ class ParameterRecord:
         return self.param.data_ptr() == self.weights.data_ptr() and self.param.dtype == self.weights.dtype
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class HostGradient:
     """The gradient of one parameter in host memory, in the dtype in which a device computed it.
 
@@ -66,11 +66,9 @@ class HostGradient:
     one owner at a time; the owner calls `release` when nothing reads `tensor` any more.
     """
 
-    __slots__ = ("buffer", "record", "tensor")
-
-    def __init__(self, record: ParameterRecord, tensor: torch.Tensor, buffer: LandingBuffer | None = None) -> None:
-        """`buffer`: the landing buffer that `tensor` is a view of; None if `tensor` owns its memory."""
-        self.record, self.tensor, self.buffer = record, tensor, buffer
+    record: ParameterRecord
+    tensor: torch.Tensor
+    buffer: LandingBuffer | None = None  # the landing buffer that `tensor` is a view of; None if it owns its memory
 
     def release(self) -> None:
         """Give up the landing buffer. A second call does nothing."""
@@ -135,27 +133,6 @@ class LayerRecord:
     back: HostBuffer | None = None
     observed: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what forwards of the layer showed
 
-    def upload_pieces(
-        self, image: torch.Tensor, buffer_of_home: Callable[[int], WeightBuffer]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of the device image, host memory) for every copy that fills the layer's image.
-
-        `buffer_of_home` tells for a layer id which of that layer's buffers holds the wanted version.
-        """
-        pieces, in_flat = [], set()
-        flat, own_buffer = self.flat, buffer_of_home(self.layer_id)
-        if own_buffer is WeightBuffer.BACK and self.back is not None and len(self.back) == len(self.flat or ()):
-            flat = self.back  # all parameters train, so `back` has the layout of `flat`
-        if flat is not None and len(flat):
-            pieces.append((image[: len(flat)], flat.tensor))
-            in_flat = {
-                r for r in self.at_home if flat is self.back or own_buffer is WeightBuffer.FRONT or r.back is None
-            }
-        for record, place in zip(self.parameters, self.image.places, strict=True):
-            if record not in in_flat and place.num_bytes:
-                pieces += _parameter_pieces(place, image, record, buffer_of_home(record.home))
-        return pieces
-
     @functools.cached_property
     def modules(self) -> tuple[nn.Module, ...]:
         """All modules of the layer. The store refuses layers whose modules have changed."""
@@ -178,20 +155,6 @@ class LayerRecord:
     @property
     def trainable(self) -> list[ParameterRecord]:
         return [record for record in self.parameters if record.param.requires_grad]
-
-
-def _parameter_pieces(
-    place: TensorPlace, image: torch.Tensor, record: ParameterRecord, buffer: WeightBuffer
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The copies that fill one parameter's place in the image: one, or one per range between its cuts."""
-    memory = record.memory(buffer)
-    if not record.cuts or memory is not record.weights:
-        return [(place.view(image), memory)]
-    weights, size = record.weights, record.weights.nbytes
-    storage, offset = weights.untyped_storage(), weights.storage_offset() * weights.itemsize
-    host = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
-    device = image[place.offset_bytes : place.offset_bytes + size]
-    return [(device[a:b], host[a:b]) for a, b in itertools.pairwise((0, *record.cuts, size))]
 
 
 # Names for messages.

@@ -25,6 +25,7 @@ because a step may leave the layer unchanged. So, for each layer:
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
@@ -32,7 +33,7 @@ import torch
 
 from roundpipe.devices import Event, HostPinner
 from roundpipe.monitor import Monitor, shielded
-from roundpipe.store.host_memory import HostBuffer, lay_out, require_host_memory
+from roundpipe.store.host_memory import HostBuffer, TensorPlace, lay_out, require_host_memory
 from roundpipe.store.master import OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord, WeightBuffer
 
@@ -238,13 +239,25 @@ class LayerWeights:
     def upload_pieces(
         self, layer_id: int, version: int, image: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of the device image, host memory) for every copy that fills a layer's image."""
-
-        def buffer_of_home(home: int) -> WeightBuffer:
-            # The version of a cancelled call may be overwritten already. Its results are not used.
-            return self._slots[home].buffer_of(version) or WeightBuffer.FRONT
-
-        return self._layers[layer_id].upload_pieces(image, buffer_of_home)
+        """Return (part of the device image, host memory) for every copy that fills a layer's image."""
+        layer = self._layers[layer_id]
+        # The version of a cancelled call may be overwritten already. Its results are not used.
+        buffers = {home: self._slots[home].buffer_of(version) or WeightBuffer.FRONT for home in layer.homes}
+        flat, own_buffer = layer.flat, buffers[layer_id]
+        if own_buffer is WeightBuffer.BACK and layer.back is not None and flat is not None:
+            # If all parameters train, `back` has the layout of `flat`.
+            flat = layer.back if layer.back.num_bytes == flat.num_bytes else flat
+        pieces, in_flat = [], set()
+        if flat is not None and flat.num_bytes:
+            pieces.append((image[: flat.num_bytes], flat.tensor))
+            is_newest = flat is layer.back or own_buffer is WeightBuffer.FRONT
+            in_flat = {record for record in layer.at_home if is_newest or record.back is None}
+            if len(in_flat) == len(layer.parameters):
+                return pieces
+        for record, place in zip(layer.parameters, layer.image.places, strict=True):
+            if record not in in_flat and place.num_bytes:
+                pieces += _parameter_pieces(place, image, record, buffers[record.home])
+        return pieces
 
     def upload_issued(self, call: Hashable, layer_id: int, version: int, event: Event) -> None:
         """Note that an upload was queued; `event` passes when it has read the weights."""
@@ -410,3 +423,17 @@ def _wait_for_all(events: Sequence[Event]) -> BaseException | None:
         except BaseException as error:
             failure = failure or error
     return failure
+
+
+def _parameter_pieces(
+    place: TensorPlace, image: torch.Tensor, record: ParameterRecord, buffer: WeightBuffer
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The copies that fill one parameter's place in the image: one, or one per range between its cuts."""
+    memory = record.memory(buffer)
+    if not record.cuts or memory is not record.weights:
+        return [(place.view(image), memory)]
+    weights, size = record.weights, record.weights.nbytes
+    storage, offset = weights.untyped_storage(), weights.storage_offset() * weights.itemsize
+    host = torch.empty(0, dtype=torch.uint8).set_(storage, offset, (size,), (1,))
+    device = image[place.offset_bytes : place.offset_bytes + size]
+    return [(device[a:b], host[a:b]) for a, b in itertools.pairwise((0, *record.cuts, size))]

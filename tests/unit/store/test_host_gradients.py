@@ -21,8 +21,9 @@ def make_store() -> LayerStore:
 def landed(store: LayerStore, value: float) -> list[HostGradient]:
     """The gradients of all parameters in one landing buffer, as a download leaves them."""
     layout = lay_out([record.weights for record in store.parameters])
-    buffer = store.landing_buffers.take(layout.total_bytes, num_gradients=len(store.parameters))
-    views = [view.fill_(value) for view in buffer.views(layout)]
+    buffer, views = store.landing_buffers.take(layout, num_gradients=len(store.parameters))
+    for view in views:
+        view.fill_(value)
     return [HostGradient(record, view, buffer) for record, view in zip(store.parameters, views, strict=True)]
 
 
