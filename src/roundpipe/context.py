@@ -7,6 +7,7 @@ and step_fn. All state is in context variables, so each thread has its own. Know
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import os
 import weakref
@@ -29,13 +30,16 @@ class LayerPhase(enum.Enum):
     FUSED = "fused"  # a backward follows directly, without recomputation
 
 
+@dataclasses.dataclass
 class LayerRun:
-    """One execution of one layer on one microbatch; while entered, `save_for_recompute` and its kin refer to it."""
+    """One execution of one layer on one microbatch. `save_for_recompute` and its kin refer to it while it is entered.
 
-    def __init__(self, phase: LayerPhase, recompute_data: tuple[Any, ...] | None = None) -> None:
-        self.phase = phase
-        self.recompute_data = recompute_data  # input of RECOMPUTE, output of FORWARD
-        self.saved = False
+    recompute_data: for RECOMPUTE, the data that the forward saved; set by a FORWARD that saves data.
+    """
+
+    phase: LayerPhase
+    recompute_data: tuple[Any, ...] | None = None
+    saved: bool = False
 
     def __enter__(self) -> LayerRun:
         self._token = _layer_run.set(self)
@@ -45,16 +49,16 @@ class LayerRun:
         _layer_run.reset(self._token)
 
 
+@dataclasses.dataclass(eq=False)
 class Iteration:
     """One generation of calls together with the optimizer step that uses their gradients.
 
-    `loss_scales` has, for each GradScaler, the scale of the losses of this iteration.
+    loss_scales: for each GradScaler, the scale of the losses of this iteration.
     """
 
-    def __init__(self) -> None:
-        self.step_finished = Latch()
-        self.pid = os.getpid()  # in a forked child, a step of the parent never finishes
-        self.loss_scales: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+    step_finished: Latch = dataclasses.field(default_factory=Latch)
+    pid: int = dataclasses.field(default_factory=os.getpid)  # in a forked child, a step of the parent never finishes
+    loss_scales: weakref.WeakKeyDictionary[Any, float] = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
 
 class StepObserver(Protocol):

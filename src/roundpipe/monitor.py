@@ -26,6 +26,7 @@ from roundpipe.errors import ConfigError
 logger = logging.getLogger("roundpipe")
 
 THREAD_PREFIX = "roundpipe-"
+WATCHDOG_VARIABLE = "ROUNDPIPE_WATCHDOG_S"
 DEFAULT_WATCHDOG_S = 300.0
 IDLE_SLEEP_S = 1.0
 # The main thread runs signal handlers when it wakes up. A signal may be delivered to a different thread and then does
@@ -73,7 +74,7 @@ def _free_locks() -> None:
 
 def watchdog_limit_s() -> float:
     """Return the seconds after which a wait is logged, from `ROUNDPIPE_WATCHDOG_S` or the default."""
-    text = os.environ.get("ROUNDPIPE_WATCHDOG_S")
+    text = os.environ.get(WATCHDOG_VARIABLE)
     if not text:
         return DEFAULT_WATCHDOG_S
     try:

@@ -139,7 +139,6 @@ class ModelEngine:
                 "call forward() for inference."
             )
         request = self._request(args, kwargs, label, config, loss_fn, return_outputs)
-        self.store.masters.training_begins()
         # A failed call drops all gradients gathered since the last step, so it can be repeated only if it is the first.
         return self._until_it_fits(self._train, request, may_repeat=not self.group.recovery.has_gradients())
 
@@ -342,6 +341,8 @@ class ModelEngine:
             self.group.check_training()
         if self.split_model is not None:
             self._split_for(batches, config)
+        if loss_fn is not None:
+            self.store.masters.training_begins()
         return Request(batches, config, draw_call_seed(), loss_fn, wants_outputs)
 
     def _split_for(self, batches: MicrobatchInputs, config: ResolvedRunConfig) -> None:

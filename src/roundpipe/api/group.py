@@ -26,7 +26,7 @@ import torch
 from roundpipe.api.failures import IN_BACKGROUND, Recovery
 from roundpipe.context import current_iteration
 from roundpipe.errors import ClosedError, UsageError
-from roundpipe.monitor import watchdog_limit_s
+from roundpipe.monitor import WATCHDOG_VARIABLE, watchdog_limit_s
 from roundpipe.optim.stepper import Stepper
 from roundpipe.store import LayerStore, ParameterRecord
 
@@ -174,7 +174,8 @@ class Group:
         """
         if self.is_closed:
             raise ClosedError(f"{name} was closed; wrap the model again to go on using it.")
-        watchdog_limit_s()  # an invalid ROUNDPIPE_WATCHDOG_S raises here instead of in a background thread
+        if WATCHDOG_VARIABLE in os.environ:
+            watchdog_limit_s()  # an invalid value raises here instead of in a background thread
         if is_outermost:
             # A Ctrl-C may have left the flag set, and runs whose calls never returned.
             self.lock.runs_user_code = False

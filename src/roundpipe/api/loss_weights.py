@@ -105,15 +105,16 @@ def weighed(
     """
     has_loss_fn = loss_fn is not None and loss_fn is not outputs_alone
     covers_own = config.whole_batch_loss is True or (config.whole_batch_loss is None and not has_loss_fn)
+    num_microbatch = len(batches.args)
     rows: Shares | None = None  # each microbatch's share of the rows
-    if len(batches) == 1:
+    if num_microbatch == 1:
         rows = (1.0,)
     elif batches.rows is not None and any(batches.rows):
         num_rows = sum(batches.rows)
         rows = tuple(count / num_rows for count in batches.rows)
-    added = (1.0,) * len(batches)
+    added = (1.0,) * num_microbatch
     shares = LossShares(rows=rows, covers_own=covers_own, merged=None if has_loss_fn and not covers_own else added)
-    if config.loss_reduction is LossReduction.MEAN and len(batches) > 1:
+    if config.loss_reduction is LossReduction.MEAN and num_microbatch > 1:
         if has_loss_fn and covers_own:
             raise ConfigError(
                 'loss_reduction="mean" with whole_batch_loss=True would weigh a loss twice: loss_fn takes it from the '
@@ -131,8 +132,8 @@ def weighed(
         shares = dataclasses.replace(shares, place=own_loss.place(named[0]))
         if covers_own:
             return _with_own_shares(batches, shares, named, own_loss, wait_until_quiet)
-    elif covers_own and len(batches) > 1:
-        shares = dataclasses.replace(shares, own=rows or (None,) * len(batches))
+    elif covers_own and num_microbatch > 1:
+        shares = dataclasses.replace(shares, own=rows or (None,) * num_microbatch)
     return dataclasses.replace(batches, shares=shares)
 
 

@@ -125,7 +125,8 @@ class Planner:
         self, kind: CallKind, request: Request, probe: Callable[[CallKind, Request], None]
     ) -> tuple[StageTask, ...]:
         """The tasks of a call. `probe`: runs a probe of it; see [Note: a blind planner]."""
-        self.limit_bytes = self._pool.devices()[0].memory_limit_bytes()
+        if self.limit_bytes is not None or not self._choices:  # a device without a limit never gets one
+            self.limit_bytes = self._pool.devices()[0].memory_limit_bytes()
         self._last_kind = None
         user_plan = request.config.execute_plan
         if user_plan is not None:
@@ -151,7 +152,12 @@ class Planner:
         num_learned = self._of(kind.load).num_learned
         known = min(num_learned, _ENOUGH_RUNS)
         # Computed again only after a run was learned from, or the plan reviewed: then they can change.
-        state = (known, choice and choice.pause, measured_rate() is None, self._memory_share.get(kind))
+        state = (
+            known,
+            choice and choice.pause,
+            kind.is_exact and measured_rate() is None,
+            self._memory_share.get(kind),
+        )
         last_state, costs = self._costs.get((kind, tasks), (None, None))
         if costs is None or last_state != state:
             tail = self.tail(kind, tasks) if kind.is_exact else 1

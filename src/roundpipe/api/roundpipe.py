@@ -464,7 +464,8 @@ class RoundPipe(ModelProxy):
     def _resolve(self, call: RoundPipeRunConfig) -> ResolvedRunConfig:
         """Overlay the options of a call on the model's and the defaults. Refuses a model whose layers were replaced."""
         config = resolve(call, self.model_run_config, self._engine.num_devices)
-        require_device(config.output_device, "output_device")
+        if config.output_device.type != "cpu":
+            require_device(config.output_device, "output_device")
         # Devices run copies of the layers that were wrapped, so a layer put in later would be ignored.
         present = [self.model] if self._layers[0] is self.model else list(self.model._modules.values())
         if len(present) != len(self._layers) or not all(map(operator.is_, present, self._layers)):

@@ -77,8 +77,7 @@ def require_device(device: torch.device, what: str) -> None:
     """Raise a DeviceError unless the device exists and can hold outputs. `what` names the option in the message."""
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f'{what}={str(device)!r} cannot hold outputs; give "cpu" or a CUDA device such as "cuda:0".')
-    # This runs in every call, so GPUs are counted only if the device is one.
-    present = cuda.device_count() if device.type == "cuda" else 0
+    present = cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= present:
         raise DeviceError(f"{what}={str(device)!r}: there is no such device; {present} CUDA device(s) are visible.")
 

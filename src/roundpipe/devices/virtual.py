@@ -8,9 +8,11 @@ that the seed repeats. Knows no layer and no schedule.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +63,7 @@ class VirtualEvent:
     def wait(self) -> None:
         if self._stream.ran >= self._position:
             return
-        if _fabric_lock._is_owned():  # type: ignore[attr-defined]
+        if _thread.get_ident() != threading.main_thread().ident or _fabric_lock._is_owned():  # type: ignore[attr-defined]
             self._force()
         else:
             shielded(self._force)  # Ctrl-C inside a copy would leave it incomplete but counted as run

@@ -17,7 +17,7 @@ from roundpipe.errors import UsageError, add_note
 from roundpipe.monitor import THREAD_PREFIX, Monitor
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import Run
-from roundpipe.runtime.transfer import DeviceBuffers, Transfer
+from roundpipe.runtime.transfer import DeviceBuffers, Transfer, views_of
 from roundpipe.store import HostGradient, Layout, ParameterRecord
 from roundpipe.store.host_memory import LandingBuffers, lay_out
 
@@ -74,7 +74,7 @@ class LayerGradients:
             if all(gradient is None for gradient in gradients):
                 return
             self._buffer = self._buffers.take(self._trained.layout.total_bytes)
-        views = self._buffers.views(self._buffer, self._trained.layout)
+        views = views_of(self._buffer, self._trained.layout)
         fresh = {i: grad for i, grad in enumerate(gradients) if grad is not None and grad is not views[i]}
         with torch.no_grad():
             torch._foreach_copy_([views[i] for i in fresh], list(fresh.values()))

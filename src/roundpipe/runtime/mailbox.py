@@ -48,14 +48,14 @@ class StageMail:
 
     def receive(self, microbatch: int) -> tuple[Bundle, tuple[bool, ...]]:
         """Wait for the input of the task's first layer: the value, and which of its tensors require grad."""
-        self._place.at(self._task.layers[0], "input upload")
+        self._place.layer_id, self._place.phase = self._task.layers[0], "input upload"
         parcel = self._run.take(self._task, microbatch)
         assert isinstance(parcel, Parcel)
         return self._on_device(parcel), parcel.requires_grad
 
     def send(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         """Send the output of the task's last layer to the next task, or to the caller after the last task."""
-        self._place.at(self._task.layers[-1], "output download")
+        self._place.layer_id, self._place.phase = self._task.layers[-1], "output download"
         if self._is_last:
             if not self._run.is_probe:  # a probe has no caller that reads outputs
                 self.send_outputs(microbatch, bundle, flags)
@@ -83,7 +83,7 @@ class StageMail:
 
     def save_input(self, layer_id: int, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         """Download a layer's input, from which its recomputation starts."""
-        self._place.at(layer_id, "saving input")
+        self._place.layer_id, self._place.phase = layer_id, "saving input"
         host, event = self._transfer.down_bundle(bundle)
         self._recall.inputs[layer_id, microbatch] = Parcel(host, flags, (event,))
 
@@ -94,7 +94,7 @@ class StageMail:
 
     def recalled_input(self, layer_id: int, microbatch: int) -> tuple[Bundle, tuple[bool, ...]]:
         """The saved input on the device, and its requires_grad flags. The host copy is freed."""
-        self._place.at(layer_id, "saved input upload")
+        self._place.layer_id, self._place.phase = layer_id, "saved input upload"
         parcel = self._recall.inputs.pop((layer_id, microbatch))
         return self._on_device(parcel), parcel.requires_grad
 
@@ -114,7 +114,7 @@ class StageMail:
 
     def receive_gradients(self, microbatch: int) -> Gradients:
         """Wait for the gradients of the outputs of the task's last layer."""
-        self._place.at(self._task.layers[-1], "gradient upload")
+        self._place.layer_id, self._place.phase = self._task.layers[-1], "gradient upload"
         parcel = self._run.take(self._task, microbatch)
         assert isinstance(parcel, GradientParcel)
         if parcel.resident:
@@ -124,7 +124,7 @@ class StageMail:
 
     def send_gradients(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Send the gradients of the inputs of the task's first layer to the next task or to the caller."""
-        self._place.at(self._task.layers[0], "input gradient download")
+        self._place.layer_id, self._place.phase = self._task.layers[0], "input gradient download"
         if self._next_is_here:
             self._run.post(self._task.index + 1, microbatch, GradientParcel(tuple(gradients), resident=True))
             return

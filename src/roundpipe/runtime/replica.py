@@ -32,7 +32,7 @@ from roundpipe.module_copy import copy_tree
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.autograd import ParameterHooks
 from roundpipe.runtime.run import LayerSettings, Place, Run
-from roundpipe.runtime.transfer import Bundle, DeviceBuffers, duplicate
+from roundpipe.runtime.transfer import Bundle, DeviceBuffers, duplicate, views_of
 from roundpipe.store import LayerRecord, LayerStore, Layout
 
 
@@ -245,10 +245,10 @@ class LayerImages:
                 run.check()
             self._upload(run, of_task, layer_id, place)
             self.prefetch(run, task, place)
-        place.at(layer_id, "weight upload")
+        place.layer_id, place.phase = layer_id, "weight upload"
         image = of_task.images[layer_id]
         self._device.stream_wait(StreamKind.COMPUTE, image.uploaded)
-        return self._buffers.views(image.buffer, replica.image_layout)
+        return views_of(image.buffer, replica.image_layout)
 
     def finish(self, run: Run, task: StageTask) -> None:
         """The task is done or dropped: its buffers are free once compute has passed this point."""
@@ -269,7 +269,7 @@ class LayerImages:
         return known
 
     def _upload(self, run: Run, of_task: _TaskImages, layer_id: int, place: Place) -> None:
-        place.at(layer_id, "weight upload")
+        place.layer_id, place.phase = layer_id, "weight upload"
         layer = run.store.layers[layer_id]
         buffer = self._buffers.take(layer.image.total_bytes, run.weight_room_bytes)
         for part, host in run.store.weights.upload_pieces(layer_id, run.version, buffer):

@@ -25,12 +25,18 @@ from roundpipe.context import Iteration, LayerPhase
 from roundpipe.devices import Device, Event, Mark
 from roundpipe.microbatch import LossShares
 from roundpipe.plan import Phase, StageTask, TaskKind
-from roundpipe.runtime.autograd import hooks_of, refuse_hooks_on_shared
+from roundpipe.runtime.autograd import ParameterHooks, hooks_of, refuse_hooks_on_shared
 from roundpipe.runtime.rng import Ambient
 from roundpipe.runtime.transfer import Bundle
 from roundpipe.store import LayerRecord, LayerStore, ParameterRecord
 
 _run_numbers = itertools.count()
+
+
+def _has_hooks(layer: LayerRecord) -> bool:
+    """Return whether the user has registered gradient hooks on parameters of a layer."""
+    params = [record.param for record in layer.parameters]
+    return any(param._backward_hooks or param._post_accumulate_grad_hooks for param in params)
 
 
 class RunCancelled(BaseException):
@@ -230,9 +236,7 @@ class Run:
         # For a parameter of several layers: those layers, and the gradients that have arrived from some of them.
         self.contributors = self._layers_of_shared_parameters()
         self.shared_parts: dict[ParameterRecord, dict[int, torch.Tensor | None]] = {}
-        hooks = {i: hooks_of(store.layers[i], settings[i].requires_grad) for i in self.landing_layers}
-        self.parameter_hooks = {layer_id: of_layer for layer_id, of_layer in hooks.items() if of_layer}
-        refuse_hooks_on_shared(self.parameter_hooks, self.contributors)
+        self.parameter_hooks = self._gradient_hooks()
 
         self.losses: dict[int, tuple[bool, HostValues]] = {}  # by microbatch; the flag: loss_fn returned a sequence
         self.outputs: dict[int, Parcel] = {}
@@ -261,6 +265,14 @@ class Run:
             landings=sorted(self.landing_layers, reverse=True),
             generation=self.generation,
         )
+
+    def _gradient_hooks(self) -> dict[int, tuple[ParameterHooks, ...]]:
+        """Return the user's gradient hooks by layer; see [Note: gradient hooks] in runtime.autograd."""
+        hooked = [i for i in self.landing_layers if _has_hooks(self.store.layers[i])]
+        hooks = {i: hooks_of(self.store.layers[i], self.recall.settings[i].requires_grad) for i in hooked}
+        if hooks:
+            refuse_hooks_on_shared(hooks, self.contributors)
+        return {layer_id: of_layer for layer_id, of_layer in hooks.items() if of_layer}
 
     def _layers_of_shared_parameters(self) -> dict[ParameterRecord, list[int]]:
         layers: dict[ParameterRecord, list[int]] = {}
@@ -373,9 +385,6 @@ class Place:
     layer_id: int | None = None
     microbatch: int | None = None
     phase: str = "set-up"
-
-    def at(self, layer_id: int | None, phase: str) -> None:
-        self.layer_id, self.phase = layer_id, phase
 
     def note(self) -> str:
         layer = "" if self.layer_id is None else f"layer {self.layer_id}, "

@@ -36,6 +36,8 @@ from roundpipe.runtime.rng import HostRandomStream, ProcessRandomStream, stream_
 from roundpipe.runtime.run import SIZED_MICROBATCHES, TIMED_MICROBATCHES, LayerMeasurement, Place, Run, TaskSpan
 from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Transfer
 
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
 
 class StageRunner:
     """Carries out tasks on one device, one at a time."""
@@ -175,7 +177,7 @@ class _Task:
         with torch.enable_grad():
             value = self._forward_in_one_graph(microbatch, leaves, LayerPhase.FUSED, graph)
         if self._run.wants_outputs:
-            self._place.at(None, "output download")
+            self._place.layer_id, self._place.phase = None, "output download"
             outputs = Bundle.pack(value)
             copies, _ = self._layers[self._task.layers[-1]].replica.copy_own_memory(outputs.detached())
             self._mail.send_outputs(microbatch, copies, outputs.requires_grad)
@@ -188,7 +190,7 @@ class _Task:
             measured.loss_computed()
         # The caller may go on as soon as it has the losses: send them when their backward has run, not the layers'.
         self._loss_backward_done = functools.partial(self._mail.send_losses, microbatch, losses)
-        self._place.at(None, "loss backward")
+        self._place.layer_id, self._place.phase = None, "loss backward"
         graph.backward(losses.tensors)
         self._refuse_late_gradients()
         self._mail.send_gradients(microbatch, leaves.gradients)
@@ -222,7 +224,7 @@ class _Task:
         with torch.enable_grad():
             value = self._forward_in_one_graph(microbatch, leaves, LayerPhase.RECOMPUTE, graph)
         last = self._task.layers[-1]
-        self._place.at(last, "backward")
+        self._place.layer_id, self._place.phase = last, "backward"
         self._measured_backward = self._measure()
         roots = _roots(last, Bundle.pack(value).tensors, gradients)
         del value
@@ -374,15 +376,15 @@ class _Task:
         """Run a layer in its own graph and learn its behaviour."""
         layer = self._layers.get(layer_id) or self._bind(layer_id)
         replica, behaviour = layer.replica, layer.replica.behaviour
-        self._place.at(layer_id, "recompute" if phase is LayerPhase.RECOMPUTE else "forward")
+        self._place.layer_id, self._place.phase = layer_id, "recompute" if phase is LayerPhase.RECOMPUTE else "forward"
         if layer.has_buffers:
             self._buffers.before_forward(replica, microbatch, phase)
         if behaviour.changes_input:
             self._runner.transfer.let_downloads_finish_first()
         with_grad = phase is not LayerPhase.INFERENCE
+        measured = self._measure()
         leaves = Leaves(bundle, flags if with_grad else [False] * len(flags))
         has_backward = phase is not LayerPhase.FORWARD
-        measured = self._measure()
         with torch.set_grad_enabled(with_grad):
             value = leaves.value() if has_backward or behaviour.changes_input else leaves.bare_value()
             watch = None if behaviour.calls_autograd is False else GradientWatch(tensors_in(value))
@@ -390,9 +392,10 @@ class _Task:
             outputs = Bundle.pack(value)
         if measured is not None:
             measured.end_forward(layer_id, phase, bundle.tensors)
+        changed_input = leaves.were_changed()
         handed_on, returned_own_memory = replica.copy_own_memory(outputs.detached())
         replica.note_forward(
-            changed_input=leaves.were_changed(),
+            changed_input=changed_input,
             drew_on_host=None if host is None else host.drew,
             returned_own_memory=returned_own_memory,
         )
@@ -413,7 +416,7 @@ class _Task:
     def _backward_layer(self, frame: _Frame, gradients: Gradients) -> Gradients:
         """Return the gradients of the layer's inputs; those of its parameters gather in the replica."""
         layer_id = frame.layer.layer_id
-        self._place.at(layer_id, "backward")
+        self._place.layer_id, self._place.phase = layer_id, "backward"
         roots = _roots(layer_id, frame.outputs.tensors, gradients)
         if roots[0]:
             measured = self._measure()
@@ -430,7 +433,7 @@ class _Task:
 
     def _bind(self, layer_id: int) -> _Layer:
         """Prepare a layer for this task: its weights, buffers, hooks and gradients."""
-        self._place.at(layer_id, "weight upload")
+        self._place.layer_id, self._place.phase = layer_id, "weight upload"
         store, settings = self._run.store, self._recall.settings[layer_id]
         replica = self._replicas[layer_id]
         weights = self._images.ready(self._run, self._task, replica, self._place)
@@ -456,16 +459,18 @@ class _Task:
         args, kwargs = value if layer.layer_id == 0 else ((value,), {})
         is_new = is_recomputed and not recall.preserve_rng_state
         seed = stream_seed(recall.seed, layer.layer_id, microbatch, is_new)
-        host = None
+        host, on_device = None, _NOTHING
         if self._device.draws_on_host or replica.behaviour.draws_on_host:
             host = HostRandomStream(seed)
+        if not self._device.draws_on_host:
+            on_device = self._device.random_stream(seed)
         recalled = self._mail.recalled_data(layer.layer_id, microbatch) if is_recomputed and recall.layer_data else None
         with (
             LayerRun(phase, recalled) as layer_run,
             self._autocast,
-            self._device.random_stream(seed),
+            on_device,
             ProcessRandomStream(seed, is_watched=not replica.behaviour.is_known),
-            host or contextlib.nullcontext(),
+            host or _NOTHING,
         ):
             replica.has_run = True
             output = replica.module(*args, **kwargs)
@@ -480,7 +485,7 @@ class _Task:
         """Start the download of a layer's gradients, which all microbatches have been added to."""
         if layer_id not in self._run.landing_layers:
             return
-        self._place.at(layer_id, "gradient download")
+        self._place.layer_id, self._place.phase = layer_id, "gradient download"
         sent = self._layers[layer_id].gradients.download(self._runner.transfer, self._run.store.landing_buffers)
         self._runner.landing.submit(Landing(self._run, layer_id, sent))
 
@@ -495,7 +500,7 @@ class _Task:
     def _loss_and_backward(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> Gradients:
         """Run loss_fn in its own graph and its backward; return the gradients of the model's outputs."""
         if self._run.wants_outputs:
-            self._place.at(None, "output download")
+            self._place.layer_id, self._place.phase = None, "output download"
             self._mail.send_outputs(microbatch, bundle, flags)
             self._runner.transfer.let_downloads_finish_first()
         leaves = Leaves(bundle, flags)
@@ -504,7 +509,7 @@ class _Task:
             losses = self._losses(microbatch, leaves.value())
         if measured is not None:
             measured.loss_computed()
-        self._place.at(None, "loss backward")
+        self._place.layer_id, self._place.phase = None, "loss backward"
         torch.autograd.backward(losses.tensors)
         if measured is not None:
             measured.end_loss(self._task.layers[-1])
@@ -513,19 +518,14 @@ class _Task:
 
     def _losses(self, microbatch: int, outputs: Any) -> Losses:
         """Run loss_fn on a microbatch and multiply each loss by its share."""
-        self._place.at(None, "loss_fn")
+        self._place.layer_id, self._place.phase = None, "loss_fn"
         recall, loss_fn = self._recall, self._run.loss_fn
         assert loss_fn is not None
         label = self._mail.label(microbatch)
         seed = stream_seed(recall.seed, len(self._run.store.layers), microbatch, False)
-        on_host = HostRandomStream(seed) if self._device.draws_on_host else contextlib.nullcontext()
-        with (
-            torch.enable_grad(),
-            self._autocast,
-            self._device.random_stream(seed),
-            ProcessRandomStream(seed),
-            on_host,
-        ):
+        on_host = self._device.draws_on_host
+        stream = HostRandomStream(seed) if on_host else self._device.random_stream(seed)
+        with torch.enable_grad(), self._autocast, ProcessRandomStream(seed), stream:
             value = loss_fn(outputs, label)
             found = None if isinstance(value, torch.Tensor) else own_loss(value, recall.loss_shares.place)
             losses = checked_losses(value if found is None else found)

@@ -163,19 +163,6 @@ class DeviceBuffers:
         """Return a buffer; it may be overwritten once all events of `free_after` have passed."""
         self._free[buffer.numel()].append((buffer, free_after))
 
-    @staticmethod
-    def views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-        """Return a tensor for each place of `layout` in a buffer, the same ones each time.
-
-        Making views takes much longer than finding them. They are an attribute of the buffer and are freed together
-        with it: a table by the buffer's id would give them to a later buffer that gets the same id.
-        """
-        cache: dict[int, tuple[Layout, list[torch.Tensor]]] = vars(buffer).setdefault("_roundpipe_views", {})
-        found = cache.get(id(layout))
-        if found is None:
-            found = cache[id(layout)] = (layout, layout.views(buffer))  # keeps the layout alive, so its id stays valid
-        return found[1]
-
     def release_unused(self) -> None:
         """Return all free buffers to the allocator."""
         for size, buffers in self._free.items():
@@ -187,6 +174,19 @@ class DeviceBuffers:
         self._device.lend(buffer, self._reader)
         self._total_bytes += num_bytes
         return buffer
+
+
+def views_of(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Return a tensor for each place of `layout` in a device buffer, the same ones each time.
+
+    Making views takes much longer than finding them. They are an attribute of the buffer and are freed together with
+    it: a table by the buffer's id would give them to a later tensor with the same id.
+    """
+    cache: dict[int, tuple[Layout, list[torch.Tensor]]] = vars(buffer).setdefault("_roundpipe_views", {})
+    found = cache.get(id(layout))
+    if found is None:
+        found = cache[id(layout)] = (layout, layout.views(buffer))  # keeps the layout alive, so its id stays valid
+    return found[1]
 
 
 _ALIGNMENT_BYTES = 64  # CPU matrix kernels depend on it; torch allocates every tensor with at least this alignment

@@ -1,4 +1,4 @@
-"""Takes a model into the store when it is wrapped.
+"""Takes a model into the store when it is wrapped, and checks later that it is still the same model.
 
 In this order: refuses tensors that could not be kept or trained, checks that training fits into host memory, moves the
 parameters into memory of the store, and records which store owns which parameter. A parameter keeps its identity: only
@@ -13,18 +13,21 @@ optimizer checks its own state again before it allocates any.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import enum
+import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from roundpipe.devices import HostPinner
-from roundpipe.errors import ConfigError, OwnershipError
+from roundpipe.errors import ConfigError, ModelChangedError, OwnershipError
 from roundpipe.store.host_memory import HostBuffer, lay_out, require_host_memory
 from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord, joined, path_of
 
@@ -434,3 +437,88 @@ def owner_of(param: torch.Tensor) -> object | None:
     """The LayerStore that owns a parameter, or None. A forked child does not own what it has inherited."""
     owner = _owners.get(id(param))
     return owner if getattr(owner, "pid", None) == os.getpid() else None
+
+
+# Changes after adoption.
+
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModuleParts:
+    """The members of one module when the model was wrapped."""
+
+    path: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter | None]
+    children: dict[str, nn.Module | None]
+    buffer_names: frozenset[str]
+
+    def are_unchanged(self) -> bool:
+        module = self.module
+        return (
+            _same(module._parameters, self.parameters)
+            and _same(module._modules, self.children)
+            and module._buffers.keys() == self.buffer_names
+        )
+
+
+class Composition:
+    """The modules of one layer and their members when the model was wrapped.
+
+    Devices run copies of these modules, so they would silently ignore a parameter or submodule that was added later.
+    Compares identities, never values.
+    """
+
+    def __init__(self, layer: LayerRecord, names: Mapping[int, str]) -> None:
+        """`names`: the user's names of parameters and modules, by id."""
+        self._layer_id = layer.layer_id
+        self._names = {id(record.param): record.name for record in layer.parameters}
+        self._parts = [
+            _ModuleParts(
+                path_of(module, names, path),
+                module,
+                dict(module._parameters),
+                dict(module._modules),
+                frozenset(module._buffers.keys()),
+            )
+            for path, module in layer.module.named_modules()
+        ]
+
+    def check(self) -> None:
+        """Raise ModelChangedError if a module has other members now."""
+        for parts in self._parts:
+            if not parts.are_unchanged():
+                self._raise_change(parts)
+
+    def _raise_change(self, parts: _ModuleParts) -> None:
+        module, where = parts.module, f"of layer {self._layer_id}"
+        for key, param in parts.parameters.items():
+            if param is not None and module._parameters.get(key) is not param:
+                raise ModelChangedError(
+                    f"parameter {self._names[id(param)]!r} {where} was replaced or removed after wrapping; copy new "
+                    "values into the parameter (or load_state_dict without assign=True). To resize or exchange it, do "
+                    "so before wrapping, or close() and wrap the model again."
+                )
+        added = [f"parameter {joined(parts.path, key)!r}" for key in _other_keys(module._parameters, parts.parameters)]
+        added += [f"submodule {joined(parts.path, key)!r}" for key in _other_keys(module._modules, parts.children)]
+        added += [f"buffer {joined(parts.path, key)!r}" for key in sorted(module._buffers.keys() ^ parts.buffer_names)]
+        raise ModelChangedError(
+            f"{added[0]} {where} was added, replaced or removed after wrapping; change the model before wrapping it, "
+            "or close() and wrap it again."
+        )
+
+
+def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    if len(now) != len(then):
+        return False
+    # Without Python code per key where the order is the same: every call compares all modules of the model.
+    if all(map(operator.is_, now.values(), then.values())) and list(now) == list(then):
+        return True
+    return all(now.get(key, _MISSING) is value for key, value in then.items())
+
+
+def _other_keys(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, in order."""
+    keys = {**now, **then}
+    return [key for key in keys if now.get(key, _MISSING) is not then.get(key, _MISSING)]

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from roundpipe.context import current_iteration
 from roundpipe.monitor import process_rlock
 from roundpipe.store.host_memory import HostBuffer, dense_stride, host_zeros_like
 
@@ -515,6 +516,8 @@ class OptimizerCopy(nn.Parameter):
 
     def see_gradients(self) -> None:
         """Outside steps: let all copies of the model show the gradients gathered so far."""
+        if current_iteration() is not None:  # in step_fn, where the step gives copies their gradients
+            return
         home = None if self.home is None else self.home()
         if home is not None and home.gradient_owner is not None:
             home.gradient_owner.gradients_wanted()

@@ -53,10 +53,6 @@ class ParameterRecord:
         """The parameter's weights in `buffer`. A parameter without second memory does not train: both are the same."""
         return self.back if buffer is WeightBuffer.BACK and self.back is not None else self.weights
 
-    def is_untouched(self) -> bool:
-        """Whether `param` is still a view of `weights`."""
-        return self.param.data_ptr() == self.weights.data_ptr() and self.param.dtype == self.weights.dtype
-
 
 @dataclasses.dataclass(eq=False, slots=True)
 class HostGradient:

@@ -1,20 +1,18 @@
 """The host's side of all layers of one model: who may read or write which weights and gradients, and when.
 
-Masters makes the optimizer copies. Composition checks that the model is still the one that was wrapped. LayerStore owns
-everything and decides when gradients may land and be taken. LayerUpdate is one layer in one optimizer step: the
-gradients that the step takes and the weights that it writes. Optimizer copies refer to the update of their layer, so an
-optimizer can update a layer as soon as its gradients have landed. All waiting goes through the monitor; the rules
-themselves are LayerSlot's. Knows no schedule and no optimizer.
+HostGradients holds the sums of gradients from the first landing after a step until the next step takes them. Masters
+makes the optimizer copies. LayerUpdate is one layer in one optimizer step: the gradients that the step takes and the
+weights that it writes. LayerStore owns everything and decides when gradients may land and be taken. All waiting goes
+through the monitor; the rules themselves are LayerSlot's. Knows no schedule and no optimizer.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -23,15 +21,137 @@ from roundpipe.devices import HostPinner
 from roundpipe.errors import ModelChangedError
 from roundpipe.monitor import Monitor
 from roundpipe.store import adopt as adoption
-from roundpipe.store.adopt import PinMode, refuse_unusable, require_training_memory
-from roundpipe.store.gradients import HostGradients
+from roundpipe.store.adopt import Composition, PinMode, refuse_unusable, require_training_memory
 from roundpipe.store.host_memory import LandingBuffers, RegisteredPages
 from roundpipe.store.master import CopyHome, GradientOwner, OptimizerCopy
-from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord, WeightBuffer, joined, path_of
+from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord, WeightBuffer
 from roundpipe.store.weights import LayerSlot, LayerWeights
 
+
+class HostGradients:
+    """The sums of all parameters of one model, kept in `ParameterRecord.gathered`.
+
+    Also the GradientSource of optimizer copies outside steps: a copy then shows the sum of its parameter.
+    """
+
+    def __init__(self, parameters: Sequence[ParameterRecord]) -> None:
+        self._parameters = parameters
+        self._lock = threading.Lock()
+        self.num_additions = 0  # grows with every addition: an unchanged number means that no sum has changed
+
+    def add(self, gradients: list[HostGradient], cancelled: Callable[[], bool]) -> None:
+        """Add each gradient to the sum of its parameter. Does nothing if the run was cancelled.
+
+        Removes from the list what it has added; the caller still owns the rest. The first gradient of a parameter
+        becomes the sum without a copy, as in autograd.
+        """
+        with self._lock, torch.no_grad():
+            # Asked under the lock: after a failure `drop` must not miss a late addition.
+            if cancelled():
+                return
+            self.num_additions += len(gradients)
+            while gradients:
+                gradient = gradients[-1]  # leaves the list once it was added, so that an error cannot lose it
+                total = gradient.record.gathered
+                if total is None:
+                    gradient.record.gathered = gradients.pop()
+                else:
+                    total.tensor.add_(gradient.tensor)
+                    gradients.pop().release()
+
+    def has_any(self) -> bool:
+        """Whether any gradient has landed since the last step."""
+        return any(record.gathered is not None for record in self._parameters)
+
+    def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, HostGradient]:
+        """Hand the sums of `records` to the caller, who releases them; the next gradient starts a new sum."""
+        with self._lock:
+            taken = {}
+            for record in records:
+                if record.exposed:
+                    _conceal(record)
+                if record.gathered is not None:
+                    taken[record], record.gathered = record.gathered, None
+            return taken
+
+    def drop(self) -> None:
+        """Forget all sums, and clear `.grad` of every parameter, also where the user has set it."""
+        with self._lock:
+            for record in self._parameters:
+                record.exposed, record.param.grad = False, None
+                _forget(record)
+
+    # Shown as `.grad` of the user's parameters.
+
+    def expose(self) -> None:
+        """Set `.grad` of every parameter to its sum."""
+        with self._lock:
+            for record in self._parameters:
+                if record.gathered is not None and not record.exposed:
+                    # Landing buffers use their views again: what the user does to this tensor object must not stay.
+                    record.gathered.tensor = record.gathered.tensor.detach()
+                record.param.grad = None if record.gathered is None else record.gathered.tensor
+                record.exposed = record.gathered is not None
+
+    def conceal(self) -> None:
+        """Clear `.grad` where it shows a sum: a step will take the sum, and later additions belong to the next step."""
+        with self._lock:
+            for record in self._parameters:
+                _conceal(record)
+
+    def touched_by_user(self) -> list[ParameterRecord]:
+        """Parameters whose `.grad` the user has set, replaced or cleared since it was exposed or concealed."""
+        return [
+            record
+            for record in self._parameters
+            if record.param.grad is not (record.gathered.tensor if record.exposed and record.gathered else None)
+        ]
+
+    def adopt_touched(self, records: Sequence[ParameterRecord]) -> None:
+        """Follow the user's changes of `.grad`: drop a sum that was cleared, take one that was replaced, add a new one.
+
+        Each sum changes by one assignment, so an interrupt neither loses a gradient nor counts it twice.
+        """
+        with self._lock, torch.no_grad():
+            for record in records:
+                users, old = record.param.grad, record.gathered
+                new = None if record.exposed else old
+                if users is not None:
+                    own = torch.empty_like(record.weights, memory_format=torch.preserve_format).copy_(users)
+                    new = HostGradient(record, own if new is None else new.tensor + own)
+                record.gathered, record.param.grad, record.exposed = new, None, False
+                if old is not None and new is not old:
+                    old.release()
+
+    # Shown as `.grad` of optimizer copies outside steps; see GradientSource.
+
+    def is_usable(self) -> bool:
+        """Any thread may read a sum outside steps."""
+        return True
+
+    def gradient_of(self, record: ParameterRecord) -> torch.Tensor | None:
+        """The sum of one parameter. Does not wait: a view begins when all gradients have landed."""
+        return None if record.gathered is None else record.gathered.tensor
+
+    def release(self, record: ParameterRecord) -> None:
+        """Drop the sum of one parameter: its optimizer copy has a gradient tensor or none instead."""
+        with self._lock:
+            _conceal(record)
+            _forget(record)
+
+
+def _forget(record: ParameterRecord) -> None:
+    if record.gathered is not None:
+        record.gathered.release()
+        record.gathered = None
+
+
+def _conceal(record: ParameterRecord) -> None:
+    if record.exposed:
+        record.param.grad, record.exposed = None, False
+
+
 T = TypeVar("T")
-_MISSING = object()
 
 
 _LOW_PRECISIONS = (torch.bfloat16, torch.float16)
@@ -91,81 +211,6 @@ class Masters:
             for record in layer.parameters:
                 if record.home == layer.layer_id and record.master is not None:
                     yield record.master
-
-
-@dataclasses.dataclass(frozen=True)
-class _ModuleParts:
-    """The members of one module when the model was wrapped."""
-
-    path: str
-    module: nn.Module
-    parameters: dict[str, nn.Parameter | None]
-    children: dict[str, nn.Module | None]
-    buffer_names: frozenset[str]
-
-    def are_unchanged(self) -> bool:
-        module = self.module
-        return (
-            _same(module._parameters, self.parameters)
-            and _same(module._modules, self.children)
-            and module._buffers.keys() == self.buffer_names
-        )
-
-
-class Composition:
-    """The modules of one layer and their members when the model was wrapped.
-
-    Devices run copies of these modules, so they would silently ignore a parameter or submodule that was added later.
-    Compares identities, never values.
-    """
-
-    def __init__(self, layer: LayerRecord, names: Mapping[int, str]) -> None:
-        """`names`: the user's names of parameters and modules, by id."""
-        self._layer_id = layer.layer_id
-        self._names = {id(record.param): record.name for record in layer.parameters}
-        self._parts = [
-            _ModuleParts(
-                path_of(module, names, path),
-                module,
-                dict(module._parameters),
-                dict(module._modules),
-                frozenset(module._buffers.keys()),
-            )
-            for path, module in layer.module.named_modules()
-        ]
-
-    def check(self) -> None:
-        """Raise ModelChangedError if a module has other members now."""
-        for parts in self._parts:
-            if not parts.are_unchanged():
-                self._raise_change(parts)
-
-    def _raise_change(self, parts: _ModuleParts) -> None:
-        module, where = parts.module, f"of layer {self._layer_id}"
-        for key, param in parts.parameters.items():
-            if param is not None and module._parameters.get(key) is not param:
-                raise ModelChangedError(
-                    f"parameter {self._names[id(param)]!r} {where} was replaced or removed after wrapping; copy new "
-                    "values into the parameter (or load_state_dict without assign=True). To resize or exchange it, do "
-                    "so before wrapping, or close() and wrap the model again."
-                )
-        added = [f"parameter {joined(parts.path, key)!r}" for key in _other_keys(module._parameters, parts.parameters)]
-        added += [f"submodule {joined(parts.path, key)!r}" for key in _other_keys(module._modules, parts.children)]
-        added += [f"buffer {joined(parts.path, key)!r}" for key in sorted(module._buffers.keys() ^ parts.buffer_names)]
-        raise ModelChangedError(
-            f"{added[0]} {where} was added, replaced or removed after wrapping; change the model before wrapping it, "
-            "or close() and wrap it again."
-        )
-
-
-def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
-    return len(now) == len(then) and all(now.get(key, _MISSING) is value for key, value in then.items())
-
-
-def _other_keys(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, in order."""
-    keys = {**now, **then}
-    return [key for key in keys if now.get(key, _MISSING) is not then.get(key, _MISSING)]
 
 
 class LayerStore:
@@ -327,7 +372,8 @@ class LayerStore:
         for composition in self._compositions:
             composition.check()
         for record in self.parameters:
-            if not record.is_untouched():
+            param, weights = record.param, record.weights
+            if param.data_ptr() != weights.data_ptr() or param.dtype != weights.dtype:
                 now, then = record.param, record.weights
                 resized = (
                     "" if now.shape == then.shape else f", of shape {tuple(now.shape)} instead of {tuple(then.shape)}"

@@ -12,14 +12,11 @@ from torch import Tensor, nn
 
 from roundpipe.errors import UsageError
 from roundpipe.runtime.gradients import LayerGradients
-from roundpipe.runtime.transfer import DeviceBuffers
 from roundpipe.store.host_memory import LandingBuffers
 
 
 class Buffers:
     """Device buffers in plain memory, which are free at once."""
-
-    views = staticmethod(DeviceBuffers.views)
 
     def __init__(self) -> None:
         self.free: dict[int, Tensor] = {}

@@ -12,7 +12,7 @@ from roundpipe import RoundPipe
 from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.runtime.replica import LayerImages
 from roundpipe.runtime.run import Place, Run, RunCancelled
-from roundpipe.runtime.transfer import DeviceBuffers
+from roundpipe.runtime.transfer import views_of
 
 MakeModel = Callable[..., RoundPipe]
 F0, FB1, B2 = 0, 1, 2  # F0: layers 0 and 1, FB1: layer 2, B2: layers 0 and 1
@@ -119,9 +119,9 @@ def test_views_are_those_of_their_buffer_where_its_id_was_used_before(
         layout = run.store.layers[0].image
         for _ in range(20):
             buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-            views = DeviceBuffers.views(buffer, layout)
+            views = views_of(buffer, layout)
             assert views[0].untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-            assert views is DeviceBuffers.views(buffer, layout)
+            assert views is views_of(buffer, layout)
             del buffer, views
 
 
