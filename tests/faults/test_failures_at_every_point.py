@@ -29,8 +29,7 @@ from roundpipe import RoundPipeRunConfig
 from roundpipe.api import planner as planning
 from roundpipe.devices.interface import StreamKind
 from roundpipe.runtime.mailbox import StageMail
-from roundpipe.store.gradients import HostGradients
-from roundpipe.store.store import Masters
+from roundpipe.store.store import HostGradients, Masters
 
 # Number of devices and grain of recomputation. Together the first two take every path; the others are slow.
 SETTINGS = [(1, "stage"), (2, "layer"), (1, "layer"), (2, "stage"), (3, "stage"), (3, "layer")]

@@ -16,6 +16,9 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from roundpipe.api.calls import Request
 from roundpipe.config import RecomputeGrain
 from roundpipe.optim.native.kernel import measured_rate
@@ -38,8 +41,8 @@ from roundpipe.store import LayerStore
 
 logger = logging.getLogger("roundpipe")
 _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this share of the old plan's time
-_PAUSE_GROWTH = 4  # a plan is reviewed at calls 2, 6, 22, 86 and every 64 calls after that
-_LONGEST_PAUSE = 64  # calls between two reviews of a plan, once times have settled
+# Calls between two reviews of a plan; the last number repeats. So reviews come at calls 2, 4, 20, 84, 148 ...
+_PAUSES = (1, 2, 16, 64)
 _ENOUGH_RUNS = 4  # after so many measured runs, times are taken only before a review of the plan
 _SHRINK, _SMALLEST_SHARE = 0.8, 0.1  # of the memory limit, after a call has run out of memory
 
@@ -70,7 +73,11 @@ class CallKind:
     @classmethod
     def of(cls, run_type: RunType, request: Request, *, is_exact: bool = False) -> CallKind:
         grain: Grain = "layer" if request.config.recompute_grain is RecomputeGrain.LAYER else "stage"
-        count, size = len(request.batches), request.batches.first_numel().bit_length()
+        batches = request.batches
+        # An `Arriving` is a leaf; its tensor's shape is known before it has arrived.
+        leaves = [getattr(leaf, "value", leaf) for leaf in tree_leaves((batches.args[0], batches.kwargs[0]))]
+        num_elements = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        count, size = len(batches.args), num_elements.bit_length()
         return cls(run_type, count, size, grain, is_exact, Load(count, size, run_type is RunType.INFER))
 
 
@@ -86,8 +93,8 @@ class _Choice:
     """The plan in use for one kind of call, and the number of calls until it is reviewed."""
 
     planned: _Planned
-    calls_until_review: int = 1
-    pause: int = 1
+    calls_until_review: int = _PAUSES[0]
+    num_reviews: int = 0
 
 
 class _Measured:
@@ -142,8 +149,8 @@ class Planner:
         choice.calls_until_review -= 1
         if choice.calls_until_review <= 0:
             choice.planned = self._best_plan(kind, choice.planned)
-            choice.pause = min(_PAUSE_GROWTH * choice.pause, _LONGEST_PAUSE)
-            choice.calls_until_review = choice.pause
+            choice.num_reviews += 1
+            choice.calls_until_review = _PAUSES[min(choice.num_reviews, len(_PAUSES) - 1)]
         return choice.planned.tasks
 
     def costs(self, kind: CallKind, tasks: tuple[StageTask, ...]) -> Costs:
@@ -154,7 +161,7 @@ class Planner:
         # Computed again only after a run was learned from, or the plan reviewed: then they can change.
         state = (
             known,
-            choice and choice.pause,
+            choice and choice.num_reviews,
             kind.is_exact and measured_rate() is None,
             self._memory_share.get(kind),
         )

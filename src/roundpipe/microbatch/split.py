@@ -146,12 +146,6 @@ class MicrobatchInputs:
     def __len__(self) -> int:
         return len(self.args)
 
-    def first_numel(self) -> int:
-        """Return the number of tensor elements in the inputs of the first microbatch, without its label."""
-        # An `Arriving` is a leaf; its tensor's shape is known before it has arrived.
-        leaves = (getattr(leaf, "value", leaf) for leaf in pytree.tree_leaves((self.args[:1], self.kwargs[:1])))
-        return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
-
     def with_kwargs(self, more: Mapping[str, Any]) -> MicrobatchInputs:
         """Return these inputs with the same additional keyword arguments in every microbatch."""
         return replace(self, kwargs=tuple({**kwargs, **more} for kwargs in self.kwargs)) if more else self

@@ -351,8 +351,7 @@ class _OnePass:
         if gradient is None:
             return None
         state = _state_of(self._optimizer, copy, self._reserve, amsgrad=group["amsgrad"])
-        target = update.target()
-        weight = None if target is None else copy.record.memory(target)
+        weight = update.new_weight_of(copy.record)
         step = int(state["step"]) + 1
         rule = self._rules.get((id(group), step, factors))
         if rule is None:

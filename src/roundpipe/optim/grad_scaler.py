@@ -90,8 +90,8 @@ def checked_scale(name: str, value: Any) -> float:
     scale = _float32(_checked_number(name, value))
     if not _usable_scale(scale):
         raise ConfigError(
-            f"GradScaler: {name}={value!r} is not a usable scale; give a number greater than 0 whose float32 value "
-            "and inverse are finite."
+            f"GradScaler: {name}={value!r} is not a usable scale; give a number greater than 0 that is a finite "
+            "float32 value, as must be its inverse."
         )
     return scale
 

@@ -522,13 +522,15 @@ class LayerUpdate:
             return work()
         return self._caller.carry_out(work)
 
-    def target(self) -> WeightBuffer | None:
-        """The buffer that the new weights are written into; waits until uploads have read what it holds.
+    def new_weight_of(self, record: ParameterRecord) -> torch.Tensor | None:
+        """The memory for a parameter's new weight; waits until uploads have read what it holds.
 
         None if the weights are to be written from the masters later.
         """
-        if self.publishes_late:
-            return None
+        return None if self.publishes_late else record.memory(self._begun())
+
+    def _begun(self) -> WeightBuffer:
+        """The buffer that the new weights are written into, once uploads have read what it holds."""
         if self._target is None:
             self._target = self._store.weights.begin(self._layer_id, self._version)
         return self._target
@@ -584,8 +586,7 @@ class LayerUpdate:
         if not self._records:
             self._store.weights.unchanged(self._layer_id, self._version)
             return
-        target = self.target()
-        assert target is not None
+        target = self._begun()
         try:
             with torch.no_grad():
                 for record in self._records:
