@@ -559,7 +559,7 @@ class FailsOnce:
 
 
 INSIDE_THE_STEP = {
-    "the target of a weight": patched(LayerUpdate, "target"),
+    "the target of a weight": patched(LayerUpdate, "_begun"),
     "the wait for uploads": patched(LayerWeights, "begin"),
     "the state of a parameter": patched(adam, "_state_of"),
     "the memory of the lower bits": patched(adam, "_master_of"),
