@@ -50,13 +50,16 @@ class HostGradients:
             if cancelled():
                 return
             self.num_additions += len(gradients)
-            while gradients:
-                gradient = gradients[-1]  # leaves the list once it was added, so that an error cannot lose it
-                total = gradient.record.gathered
+            pairs = [(gradient.record.gathered, gradient) for gradient in gradients]
+            later = [(total.tensor, gradient.tensor) for total, gradient in pairs if total is not None]
+            if later:
+                # One operation per layer: each takes the interpreter lock from the thread that launches kernels.
+                torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later])
+            while gradients:  # a gradient leaves the list once it was added, so that an error cannot lose it
+                total, gradient = pairs.pop()
                 if total is None:
                     gradient.record.gathered = gradients.pop()
                 else:
-                    total.tensor.add_(gradient.tensor)
                     gradients.pop().release()
 
     def has_any(self) -> bool:
