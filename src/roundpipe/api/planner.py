@@ -184,7 +184,7 @@ class Planner:
     def probe_tasks(self, *, with_loss: bool) -> tuple[StageTask, ...]:
         """The tasks of a probe: a forward pass of one layer per task, which needs the least memory."""
         run_type = RunType.FUSED if with_loss else RunType.INFER
-        tasks = build_schedule(_one_layer_per_stage(run_type, self._num_layers), run_type)
+        tasks = build_schedule(ModelExecutePlan.layer_by_layer(self._num_layers, run_type), run_type)
         return tuple(task for task in tasks if task.kind is not TaskKind.BACKWARD)
 
     # After a call.
@@ -236,7 +236,7 @@ class Planner:
         return self._best_tail(tasks, kind, self._profile(kind.load, kind), update_s)[0]
 
     def _finest_plan(self, kind: CallKind) -> _Planned:
-        plan = _one_layer_per_stage(kind.run_type, self._num_layers)
+        plan = ModelExecutePlan.layer_by_layer(self._num_layers, kind.run_type)
         return _Planned(plan, build_schedule(plan, kind.run_type))
 
     def _best_plan(self, kind: CallKind, old: _Planned | None) -> _Planned:
@@ -328,10 +328,3 @@ class Planner:
 
 def _brief(stages: Sequence[range]) -> str:
     return " ".join(f"{stage.start}-{stage.stop - 1}" for stage in stages) or "none"
-
-
-def _one_layer_per_stage(run_type: RunType, num_layers: int) -> ModelExecutePlan:
-    """The plan that needs the least memory."""
-    layers = [range(i, i + 1) for i in range(num_layers)]
-    forward = layers[:-1] if run_type is RunType.FUSED else layers
-    return ModelExecutePlan(forward, reversed(layers))

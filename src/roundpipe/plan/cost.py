@@ -124,14 +124,6 @@ class CostModel:
         self._activation_bytes[layer_id] = max(self._activation_bytes[layer_id], activation_bytes)
         self._input_bytes[layer_id] = max(self._input_bytes[layer_id], input_bytes)
 
-    def reset_times(self) -> None:
-        """Forget all seconds, for example after a change of the batch shape; bytes stay.
-
-        The next measurement of each layer and phase counts as warm-up again.
-        """
-        self._seconds.clear()
-        self._warm.clear()
-
     def layer_costs(self) -> tuple[LayerCost, ...]:
         """Return the cost of every layer: measured, else estimated from measured layers, else from weight bytes."""
         seconds, num_layers = self._seconds, len(self._weight_bytes)

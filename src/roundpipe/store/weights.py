@@ -172,10 +172,6 @@ class LayerSlot:
             for key in [key for key in due if key[0] == call]:
                 del due[key]
 
-    def is_idle(self) -> bool:
-        """Whether no upload and no landing is due."""
-        return not self._uploads_due and not self._landings_due
-
     @staticmethod
     def _decrease(due: Counter[tuple[Hashable, int]], key: tuple[Hashable, int]) -> None:
         due[key] -= 1

@@ -107,18 +107,6 @@ def test_with_a_measured_ratio_of_zero_a_missing_forward_comes_from_the_rate():
     assert times(costs.layer_costs()[1]) == (4.0, 4.0, 1.0)
 
 
-def test_reset_forgets_times_but_not_bytes():
-    costs = CostModel([0], [0])
-    estimate = costs.layer_costs()[0]
-    observed(costs, 0, Phase.FORWARD, 4.0)
-    costs.observe_activation(0, 70, 7)
-    costs.reset_times()
-    assert times(costs.layer_costs()[0]) == times(estimate)
-    assert costs.layer_costs()[0].activation_bytes == 70
-    costs.observe(0, Phase.FORWARD, 9.0)
-    assert times(costs.layer_costs()[0]) == times(estimate), "the first measurement is warm-up again"
-
-
 def test_the_largest_activation_counts():
     costs = CostModel([0], [0])
     for activation_bytes, input_bytes in [(10, 3), (30, 1), (20, 2)]:
