@@ -24,7 +24,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclasses.dataclass(frozen=True)
-class Event:
+class ModuleEvent:
     """The start or the end of a module's forward."""
 
     path: str
@@ -39,18 +39,18 @@ class Discovery:
     taps: tuple[TapCall, ...]
 
 
-def record_events(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Event], Any]:
+def record_events(model: nn.Module, run: Callable[[], Any]) -> tuple[list[ModuleEvent], Any]:
     """Call `run`; returns the start and end of each forward of the model's modules, and the result of `run`.
 
     Replaces the forwards meanwhile, so direct calls of `module.forward` are recorded, too (hooks would miss them).
     """
-    events: list[Event] = []
+    events: list[ModuleEvent] = []
 
     def watched(path: str, forward: Forward) -> Forward:
         def watch(*args: Any, **kwargs: Any) -> Any:
-            events.append(Event(path, True))
+            events.append(ModuleEvent(path, True))
             value = forward(*args, **kwargs)
-            events.append(Event(path, False))
+            events.append(ModuleEvent(path, False))
             return value
 
         return watch
@@ -61,7 +61,7 @@ def record_events(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Event]
     return events, value
 
 
-def discover(model: nn.Module, events: Sequence[Event], *, in_one: bool = False) -> Discovery:
+def discover(model: nn.Module, events: Sequence[ModuleEvent], *, in_one: bool = False) -> Discovery:
     """Return the blocks' calls and the taps of a recorded forward pass.
 
     in_one: the modules that call the elements of repeated lists are the blocks, instead of the elements.
@@ -123,7 +123,7 @@ def _children_of(model: nn.Module) -> dict[str, set[str]]:
     }
 
 
-def _calls(events: Sequence[Event], blocks: set[str]) -> tuple[list[str], set[str]]:
+def _calls(events: Sequence[ModuleEvent], blocks: set[str]) -> tuple[list[str], set[str]]:
     """Return the calls of blocks outside of other blocks, and the paths of all modules whose forwards called one."""
     calls: list[str] = []
     ancestors: set[str] = set()
@@ -143,7 +143,7 @@ def _calls(events: Sequence[Event], blocks: set[str]) -> tuple[list[str], set[st
     return calls, ancestors
 
 
-def _callers(model: nn.Module, events: Sequence[Event], blocks: set[str]) -> set[str]:
+def _callers(model: nn.Module, events: Sequence[ModuleEvent], blocks: set[str]) -> set[str]:
     """Return the paths of the modules whose forwards call blocks.
 
     Raises ModelSplitError if one of them is the whole model or too large to be one layer.
@@ -164,7 +164,7 @@ def _callers(model: nn.Module, events: Sequence[Event], blocks: set[str]) -> set
     return callers
 
 
-def _taps(events: Sequence[Event], blocks: frozenset[str], ancestors: set[str]) -> list[TapCall]:
+def _taps(events: Sequence[ModuleEvent], blocks: frozenset[str], ancestors: set[str]) -> list[TapCall]:
     """Return the outermost calls between blocks of modules that call no block (are not among `ancestors`)."""
     taps: list[TapCall] = []
     segment = 0

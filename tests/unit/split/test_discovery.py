@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import ModelSplitError
-from roundpipe.split.discovery import Event, block_paths, discover, record_events
+from roundpipe.split.discovery import ModuleEvent, block_paths, discover, record_events
 
 WIDTH = 4
 X = torch.ones(2, WIDTH)
@@ -61,8 +61,8 @@ def test_the_start_and_end_of_each_forward_are_recorded_and_the_result_is_return
     model = Model(lambda self, x: self.a(x) + 1, a=Block())
     events, value = record_events(model, lambda: model(X))
     assert events == [
-        *(Event("", True), Event("a", True), Event("a.linear", True)),
-        *(Event("a.linear", False), Event("a", False), Event("", False)),
+        *(ModuleEvent("", True), ModuleEvent("a", True), ModuleEvent("a.linear", True)),
+        *(ModuleEvent("a.linear", False), ModuleEvent("a", False), ModuleEvent("", False)),
     ]
     assert torch.equal(value, model(X))
 
