@@ -56,7 +56,7 @@ def mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
 STREAMS = [
     mutant(
         "compute does not wait for the upload of weights",
-        "runtime/weights.py",
+        "runtime/replica.py",
         "self._device.stream_wait(StreamKind.COMPUTE, image.uploaded)",
         "pass",
         WEIGHTS,
@@ -109,7 +109,7 @@ STREAMS = [
     ),
     mutant(
         "the end of compute on an image is not recorded",
-        "runtime/weights.py",
+        "runtime/replica.py",
         "[self._device.record(StreamKind.COMPUTE), image.uploaded]",
         "[image.uploaded]",
         WEIGHTS,
@@ -158,7 +158,7 @@ STREAMS = [
     ),
     mutant(
         "layers of a backward by layer are uploaded in forward order",
-        "runtime/weights.py",
+        "runtime/replica.py",
         "reversed(task.layers) if by_layer else task.layers",
         "task.layers",
         WEIGHTS,
@@ -182,7 +182,7 @@ VERSIONS = [
     ),
     mutant(
         "weights are written while uploads of the old version are due",
-        "store/slot.py",
+        "store/weights.py",
         "all(due >= version or due in elsewhere for _, due in self._uploads_due)",
         "True",
         SLOT,
@@ -196,7 +196,7 @@ VERSIONS = [
     ),
     mutant(
         "an upload begins before the optimizer has written the version",
-        "store/slot.py",
+        "store/weights.py",
         "return self.buffer_of(version) is not None",
         "return True",
         SLOT,
@@ -204,35 +204,35 @@ VERSIONS = [
     ),
     mutant(
         "the buffers' versions do not change places",
-        "store/slot.py",
+        "store/weights.py",
         "self._held.reverse()",
         "pass",
         SLOT,
     ),
     mutant(
         "gradients are consumed before all have landed",
-        "store/slot.py",
+        "store/weights.py",
         " and all(due != generation for _, due in self._landings_due)",
         "",
         SLOT,
     ),
     mutant(
         "calls land in the order in which they finish",
-        "store/slot.py",
+        "store/weights.py",
         "next((due for due, of in self._landings_due if of == generation), call) == call",
         "True",
         SLOT,
     ),
     mutant(
         "gradients land in a stale generation",
-        "store/slot.py",
+        "store/weights.py",
         "if self.open_generation != generation:",
         "if False:",
         SLOT,
     ),
     mutant(
         "a failed asynchronous step is published",
-        "store/update.py",
+        "store/store.py",
         "self._store.weights.revoke(self._layer_id, self._version, self._target)",
         "self._complete_weights()",
         OVERLAP,
@@ -271,9 +271,9 @@ GRADIENT_SUMS = [
     ),
     mutant(
         "a gradient is added twice",
-        "store/gradients.py",
-        "total.tensor.add_(gradient.tensor)",
-        "total.tensor.add_(gradient.tensor, alpha=2)",
+        "store/store.py",
+        "torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later])",
+        "torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later], alpha=2)",
         GRADIENTS,
     ),
     mutant(
@@ -292,7 +292,7 @@ GRADIENT_SUMS = [
     ),
     mutant(
         "gradients of a cancelled run are added",
-        "store/gradients.py",
+        "store/store.py",
         "if cancelled():",
         "if False:",
         GRADIENTS,
@@ -402,7 +402,7 @@ RECOMPUTATION = [
     ),
     mutant(
         "layers draw from the caller's generator",
-        "devices/random.py",
+        "runtime/rng.py",
         'return func(*args, **{**kwargs, "generator": generator})',
         "return func(*args, **kwargs)",
         f"{RANDOM}::test_dropout_is_the_same_on_every_device_count",
@@ -596,7 +596,7 @@ OPTIMIZER = [
     ),
     mutant(
         "weights that the optimizer has not written are not published",
-        "store/update.py",
+        "store/store.py",
         "if record not in self.updated or master.was_touched():",
         "if record in self.updated and master.was_touched():",
         STALENESS,
