@@ -249,6 +249,7 @@ def _rule(optimizer: torch.optim.Optimizer, group: _Group, step: int, factors: t
 
 # Updates of ordinary tensors.
 
+
 def update_tensors(optimizer: torch.optim.Optimizer, group: _Group, params: Iterable[torch.Tensor]) -> frozenset[int]:
     """Update the ordinary tensors of a group that the kernel supports; returns the ids of the updated ones.
 
@@ -302,6 +303,7 @@ def _is_plain_float(tensor: torch.Tensor) -> bool:
 
 
 # Updates of optimizer copies.
+
 
 class _OnePass:
     """One step of an optimizer over its optimizer copies, layer by layer."""

@@ -232,7 +232,7 @@ class OptimizerCopy(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on copies, called by torch. First allocates memory for values if the operation needs them."""
+        """Run an operation on copies; torch calls this. First allocates memory if the operation needs their values."""
         if func in _NEED_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
