@@ -63,7 +63,8 @@ _ADVICE = (
     "None of it was made, and no weight was changed. Free memory, train fewer parameters (requires_grad_(False) before "
     "wrapping), or use an optimizer with less state, such as torch.optim.SGD."
 )
-_checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()  # ids of counted parameters
+# For each optimizer, the ids of parameters whose memory for state was checked before.
+_checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
 
 def require_state_memory(optimizer: Optimizer, reserved: Container[int] = (), *, in_one_pass: bool = False) -> None:
@@ -104,7 +105,7 @@ def _num_moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
 
 
 _MOST_THREADS = 4
-_CORES_PER_THREAD = 4  # fewer cores than this start no thread: the first call needs all of them
+_CORES_PER_THREAD = 4  # with fewer cores no thread starts: the first call needs all cores
 
 
 class Reserve:
@@ -290,7 +291,7 @@ def _is_ready(optimizer: torch.optim.Optimizer, group: _Group, param: torch.Tens
 def _is_plain_float(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are stored as plain float32 numbers in host memory.
 
-    Not so for sparse tensors, lazily negated ones and zero tensors without memory, nor for other tensor subclasses.
+    False for sparse tensors, lazily negated tensors, zero tensors without memory and most tensor subclasses.
     """
     return (
         type(tensor) in _PLAIN_TYPES
@@ -321,7 +322,7 @@ class _OnePass:
         self._rules: dict[tuple[int, int, tuple[float, ...]], AdamRule] = {}  # most copies of a step share one rule
 
     def update_layer(self, update: LayerUpdate, items: Sequence[tuple[OptimizerCopy, _Group]]) -> list[int]:
-        """Update the copies of one layer that the kernel can update; returns their ids."""
+        """Update the copies of one layer that the kernel can update; returns the ids of the updated copies."""
         update.wait_for_gradients()
         locked: list[OptimizerCopy] = []
         ready: list[OptimizerCopy] = []  # the copies that the kernel can update, in the order of `parameters`
@@ -351,7 +352,7 @@ class _OnePass:
         return list(map(id, ready))
 
     def _kernel_parameter(self, update: LayerUpdate, copy: OptimizerCopy, group: _Group) -> KernelParameter | None:
-        """The arguments with which the kernel updates a copy; None if it has no gradient or the kernel cannot."""
+        """The kernel's arguments for updating a copy; None if it has no gradient or the kernel does not support it."""
         gradient, factors = copy.low_gradient(), copy.factors
         if gradient is None or len(factors) >= MAX_FACTORS:
             gradient, factors = copy.grad, ()
@@ -435,7 +436,7 @@ class _FusedByDefault(torch.optim.Optimizer):
     _updated: frozenset[int] | None = None  # ids of parameters that this step has updated; None if torch updates all
     _unfused: Sequence[_Group] = ()  # groups that use torch's default implementation in this step
     _reserve: Reserve | None = None  # exists from the beginning of training until the first step
-    _checked: dict[int, _CheckedState] | None = None  # by id of the copy; valid because the optimizer keeps copies
+    _checked: dict[int, _CheckedState] | None = None  # by id of the copy, which the optimizer keeps alive
 
     @_disable_dynamo  # a trace by torch.compile would miss the kernel's updates
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -446,7 +447,7 @@ class _FusedByDefault(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         num_states = len(self.state)
-        # torch's own step without the hooks around it: this step runs inside these hooks already.
+        # The step method of torch without its wrapper, which runs hooks: this method is wrapped in the same hooks.
         torchs = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
         self._unfused = []
         if self._checked is None:
@@ -566,7 +567,7 @@ class AdamW(_FusedByDefault, torch.optim.AdamW):
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `method` without keeping its object alive, and does nothing once that is gone."""
+    """A function that calls `method` without keeping its object alive. Does nothing once the object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -578,7 +579,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _choose_fused(group: _Group) -> bool:
-    """Set `fused` if the user chose no implementation and the fused one supports the group. Returns whether it did."""
+    """Set `fused` if the user chose no implementation and the group allows it. Returns whether `fused` was set."""
     left_open = group.get("foreach") is None and group.get("fused") is None
     plain = not group.get("differentiable") and not group.get("capturable")
     plain = plain and not any(isinstance(beta, Tensor) for beta in group.get("betas", ()))

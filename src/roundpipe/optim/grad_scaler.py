@@ -165,7 +165,7 @@ class Window:
     found_inf: bool = False  # whether any gradient was not finite
 
     def count(self, record: StepRecord) -> None:
-        """Add the results of one iteration."""
+        """Add the results of one iteration to those of the window."""
         self.stepped |= any(progress.last_call is LastCall.STEP for progress in record.values())
         self.found_inf |= any(progress.found_inf for progress in record.values())
 
@@ -239,12 +239,12 @@ class GradScaler:
         self._lock = process_lock()  # guards every field; released while gradients are unscaled or steps awaited
         self._window = Window()
         self._records: weakref.WeakKeyDictionary[Iteration, StepRecord] = weakref.WeakKeyDictionary()
-        self._main_record: StepRecord = {}  # for steps outside RoundPipe's iterations, never in the background
+        self._main_record: StepRecord = {}  # for steps outside any iteration; these are done when step() returns
         self._loss_factor = host_tensor(self._scale)
         if self._enabled:
             context.observe_steps(self)
 
-    # ---- loss_fn -----------------------------------------------------------------------------------------------------
+    # ---- called in loss_fn -------------------------------------------------------------------------------------------
 
     @overload
     def scale(self, outputs: Tensor) -> Tensor: ...
@@ -279,7 +279,7 @@ class GradScaler:
         iteration = context.current_iteration()
         return self._scale if iteration is None else iteration.loss_scales.setdefault(self, self._scale)
 
-    # ---- step_fn -----------------------------------------------------------------------------------------------------
+    # ---- called in step_fn -------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale of their losses. At most once per iteration, before step()."""
@@ -332,7 +332,7 @@ class GradScaler:
         iteration = context.current_iteration()
         return self._main_record if iteration is None else self._records.setdefault(iteration, {})
 
-    # ---- main thread -------------------------------------------------------------------------------------------------
+    # ---- called on the main thread -----------------------------------------------------------------------------------
 
     def step_issued(self, iteration: Iteration) -> None:
         """Add a step to the window. RoundPipe calls this when it gives the step to the optimizer thread."""
@@ -424,7 +424,7 @@ class GradScaler:
     def is_enabled(self) -> bool:
         return self._enabled
 
-    # ---- state -------------------------------------------------------------------------------------------------------
+    # ---- state dicts and copies --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five entries and `_deferred`, the decision of the last asynchronous update(); {} if disabled.

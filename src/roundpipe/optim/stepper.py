@@ -133,13 +133,13 @@ class StepJob:
         iteration: Iteration,
         handed: HandedStep | None = None,
     ) -> None:
-        self.number = number  # counted from 1
+        self.number = number  # the first step has number 1
         self.step_fn = step_fn
         self.is_async = is_async
         self.may_overlap = may_overlap  # whether step_fn may begin before all gradients have landed
         self.iteration = iteration
         self.handed = handed
-        self.num_threads = torch.get_num_threads()  # of the issuing thread, because sums on the CPU depend on it
+        self.num_threads = torch.get_num_threads()  # of the issuing thread: results on the CPU depend on it
         self.visible_version = number - 1 if is_async else number  # the version that calls after this step read
         self.next_iteration = Iteration()  # the iteration of calls issued after this step
         self.abandoned = False  # whether a call that the step depends on failed, so that the step must not complete
@@ -259,7 +259,7 @@ class Stepper:
     def show_visible(self) -> None:
         """Show the version that calls read in the user's parameters."""
         for store in self.stores:
-            # If the host reads the parameters, there is one buffer, and `show` waits until that holds the version.
+            # If the host reads the parameters, there is one buffer, and `show` waits until it holds the version.
             if not store.is_read_on_host:
                 self.wait_until_idle()
             store.weights.show(self.visible_version)
@@ -294,7 +294,7 @@ class Stepper:
         return threading.current_thread() is self.thread
 
     def close(self) -> None:
-        """Abandon steps that have not begun, and end the thread."""
+        """Abandon steps that have not begun, and end the optimizer thread."""
         with self._monitor:
             self._closing = True
             for job in self._jobs:
@@ -371,7 +371,7 @@ class Stepper:
                 abandoned=lambda: job.abandoned,
                 caller=job.handed,
             )
-            for order, (store, layer_id) in enumerate(reversed(layers))  # the order in which gradients land
+            for order, (store, layer_id) in enumerate(reversed(layers))  # reversed: the order in which gradients land
         ]
         try:
             self._run(job, updates)

@@ -203,7 +203,7 @@ def require_training_memory(
     trains: bool = True,
     warns_of_async: bool = True,
 ) -> None:
-    """Raise HostMemoryError with a table if exact steps do not fit; warn if only asynchronous steps do not fit."""
+    """Raise HostMemoryError with a table if synchronous steps do not fit; warn if only asynchronous steps do not."""
     needs = training_memory(layers, optim_dtype, mode, trains=trains)
     second = needs.pop(SECOND_WEIGHTS)
     require_host_memory(
@@ -235,7 +235,7 @@ def _moving_bytes(layers: Sequence[nn.Module], files: _MappedFiles) -> int:
         for param in layer_params[-1]:
             seen.add(id(param))
             last_use[_memory(param)] = layer_id
-    waiting: dict[int, int] = {}  # bytes that have moved, by the old memory they came from
+    waiting: dict[int, int] = {}  # bytes moved out of old memory that is not freed yet, by that memory
     extra = most = 0
     for layer_id, params in enumerate(layer_params):
         extra += sum(p.nbytes for p in params)

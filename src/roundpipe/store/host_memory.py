@@ -350,7 +350,7 @@ class RegisteredPages:
 
     def __init__(self, tensors: Sequence[torch.Tensor], pinner: HostPinner) -> None:
         self._pinner = pinner
-        self._pinned: list[range] = []  # addresses, ascending and disjoint
+        self._pinned: list[range] = []  # address ranges, ascending and disjoint
         # Sorted by address, so that a new range can overlap only with the last one.
         for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
             pages = _pages_inside(tensor)

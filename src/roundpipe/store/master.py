@@ -38,7 +38,7 @@ from roundpipe.monitor import process_rlock
 from roundpipe.store.host_memory import HostBuffer, dense_stride, host_zeros_like
 
 _HALF = 0x8000
-_CHUNK = 1 << 20  # elements that are converted at a time, so that intermediate results stay small
+_CHUNK = 1 << 20  # number of elements converted at a time, so that intermediate results stay small
 
 
 class HalvedMaster:
@@ -72,7 +72,7 @@ class HalvedMaster:
         return 0 if "low" in vars(self) else 2 * self.weight.numel()
 
     def become(self, weight: torch.Tensor) -> None:
-        """Set the values to those of `weight`."""
+        """Set the values to exactly those of `weight`: drop the low halves."""
         self.weight = weight
         vars(self).pop("low", None)
         vars(self).pop("ties", None)
@@ -138,7 +138,7 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
 
 
 _HABIT = 8  # a copy keeps its memory after this many consecutive intervals in which its values were read
-# The descriptors of torch.Tensor. OptimizerCopy overrides them with properties and uses the originals here.
+# The attributes of torch.Tensor as descriptors. OptimizerCopy overrides both attributes by properties that use these.
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _ATTRIBUTES = (
@@ -263,7 +263,7 @@ class OptimizerCopy(nn.Parameter):
     def take_memory(self) -> None:
         """Allocate memory for the values and join the halves in it, so that the copy is an ordinary tensor."""
         with self.lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if self.halves is not None:  # checked under the lock: another thread may have joined them meanwhile
+            if self.halves is not None:  # checked under the lock: another thread may have joined the halves
                 value = host_zeros_like(self)
                 self.halves.join_into(value)
                 _DATA.__set__(self, value)
@@ -275,7 +275,7 @@ class OptimizerCopy(nn.Parameter):
             self._give_memory_back()
 
     def rest_after_step(self) -> None:
-        """End an interval. Give memory back if values were not read in it."""
+        """End an interval. Give memory back if no values were read in the interval."""
         if self._was_read:
             self._reads_in_a_row += 1
         else:
@@ -370,7 +370,7 @@ class OptimizerCopy(nn.Parameter):
         Changes that the user made to `.grad` before the step, while `.grad` showed the sum, count in the step.
         """
         if self._is_shown:
-            source.release(record)  # `.grad` is already a tensor with the same sum
+            source.release(record)  # `.grad` already contains the sum, with the user's changes
         elif self.is_pending and not self._is_viewed:
             self._materialise()
         # Factors set while `.grad` showed the sum count in this step. Those of an earlier step were already applied.
@@ -588,5 +588,6 @@ def _memory_users_of_one_tensor() -> tuple[int, int] | str:
     """
     with torch._C.DisableTorchFunctionSubclass():
         alone = OptimizerCopy(torch.empty(1))
-        _memory_users(alone)  # torch may keep the storage's Python object after the first access
+        # The first access may create a Python object that torch keeps and counts: only later results are comparable.
+        _memory_users(alone)
         return _memory_users(alone) or "unknown"

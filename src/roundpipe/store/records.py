@@ -40,7 +40,7 @@ class ParameterRecord:
     gradient.
     """
 
-    name: str  # in the user's model
+    name: str  # the parameter's name in the user's model
     param: nn.Parameter
     home: int
     weights: torch.Tensor  # the front memory; shares memory with `param` but has a separate version counter
@@ -72,7 +72,7 @@ class HostGradient:
     buffer: LandingBuffer | None = None  # the landing buffer that contains `tensor`; None if it has its own memory
 
     def release(self) -> None:
-        """Give up the landing buffer. A second call does nothing."""
+        """Release the landing buffer, if `tensor` is in one. A second call does nothing."""
         buffer, self.buffer = self.buffer, None
         if buffer is not None:
             buffer.release()
@@ -86,8 +86,8 @@ class BufferRecord:
     """
 
     owner: nn.Module
-    key: str  # in `owner._buffers`
-    name: str  # in the user's model
+    key: str  # the buffer's key in `owner._buffers`
+    name: str  # the buffer's name in the user's model
     shared_between_layers: bool = False
     _frozen: torch.Tensor | None = None  # the latest frozen copy
     _frozen_of: torch.Tensor | None = None  # the user's tensor that was copied

@@ -239,7 +239,7 @@ class LayerStore:
         return LayerSlot(range(visible, newest + 1), generation=newest)
 
     def record_of(self, param: torch.Tensor) -> ParameterRecord:
-        """The record of a parameter that belongs to this store."""
+        """The record of `param`, which must be a parameter of this model."""
         return self._by_param[id(param)]
 
     def owns(self, param: torch.Tensor) -> bool:
@@ -249,7 +249,7 @@ class LayerStore:
     def check_training_memory(self) -> None:
         """Raise HostMemoryError if training does not fit into host memory.
 
-        Does nothing if an earlier check has passed. A model wrapped with gradients enabled was checked then.
+        Does nothing if an earlier check has passed. If gradients were enabled while wrapping, wrapping has checked it.
         """
         if not self._training_fits:
             require_training_memory([layer.module for layer in self.layers], self.masters.optim_dtype, PinMode.OFF)
@@ -278,7 +278,7 @@ class LayerStore:
                 self._let_take(layer_id)
             self.monitor.changed()
 
-    # Landings.
+    # Landings of gradients.
 
     def landed(self, call: Hashable, layer_id: int, generation: int) -> None:
         """Record that a call has added its gradients of a layer, so that the next call may land or a step take them."""
@@ -322,7 +322,7 @@ class LayerStore:
     # Changes that the user makes to modules and parameters.
 
     def check_unchanged(self) -> None:
-        """Raise ModelChangedError if modules were changed, or parameters moved or cast, since wrapping."""
+        """Raise ModelChangedError if the user has changed modules, or moved or cast parameters, since wrapping."""
         for composition in self._compositions:
             composition.check()
         for record in self.parameters:
@@ -342,7 +342,7 @@ class LayerStore:
         return [record for record in self.parameters if record.param._version != record.seen_version]
 
     def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
-        """Copy parameters that the user wrote into to their masters and second memory. Only while nothing runs."""
+        """Copy the values that the user wrote to the masters and the second memory. Only while nothing runs."""
         for record in records:
             version = record.param._version
             if record.master is not None:

@@ -50,7 +50,7 @@ class LayerSlot:
     def __init__(self, front: range = range(0, 1), back: range = _NOTHING, generation: int = 0) -> None:
         self.open_generation = generation  # the generation whose gradients may land now
         self._held = [front, back]  # the versions that each buffer holds, indexed by WeightBuffer
-        # Both count by (call, version) or (call, generation).
+        # Number of uploads by (call, version), and of landings by (call, generation), that are still due.
         self._uploads_due: Counter[tuple[Hashable, int]] = Counter()
         self._landings_due: Counter[tuple[Hashable, int]] = Counter()
         self._upload_events: list[list[Event]] = [[], []]  # of uploads issued from each buffer
@@ -174,7 +174,7 @@ class LayerSlot:
     # Calls that fail.
 
     def cancel(self, call: Hashable) -> None:
-        """Forget the uploads and landings that a call still owes. Uploads already issued still run and are awaited."""
+        """Forget the call's uploads and landings that are due. Uploads already issued still run and are awaited."""
         for due in (self._uploads_due, self._landings_due):
             for key in [key for key in due if key[0] == call]:
                 del due[key]
@@ -222,7 +222,8 @@ class LayerWeights:
                 for record in layer.at_home:
                     if record.back is not None:
                         if record.master is not None and record.master.lies_in(record.back):
-                            # After a failed step the second memory may hold the master's high halves: save the values.
+                            # After a failed step the second memory may hold the master's high halves. Join the halves
+                            # in other memory before the next line overwrites them.
                             record.master.take_memory()
                         record.back.copy_(record.weights)
 
@@ -254,7 +255,7 @@ class LayerWeights:
         buffers = {home: self._slots[home].buffer_of(version) or WeightBuffer.FRONT for home in layer.homes}
         flat, own_buffer = layer.flat, buffers[layer_id]
         if own_buffer is WeightBuffer.BACK and layer.back is not None and flat is not None:
-            # If all parameters train, `back` has the layout of `flat`.
+            # If all parameters of the layer train, `back` has the layout of `flat`, and one copy of it is enough.
             flat = layer.back if layer.back.num_bytes == flat.num_bytes else flat
         pieces, in_flat = [], set()
         if flat is not None and flat.num_bytes:

@@ -95,7 +95,7 @@ def _name_without_checksum() -> str:
 
 
 def _cached(cache: Path) -> ctypes.CDLL | None:
-    """Load the first library in the cache that passes the checks; None if there is none. Removes those that fail."""
+    """Load the first library in the cache that passes the checks; None without one. Removes those that fail them."""
     # The name contains the digest of the source, so libraries of other versions are not considered.
     for path in sorted(cache.glob(f"{_name_without_checksum()}-*.so")):
         try:
