@@ -1,20 +1,21 @@
-"""Adam and AdamW as in torch, updated by the library's C kernel where it can, else by torch.
+"""Adam and AdamW with torch's interface. RoundPipe's C kernel updates the parameters it supports, torch the others.
 
-Both work on a model's optimizer copies and on ordinary tensors. Signatures, state and state dicts are torch's. The C
-kernel updates float32 parameters in host memory whose gradient and moments have the same memory layout: optimizer
-copies layer by layer as their gradients land, ordinary tensors one by one. torch updates all other parameters. The
-kernel's arithmetic is that of whole vectors in torch's fused kernel, operation by operation, and is the same for every
-size, instruction set and number of threads.
+Both optimizers work on a model's optimizer copies and on ordinary tensors. Signatures, state and state dicts are those
+of torch. The C kernel updates float32 parameters in host memory whose gradient and moments have the same memory layout:
+optimizer copies layer by layer as their gradients land, ordinary tensors one by one. torch updates all other
+parameters. The kernel repeats, operation by operation, what torch's fused kernel does for whole vectors; the results do
+not depend on the number of elements, the instruction set or the number of threads.
 
 [Note: fused layout] torch's fused CPU kernel walks parameter, gradient and moments as flat memory and ignores strides
-and shapes: a transposed parameter with a contiguous gradient gets a wrong update, and moments of another model are
-silently written out of bounds (the CUDA kernel raises). Layouts are known only when a gradient is there. So a group is
-marked as fused by device and dtype when it is added, and its layouts are checked in every step. A group that fails the
-check uses torch's default implementation in that step, which handles strides and raises on wrong shapes.
+and shapes: a transposed parameter with a contiguous gradient gets a wrong update, and moments loaded from another model
+are silently written out of bounds (the CUDA kernel raises). The layout of a gradient is known only once it exists. So a
+group is marked as fused when it is added, if its devices and dtypes allow that, and its layouts are checked in every
+step. A group that fails the check uses torch's default implementation in that step, which handles strides and raises on
+wrong shapes.
 
-[Note: memory for state] Host memory for the moments is checked before any of it is allocated. The system creates fresh
-pages slowly, and the moments of a large model are many pages. So a Reserve creates them in the background while the
-first call still computes.
+[Note: memory for state] A check that the moments fit into host memory runs before any moment is allocated. The system
+creates fresh memory pages slowly, and the moments of a large model have many pages. So a Reserve creates these pages in
+the background while the first call still computes.
 """
 
 from __future__ import annotations
@@ -62,14 +63,16 @@ _ADVICE = (
     "None of it was made, and no weight was changed. Free memory, train fewer parameters (requires_grad_(False) before "
     "wrapping), or use an optimizer with less state, such as torch.optim.SGD."
 )
-_checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()  # ids of its parameters
+# For each optimizer, the ids of parameters whose memory for state was checked before.
+_checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
 
 def require_state_memory(optimizer: Optimizer, reserved: Container[int] = (), *, in_one_pass: bool = False) -> None:
-    """Raise HostMemoryError if the state that this step will allocate does not fit. Counts each parameter once.
+    """Raise HostMemoryError if the state that this step will allocate does not fit into host memory.
 
-    `reserved`: ids of parameters whose state has memory already. `in_one_pass`: optimizer copies are updated without
-    memory for their full values and gradients.
+    A parameter that was part of an earlier check is not checked again. `reserved`: ids of parameters whose state has
+    memory already. `in_one_pass`: the kernel updates optimizer copies without memory for their full values and
+    gradients.
     """
     checked = _checked.setdefault(optimizer, set())
     needs = {"optimizer state": 0, "optimizer copies": 0, "gradients in the copies' precision": 0}
@@ -91,7 +94,7 @@ def require_state_memory(optimizer: Optimizer, reserved: Container[int] = (), *,
 
 
 def _num_moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
-    """The number of tensors of a parameter's size in its state; 0 for unknown kinds of optimizer."""
+    """How many tensors of a parameter's size its state contains; 0 if the kind of optimizer is unknown."""
     if isinstance(optimizer, _WITH_TWO_MOMENTS):
         return 3 if group.get("amsgrad") else 2
     if isinstance(optimizer, torch.optim.SGD):
@@ -102,11 +105,11 @@ def _num_moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
 
 
 _MOST_THREADS = 4
-_CORES_PER_THREAD = 4  # with few cores there is no thread: the first call needs the cores itself
+_CORES_PER_THREAD = 4  # with fewer cores no thread starts: the first call needs all cores
 
 
 class Reserve:
-    """Moments, filled with zeros, for the first step of optimizer copies."""
+    """Zero-filled moments, allocated ahead of the first step; see [Note: memory for state]."""
 
     def __init__(self) -> None:
         self._moments: dict[int, list[torch.Tensor]] = {}  # by id of the copy
@@ -114,13 +117,13 @@ class Reserve:
     def fill(self, copies: Sequence[OptimizerCopy], num_moments: int) -> None:
         """Allocate moments for all large copies, and start threads that create their pages.
 
-        From the last copy to the first, as gradients land. Does nothing if there are too few cores or too little
-        memory; the first step then allocates the moments.
+        Begins with the last copy, because its gradient lands first. Does nothing if there are too few cores or too
+        little memory; the first step then allocates the moments.
         """
         num_threads = min(_MOST_THREADS, usable_cores() // _CORES_PER_THREAD)
         worthwhile = [copy for copy in reversed(copies) if copy.nbytes >= HUGE_PAGE_BYTES]
         available = available_host_bytes()
-        needed = sum((num_moments + 1) * copy.nbytes for copy in worthwhile)  # 1: for gradients and low halves
+        needed = sum((num_moments + 1) * copy.nbytes for copy in worthwhile)  # + 1: gradients and low halves
         if not num_threads or (available is not None and needed > available):
             return
         memory: list[torch.Tensor] = []
@@ -132,14 +135,14 @@ class Reserve:
             thread = threading.Thread(target=_make_ready, args=(memory[first::num_threads],), name=name, daemon=True)
             try:
                 start_thread(thread)
-            except RuntimeError:  # the system starts no more threads: pages are created when the first step writes
+            except RuntimeError:  # the system has no more threads: the first step creates pages as it writes to them
                 return
 
     def __contains__(self, copy_id: object) -> bool:
         return copy_id in self._moments
 
     def moment_for(self, copy: OptimizerCopy) -> torch.Tensor:
-        """A new tensor of zeros with the shape, dtype and strides of a copy; from the reserve if it has one."""
+        """A tensor of zeros with the shape, dtype and strides of a copy: from the reserve, or newly allocated."""
         mine = self._moments.get(id(copy))
         return mine.pop() if mine else host_zeros_like(copy)
 
@@ -150,14 +153,14 @@ def _make_ready(tensors: Sequence[torch.Tensor]) -> None:
 
 
 _Group = dict[str, Any]
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subclasses may keep their values elsewhere
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subclasses may store values elsewhere
 
 
 class _CheckedState:
-    """The state of one optimizer copy as it was when it was last checked, and what the kernel needs of it.
+    """The tensors in the state of one optimizer copy when they were last checked, and the KernelParameter over them.
 
-    A state changes when the user loads, replaces or moves its tensors. Comparing identities and addresses detects that
-    and takes less time than another check.
+    The user may load, replace or move these tensors. Comparing identities and addresses detects such a change and takes
+    less time than checking the state again.
     """
 
     __slots__ = ("addresses", "parameter", "tensors")
@@ -168,7 +171,7 @@ class _CheckedState:
         self.parameter: KernelParameter | None = None
 
     def is_current(self, tensors: Sequence[Any]) -> bool:
-        """Whether these are still the tensors that were checked, in the same memory."""
+        """Whether `tensors` are the tensors that were checked, at the same addresses."""
         return (
             len(tensors) == len(self.tensors)
             and all(map(operator.is_, tensors, self.tensors))
@@ -182,10 +185,10 @@ def _state_names(group: _Group) -> tuple[str, ...]:
 
 
 def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _CheckedState]) -> bool:
-    """Whether every existing state has all moments, each in its parameter's shape, dtype and place.
+    """Whether every existing state has all moments, each with the shape, dtype, device and layout of its parameter.
 
-    A state loaded from another model may not match; torch's default implementation raises on it. `checked` remembers
-    states of optimizer copies that match, by the id of the copy.
+    A state loaded from another model may not match; torch's default implementation then raises. `checked` is a cache of
+    the states of optimizer copies that match, by the id of the copy.
     """
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
@@ -200,7 +203,7 @@ def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _Check
                 if known is None or not known.is_current(tensors):
                     if not _state_matches(param, tensors):
                         return False
-                    # Tensor subclasses may have no address.
+                    # States with tensor subclasses are not cached: such tensors may have no address to compare.
                     if isinstance(param, OptimizerCopy) and all(type(tensor) is Tensor for tensor in tensors):
                         checked[id(param)] = _CheckedState(tensors)
     return True
@@ -219,9 +222,10 @@ def _state_matches(param: torch.Tensor, tensors: Sequence[Any]) -> bool:
 
 
 def _is_for_kernel(optimizer: torch.optim.Optimizer, group: _Group) -> bool:
-    """Whether the kernel supports a group's options.
+    """Whether the kernel supports a group's options. torch updates the groups that it does not support.
 
-    torch's GradScaler sets grad_scale and found_inf and expects the fused optimizer to unscale; torch does that.
+    These include all groups while torch's GradScaler has set grad_scale or found_inf: it then expects the optimizer
+    to unscale gradients, which the kernel does not do.
     """
     if not group["fused"] or group["capturable"] or group["differentiable"]:
         return False
@@ -244,13 +248,14 @@ def _rule(optimizer: torch.optim.Optimizer, group: _Group, step: int, factors: t
     )
 
 
-# Ordinary tensors.
+# Updates of ordinary tensors.
 
 
 def update_tensors(optimizer: torch.optim.Optimizer, group: _Group, params: Iterable[torch.Tensor]) -> frozenset[int]:
-    """Update ordinary tensors of a group, whose states exist; returns the ids of those that were updated.
+    """Update the ordinary tensors of a group that the kernel supports; returns the ids of the updated ones.
 
-    One after the other, as torch does, because parameters may share memory.
+    The states of all `params` exist. Updates one tensor after the other, as torch does, because parameters may share
+    memory.
     """
     if not _is_for_kernel(optimizer, group):
         return frozenset()
@@ -270,13 +275,13 @@ def update_tensors(optimizer: torch.optim.Optimizer, group: _Group, params: Iter
                 first, second, largest = (*moments, None)[:3]
                 kernel.adam([KernelParameter(param.data, param.grad, first, second, largest, None, rule)])
         finally:
-            for tensor in written:  # autograd raises if it has saved the old values for a backward pass
+            for tensor in written:  # makes autograd raise if it has saved the old values for a backward pass
                 torch.autograd.graph.increment_version(tensor)
     return frozenset(id(param) for param in ready)
 
 
 def _is_ready(optimizer: torch.optim.Optimizer, group: _Group, param: torch.Tensor) -> bool:
-    """Whether the kernel can read and write the memory of a parameter, its gradient and its moments."""
+    """Whether a parameter has a gradient, and the kernel can use the memory of parameter, gradient and moments."""
     if param.grad is None:
         return False
     tensors = [param, param.grad, *(optimizer.state[param][name] for name in _state_names(group)[1:])]
@@ -284,7 +289,10 @@ def _is_ready(optimizer: torch.optim.Optimizer, group: _Group, param: torch.Tens
 
 
 def _is_plain_float(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor holds its values, as float32 on the host."""
+    """Whether a tensor's elements are stored as plain float32 numbers in host memory.
+
+    False for sparse tensors, lazily negated tensors, zero tensors without memory and most tensor subclasses.
+    """
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.dtype is torch.float32
@@ -295,11 +303,11 @@ def _is_plain_float(tensor: torch.Tensor) -> bool:
     )
 
 
-# Optimizer copies.
+# Updates of optimizer copies.
 
 
 class _OnePass:
-    """One step over the optimizer copies of an optimizer, layer by layer."""
+    """One step of an optimizer over its optimizer copies, layer by layer."""
 
     def __init__(
         self,
@@ -308,22 +316,22 @@ class _OnePass:
         reserve: Reserve | None,
         checked: dict[int, _CheckedState],
     ) -> None:
-        """`reserve`: may have memory for moments that do not exist yet. `checked`: current states by id of the copy."""
+        """`reserve`: memory for moments of a first step, if any. `checked`: the checked states, by id of the copy."""
         self._optimizer, self._kernel = optimizer, kernel
         self._reserve, self._checked = reserve, checked
         self._rules: dict[tuple[int, int, tuple[float, ...]], AdamRule] = {}  # most copies of a step share one rule
 
     def update_layer(self, update: LayerUpdate, items: Sequence[tuple[OptimizerCopy, _Group]]) -> list[int]:
-        """Update the copies of one layer that the kernel can update; returns their ids."""
+        """Update the copies of one layer that the kernel can update; returns the ids of the updated copies."""
         update.wait_for_gradients()
         locked: list[OptimizerCopy] = []
-        ready: list[OptimizerCopy] = []  # those with an entry in `parameters`
+        ready: list[OptimizerCopy] = []  # the copies that the kernel can update, in the order of `parameters`
         parameters: list[KernelParameter] = []
-        # Attributes of a copy are read without __torch_function__, which would take longer than everything else here.
+        # Disables __torch_function__ of the copies: it would take longer than everything else in this function.
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 for copy, group in items:
-                    copy.lock.acquire()  # until the kernel is done: no other thread may join or exchange the halves
+                    copy.lock.acquire()  # held until the kernel is done: no other thread may join or move the halves
                     locked.append(copy)
                     parameter = self._kernel_parameter(update, copy, group)
                     if parameter is not None:
@@ -344,7 +352,7 @@ class _OnePass:
         return list(map(id, ready))
 
     def _kernel_parameter(self, update: LayerUpdate, copy: OptimizerCopy, group: _Group) -> KernelParameter | None:
-        """What the kernel needs to update a copy; None if there is no gradient or the kernel cannot update it."""
+        """The kernel's arguments for updating a copy; None if it has no gradient or the kernel does not support it."""
         gradient, factors = copy.low_gradient(), copy.factors
         if gradient is None or len(factors) >= MAX_FACTORS:
             gradient, factors = copy.grad, ()
@@ -373,14 +381,17 @@ class _OnePass:
 
 
 def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor | HalvedMaster:
-    """The values of a copy: its two halves, or its memory if it has some or there is no weight to hold high halves."""
+    """The values of a copy in the form that the kernel updates: its two halves if possible, else a float32 tensor.
+
+    Halves need a `weight` that receives the new high halves. Without one the copy allocates memory for its values.
+    """
     return copy.values() if weight is None or copy.halves is None else copy.halves
 
 
 def _state_of(
     optimizer: torch.optim.Optimizer, copy: OptimizerCopy, reserve: Reserve | None, *, amsgrad: bool
 ) -> dict[str, Any]:
-    """The state of a copy, created as torch does it in a parameter's first step."""
+    """The state of a copy. In the copy's first step, creates the same state that torch would create."""
     state: dict[str, Any] = optimizer.state[copy]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -392,7 +403,7 @@ def _state_of(
 def step_in_one_pass(
     optimizer: torch.optim.Optimizer, reserve: Reserve | None, checked: dict[int, _CheckedState]
 ) -> frozenset[int]:
-    """Update the optimizer copies that the kernel can update; returns the ids of those whose step is done."""
+    """Update the optimizer copies that the kernel can update; returns the ids of the updated copies."""
     items: dict[LayerUpdate, list[tuple[OptimizerCopy, _Group]]] = defaultdict(list)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
@@ -408,7 +419,8 @@ def step_in_one_pass(
     one_pass = _OnePass(optimizer, kernel, reserve, checked)
     done: list[int] = []
     while left:
-        # In the order in which gradients land; once all have landed, in the order in which calls need the weights.
+        # Layers are updated in the order in which their gradients land. Once all gradients have landed, layers are
+        # updated in the opposite order, in which the next call needs the weights.
         update = left.pop() if all(update.has_landed for update in left) else left.popleft()
         done += update.carry_out(functools.partial(one_pass.update_layer, update, items[update]))
     return frozenset(done)
@@ -419,14 +431,14 @@ _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _FusedByDefault(torch.optim.Optimizer):
-    """What both optimizers add to torch's: the kernel, and `fused=True` unless a group sets foreach or fused."""
+    """Adds the kernel to an optimizer of torch, and sets `fused=True` unless a group sets foreach or fused."""
 
-    _updated: frozenset[int] | None = None  # ids of parameters that this step has updated; None: torch updates all
+    _updated: frozenset[int] | None = None  # ids of parameters that this step has updated; None if torch updates all
     _unfused: Sequence[_Group] = ()  # groups that use torch's default implementation in this step
-    _reserve: Reserve | None = None  # until the first step
+    _reserve: Reserve | None = None  # exists from the beginning of training until the first step
     _checked: dict[int, _CheckedState] | None = None  # by id of the copy, which the optimizer keeps alive
 
-    @_disable_dynamo  # a trace would not contain what the kernel does
+    @_disable_dynamo  # a trace by torch.compile would miss the kernel's updates
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step. Waits for gradients of optimizer copies that have not landed yet."""
         require_state_memory(self, self._reserve or (), in_one_pass=True)
@@ -435,7 +447,7 @@ class _FusedByDefault(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         num_states = len(self.state)
-        # torch's own step without the hooks around it: this step runs inside these hooks already.
+        # The step method of torch without its wrapper, which runs hooks: this method is wrapped in the same hooks.
         torchs = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
         self._unfused = []
         if self._checked is None:
@@ -457,7 +469,10 @@ class _FusedByDefault(torch.optim.Optimizer):
         return loss
 
     def _order_states(self) -> None:
-        """Order states by parameter, as torch does, and not by the arrival of gradients: checkpoints depend on it."""
+        """Put the states in the order of parameters, as torch does. Checkpoints depend on this order.
+
+        New states were created in the order in which gradients landed.
+        """
         for group in self.param_groups:
             for param in group["params"]:
                 if param in self.state:
@@ -467,7 +482,8 @@ class _FusedByDefault(torch.optim.Optimizer):
         """As in torch. `set_to_none=True` does not wait for gradients that have not landed."""
         params = [param for group in self.param_groups for param in group["params"]]
         copies = [param for param in params if isinstance(param, OptimizerCopy)] if set_to_none else []
-        # Gradients gathered outside steps are dropped too. One copy of each model is enough to see all of them.
+        # Outside steps, the gradients gathered so far must be dropped too. see_gradients() makes all copies of a model
+        # show them, so one call for each model is enough.
         for copy in {copy.home: copy for copy in copies}.values():
             copy.see_gradients()
         with torch._C.DisableTorchFunctionSubclass():
@@ -494,30 +510,30 @@ class _FusedByDefault(torch.optim.Optimizer):
         self._reserve.fill([copy for copy in copies.values() if not self.state.get(copy)], num_moments)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; `load_state_dict` ends here too. The state dict of an unfused optimizer continues fused."""
+        """Restore a pickled state. `load_state_dict` calls this too; a group saved without `fused` becomes fused."""
         super().__setstate__(state)
-        self._checked = None  # would keep the old moments alive
+        self._checked = None  # the old entries would keep the old moments alive
         for group in self.param_groups:
             if _choose_fused(group):
                 self._move_step_counts(group["params"])
 
     def _move_step_counts(self, params: Sequence[Tensor]) -> None:
-        """Make step counts tensors on the parameter's device, where fused kernels expect them."""
+        """Convert each step count to a float32 tensor on its parameter's device, as fused kernels expect."""
         for param in params:
             param_state = self.state.get(param, {})
             if "step" in param_state:
                 param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32, device=param.device)
 
     def _init_group(self, group: _Group, *lists: Any, **named_lists: Any) -> Any:
-        """Called by torch's step for each group after the closure; torch then updates the tensors in `lists`.
+        """Fill `lists` with the tensors of a group that torch is to update. torch's step calls this for each group.
 
-        Leaves out what this step has updated already, and updates ordinary tensors with the kernel first.
+        First updates ordinary tensors with the kernel. Parameters that the kernel has updated are left out of `lists`.
         """
         rest = group["params"]
         if self._updated is not None:
             rest = [param for param in rest if id(param) not in self._updated]
             if rest:
-                # torch creates the states of a first step, and raises on gradients that it refuses.
+                # This call lets torch create missing states and raise on gradients that it refuses.
                 unused: list[list[Any]] = [[] for _ in range(len(lists) + len(named_lists))]
                 super()._init_group({**group, "params": rest}, *unused)  # type: ignore[misc]
                 with torch.no_grad():
@@ -530,7 +546,7 @@ class _FusedByDefault(torch.optim.Optimizer):
         return has_complex
 
     def _has_one_layout(self, param: Tensor) -> bool:
-        """Whether torch's fused kernel would treat a parameter, its gradient and its moments right."""
+        """Whether torch's fused kernel updates a parameter correctly; see [Note: fused layout]."""
         if param.grad is None:
             return True
         moments = (value for key, value in self.state[param].items() if key.startswith(("exp_avg", "max_exp_avg")))
@@ -543,15 +559,15 @@ class _FusedByDefault(torch.optim.Optimizer):
 
 
 class Adam(_FusedByDefault, torch.optim.Adam):
-    """`torch.optim.Adam` for host memory: same arguments, state and results."""
+    """`torch.optim.Adam`, faster in host memory: same arguments, state and results."""
 
 
 class AdamW(_FusedByDefault, torch.optim.AdamW):
-    """`torch.optim.AdamW` for host memory: same arguments, state and results."""
+    """`torch.optim.AdamW`, faster in host memory: same arguments, state and results."""
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls `method`, or does nothing once the method's object is gone."""
+    """A function that calls `method` without keeping its object alive. Does nothing once the object is gone."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
@@ -563,7 +579,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def _choose_fused(group: _Group) -> bool:
-    """Set `fused` if the user left the implementation open and the fused one supports the group; whether it was set."""
+    """Set `fused` if the user chose no implementation and the group allows it. Returns whether `fused` was set."""
     left_open = group.get("foreach") is None and group.get("fused") is None
     plain = not group.get("differentiable") and not group.get("capturable")
     plain = plain and not any(isinstance(beta, Tensor) for beta in group.get("betas", ()))

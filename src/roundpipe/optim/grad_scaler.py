@@ -1,16 +1,17 @@
-"""GradScaler: scales losses up and gradients down again, and finds the largest scale that does not overflow.
+"""GradScaler: multiplies losses by a scale, divides gradients by it, and adapts the scale so that it does not overflow.
 
-`scale` is called in loss_fn on device threads, `unscale_` and `step` in step_fn on the optimizer thread, all else on
-the main thread. Without RoundPipe one thread calls everything. Knows iterations, never models or schedules. A scale is
-kept as the float32 value by which losses are multiplied; its inverse must be a finite float32 number too.
+`scale` is called in loss_fn on device threads, `unscale_` and `step` in step_fn on the optimizer thread, and all other
+methods on the main thread. Without RoundPipe one thread calls everything. Knows iterations, never models or schedules.
+The scale is stored as the float32 value by which losses are multiplied; its inverse must be a finite float32 number
+too.
 
-[Note: one scale per iteration] The first scale by which a loss of an iteration is multiplied is stored in
-`iteration.loss_scales` and stays until the step that consumes the gradients. `update()` changes only the scale with
-which later iterations start, so the scale of a gradient is always that of its loss.
+[Note: one scale per iteration] The first loss of an iteration stores the current scale in `iteration.loss_scales`. All
+losses of the iteration, and the step that consumes their gradients, use this scale. `update()` changes only the scale
+of iterations that start later. So a gradient is always divided by the scale of its loss.
 
-[Note: windows] Every update() ends a window: the steps issued since the update() before it. A window yields one
-decision about the scale. A step may still be running when its update() is called, so an asynchronous decision takes
-effect one update() later:
+[Note: windows] A window is the set of steps issued between two update() calls. The update() that ends a window makes
+one decision about the scale from the results of these steps. A step may still be running when that update() is called,
+so with is_async=True the decision takes effect at the next update():
 
     main thread      step 1   update 1          step 2   update 2            step 3   update 3
     optimizer        [ step 1 ....... ]         [ step 2 ....... ]           [ step 3 ....... ]
@@ -44,12 +45,12 @@ from roundpipe.optim.gradients import unscale
 logger = logging.getLogger("roundpipe")
 
 
-# Numbers.
+# Checks and arithmetic of scales.
 
 
 def host_tensor(scale: float) -> Tensor:
     """A float32 scalar tensor in host memory."""
-    with torch.inference_mode(False):  # backward passes must be able to save the tensor
+    with torch.inference_mode(False):  # autograd cannot save an inference tensor for the backward pass
         return torch.tensor(scale, dtype=torch.float32, device="cpu")
 
 
@@ -62,13 +63,13 @@ def _usable_scale(scale: float) -> bool:
 
 
 def product_or_same(scale: float, factor: float) -> float:
-    """The product as a float32 number, or `scale` if the product or its inverse is not a usable float32 number."""
+    """`scale * factor` as a float32 number; `scale` if the product or its inverse is not a usable float32 number."""
     product = _float32(scale * factor)
     return product if _usable_scale(product) else scale
 
 
 def checked_new_scale(new_scale: float | Tensor) -> float:
-    """The `new_scale` that a user has passed to update(), as a float32 number."""
+    """The `new_scale` argument of update() as a float32 number; raises ConfigError if it is not usable."""
     if isinstance(new_scale, Tensor):
         if new_scale.numel() != 1 or new_scale.requires_grad:
             raise ConfigError(
@@ -86,7 +87,7 @@ def _checked_number(name: str, value: Any) -> float:
 
 
 def checked_scale(name: str, value: Any) -> float:
-    """A usable scale as a float32 number; raises ConfigError for others."""
+    """`value` as a float32 number; raises ConfigError if it is not a usable scale."""
     scale = _float32(_checked_number(name, value))
     if not _usable_scale(scale):
         raise ConfigError(
@@ -115,7 +116,7 @@ def checked_growth_interval(value: Any) -> int:
 
 
 def checked_count(name: str, value: Any, at_least: int) -> int:
-    """An integer of at least `at_least`; raises ConfigError for others."""
+    """`value` as an int; raises ArgumentTypeError if it is not an integer, ConfigError if it is below `at_least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentTypeError(f"GradScaler: {name}={value!r} is a {type(value).__name__}; give an integer.")
     if value < at_least:
@@ -124,21 +125,21 @@ def checked_count(name: str, value: Any, at_least: int) -> int:
 
 
 def check_keys(what: str, entries: Mapping[str, Any], required: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Raise ConfigError for missing and unknown keys of a state dict."""
+    """Raise ConfigError if `entries` of a state dict lack required keys or have unknown ones."""
     missing = sorted(set(required) - set(entries))
     unknown = sorted(set(entries) - set(required) - set(optional))
     if missing or unknown:
         raise ConfigError(f"The GradScaler {what} lacks the keys {missing} and has the unknown keys {unknown}.")
 
 
-# Steps between two updates.
+# Windows: the steps between two updates.
 
-_WAIT_SLICE_S = 60.0  # the watchdog limit may exceed the longest wait that a lock supports
+_WAIT_SLICE_S = 60.0  # waits are divided, because the watchdog limit may exceed the longest wait that a lock supports
 _DEFERRED_KEYS = ("stepped", "found_inf", "new_scale")
 
 
 class LastCall(enum.Enum):
-    """The last call that was made for one optimizer in one iteration."""
+    """Which method of the GradScaler was last called for an optimizer in one iteration."""
 
     UNSCALE = "unscale_"
     STEP = "step"
@@ -146,7 +147,7 @@ class LastCall(enum.Enum):
 
 @dataclass
 class OptimizerProgress:
-    """What has happened to one optimizer in one iteration."""
+    """Which method was last called for one optimizer in one iteration, and whether a gradient was not finite."""
 
     last_call: LastCall = LastCall.UNSCALE
     found_inf: bool = False
@@ -164,21 +165,21 @@ class Window:
     found_inf: bool = False  # whether any gradient was not finite
 
     def count(self, record: StepRecord) -> None:
-        """Add the results of one iteration."""
+        """Add the results of one iteration to those of the window."""
         self.stepped |= any(progress.last_call is LastCall.STEP for progress in record.values())
         self.found_inf |= any(progress.found_inf for progress in record.values())
 
 
 @dataclass
 class Decision:
-    """What one update() decides: the scale given by the user, or what follows from the steps of its window."""
+    """The decision of one update(): `new_scale` if the user gave one, else the results of the steps in `window`."""
 
     window: Window
     new_scale: float | None = None
 
 
 def loaded_decision(deferred: Mapping[str, Any] | None) -> Decision | None:
-    """The decision stored in the `_deferred` entry of a state dict."""
+    """The decision stored in the `_deferred` entry of a state dict; None if there is none."""
     if deferred is None:
         return None
     check_keys("state dict's _deferred", deferred, _DEFERRED_KEYS)
@@ -188,9 +189,9 @@ def loaded_decision(deferred: Mapping[str, Any] | None) -> Decision | None:
 
 
 def wait_for_steps(method: str, iterations: Iterable[Iteration]) -> None:
-    """Block until all steps are done. Reports a stall each time the watchdog limit has passed.
+    """Block until the steps of all iterations are done. Logs a stall each time the watchdog limit has passed.
 
-    The caller holds no lock. Steps of a parent process before a fork are ignored: they never finish here.
+    The caller holds no lock. In a forked child, steps of the parent process are ignored: they never finish there.
     """
     limit_s = watchdog_limit_s()
     what = f"an optimizer step that was issued and has not finished, in GradScaler.{method}()"
@@ -205,14 +206,15 @@ def wait_for_steps(method: str, iterations: Iterable[Iteration]) -> None:
 
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_NOT_COPIED = ("_lock", "_window", "_records", "_main_record", "_loss_factor")  # made by GradScaler._open
+_NOT_COPIED = ("_lock", "_window", "_records", "_main_record", "_loss_factor")  # each copy makes new ones in `_open`
 
 
 class GradScaler:
     """Dynamic loss scaling across RoundPipe's threads, used like `torch.amp.GradScaler`.
 
-    Differs from torch's in four points: `update()` takes `is_async`, an `update()` without a step before it does
-    nothing, an optimizer without any gradient is stepped, and a scale without a finite float32 inverse is refused.
+    Differs from torch's GradScaler in four points: `update()` has the argument `is_async`; an `update()` without a step
+    before it does nothing; `step()` steps an optimizer even if it has no gradients; and a scale without a finite
+    float32 inverse is refused.
     """
 
     def __init__(
@@ -233,16 +235,16 @@ class GradScaler:
         self._open()
 
     def _open(self) -> None:
-        """Create the fields that are neither copied nor saved, and observe steps."""
-        self._lock = process_lock()  # guards every field; not held while gradients are processed or steps awaited
+        """Create the fields that are neither copied nor saved, and register for `step_issued` notifications."""
+        self._lock = process_lock()  # guards every field; released while gradients are unscaled or steps awaited
         self._window = Window()
         self._records: weakref.WeakKeyDictionary[Iteration, StepRecord] = weakref.WeakKeyDictionary()
-        self._main_record: StepRecord = {}  # of steps outside any iteration, which are done when they return
+        self._main_record: StepRecord = {}  # for steps outside any iteration; these are done when step() returns
         self._loss_factor = host_tensor(self._scale)
         if self._enabled:
             context.observe_steps(self)
 
-    # ---- loss_fn -----------------------------------------------------------------------------------------------------
+    # ---- called in loss_fn -------------------------------------------------------------------------------------------
 
     @overload
     def scale(self, outputs: Tensor) -> Tensor: ...
@@ -273,11 +275,11 @@ class GradScaler:
             return self._scale_in_use()
 
     def _scale_in_use(self) -> float:
-        """The scale of [Note: one scale per iteration]. The caller holds the lock."""
+        """The scale that applies now, see [Note: one scale per iteration]. The caller holds the lock."""
         iteration = context.current_iteration()
         return self._scale if iteration is None else iteration.loss_scales.setdefault(self, self._scale)
 
-    # ---- step_fn -----------------------------------------------------------------------------------------------------
+    # ---- called in step_fn -------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale of their losses. At most once per iteration, before step()."""
@@ -303,7 +305,7 @@ class GradScaler:
             progress.found_inf = found_inf
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients unless that was done, then call `optimizer.step(*args, **kwargs)` if all are finite."""
+        """Call `unscale_` unless that was done, then `optimizer.step(*args, **kwargs)` if all gradients are finite."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         _check_optimizer("step", optimizer)
@@ -330,22 +332,23 @@ class GradScaler:
         iteration = context.current_iteration()
         return self._main_record if iteration is None else self._records.setdefault(iteration, {})
 
-    # ---- main thread -------------------------------------------------------------------------------------------------
+    # ---- called on the main thread -----------------------------------------------------------------------------------
 
     def step_issued(self, iteration: Iteration) -> None:
-        """RoundPipe calls this when it gives the step of `iteration` to the optimizer thread."""
+        """Add a step to the window. RoundPipe calls this when it gives the step to the optimizer thread."""
         with self._lock:
             iteration.loss_scales.setdefault(self, self._scale)
             self._window.running.append(iteration)
-            self._count_finished(self._window)  # without update() the list would keep all iterations alive
+            self._count_finished(self._window)  # if update() is never called, `running` must not grow forever
 
     def update(self, new_scale: float | Tensor | None = None, is_async: bool = True) -> None:
-        """Change the scale to `new_scale`, or as the steps since the last update() require; see [Note: windows].
+        """Set the scale to `new_scale`, or adapt it to the results of the steps since the last update().
 
-        A step with a gradient that is not finite multiplies the scale by backoff_factor. growth_interval windows in a
-        row without such a step multiply it by growth_factor. A window without a step of this scaler changes nothing.
-        `is_async=True`: the decision takes effect with the next update(). `is_async=False`: waits for all steps, and
-        the decision takes effect at once. Factors and interval are those when the decision takes effect.
+        A window with a gradient that is not finite multiplies the scale by backoff_factor; see [Note: windows]. After
+        growth_interval consecutive windows without one, the scale is multiplied by growth_factor. A window without a
+        step of this scaler changes nothing. `is_async=True`: the change takes effect at the next update().
+        `is_async=False`: update() waits for all steps, and the change takes effect at once. Uses the factors and the
+        interval that are set at the time when the change takes effect.
         """
         if not self._enabled:
             return
@@ -365,27 +368,27 @@ class GradScaler:
             self._deferred = decision if is_async else None
             if not is_async:
                 self._apply(decision)
-                self._window.running = decision.window.running  # issued by another thread after the wait
+                self._window.running = decision.window.running  # steps that another thread issued after the wait
 
     def _end_window(self, given_scale: float | None) -> Decision:
-        """The decision of the current window; starts a new window. The caller holds the lock."""
+        """Return the decision of the current window and start a new window. The caller holds the lock."""
         self._window.count(self._main_record)
         decision = Decision(self._window, given_scale)
         self._window, self._main_record = Window(), {}
         return decision
 
     def _count_finished(self, window: Window) -> None:
-        """Count the results of steps that are done and forget these steps. The caller holds the lock."""
+        """Add the results of finished steps to the window and remove them from `running`. The caller holds the lock."""
         for iteration in window.running:
             if iteration.step_finished.is_set():
                 window.count(self._records.pop(iteration, {}))
         window.running = [iteration for iteration in window.running if not iteration.step_finished.is_set()]
 
     def _apply(self, decision: Decision) -> None:
-        """Change the scale. The caller holds the lock."""
+        """Change the scale and the growth tracker as `decision` says. The caller holds the lock."""
         self._count_finished(decision.window)
         if decision.new_scale is not None:
-            self._scale = decision.new_scale  # the growth tracker continues, as in torch
+            self._scale = decision.new_scale  # as in torch, the growth tracker keeps its count
         elif decision.window.stepped and decision.window.found_inf:
             self._scale = product_or_same(self._scale, self._backoff_factor)
             self._growth_tracker = 0
@@ -421,13 +424,14 @@ class GradScaler:
     def is_enabled(self) -> bool:
         return self._enabled
 
-    # ---- state -------------------------------------------------------------------------------------------------------
+    # ---- state dicts and copies --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five entries and `_deferred`, the decision of the last asynchronous update(); {} if disabled.
 
-        Call it after update(), as in torch: steps after the last update() are not included. Waits for the steps of the
-        deferred decision but does not apply it, so that continuing and loading the dict give the same scales.
+        Call it after update(), as in torch: the results of steps after the last update() are not included. Waits for
+        the steps of the deferred decision but does not apply the decision. So training gets the same scales whether it
+        continues or loads the dict.
         """
         if not self._enabled:
             return {}
@@ -454,7 +458,10 @@ class GradScaler:
         return {"stepped": window.stepped, "found_inf": window.found_inf, "new_scale": self._deferred.new_scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict()`, also one of torch's. Steps issued before keep their scale but decide nothing."""
+        """Load a state dict of this class or of torch's GradScaler.
+
+        Steps issued before keep their scale, but their results do not change the scale any more.
+        """
         if not self._enabled:
             return
         _refuse_inside_iteration("load_state_dict")
@@ -473,7 +480,7 @@ class GradScaler:
             self._deferred, self._window = deferred, Window()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy starts from `state_dict()`; steps after the last update() stay with the original."""
+        """The state for copies and pickles. As in `state_dict()`, steps after the last update() are not included."""
         deferred = loaded_decision(self.state_dict().get("_deferred"))
         with self._lock:
             kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
@@ -487,8 +494,8 @@ class GradScaler:
 def _multiply(outputs: Any, factor: Tensor) -> Any:
     """Multiply a tensor, or each tensor of a nested iterable, by `factor`.
 
-    `factor` is a scalar tensor in host memory, which kernels on any device take by value. So one tensor serves all
-    devices and streams without copies or waits, and dtypes promote as in torch.
+    `factor` is a scalar tensor in host memory. Kernels on any device receive such a tensor by value, so one tensor
+    serves all devices and streams without copies or waits. Types are promoted as in torch.
     """
     if isinstance(outputs, Tensor):
         return outputs * factor
@@ -503,7 +510,10 @@ def _multiply(outputs: Any, factor: Tensor) -> Any:
 
 
 def _check_optimizer(method: str, optimizer: object) -> None:
-    """Raise ArgumentTypeError unless an object has parameter groups. Wrappers need not be torch optimizers."""
+    """Raise ArgumentTypeError unless `optimizer` has parameter groups.
+
+    It need not be a torch.optim.Optimizer, so that wrappers of optimizers are accepted.
+    """
     if isinstance(optimizer, torch.nn.Module) or not hasattr(optimizer, "param_groups"):
         raise ArgumentTypeError(
             f"GradScaler.{method}() got a {type(optimizer).__name__}; pass the torch.optim.Optimizer that was built on "

@@ -1,8 +1,9 @@
-"""Clipping and unscaling of an optimizer's gradients, without a float32 copy of all of them.
+"""Clipping and unscaling of an optimizer's gradients, without a float32 copy of all gradients at once.
 
-Gradients of optimizer copies that lie in host memory in low precision are only read: the factor by which they are to be
-multiplied is noted on the copy, and the optimizer applies it. All others are changed in place by torch. The arithmetic
-is torch's, bit for bit. Knows optimizers and their parameters, never a model, an iteration or a scaler.
+The pending gradient of an optimizer copy, which lies in host memory in low precision, is only read: the factor is added
+to the copy's `factors`, and the optimizer multiplies the gradient by it later. torch changes all other gradients in
+place. Results equal torch's, bit for bit. Knows optimizers and their parameters, never a model, an iteration or a
+scaler.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from roundpipe.store import OptimizerCopy
 
 
 def pending_copies(params: Iterable[Any]) -> list[OptimizerCopy]:
-    """The optimizer copies whose gradient lies in host memory only and was not converted to a tensor in `.grad`."""
+    """The optimizer copies among `params` whose gradient is pending: not yet converted to a tensor in `.grad`."""
     return [param for param in params if isinstance(param, OptimizerCopy) and param.has_only_low_gradient]
 
 
 def widened(copies: Sequence[OptimizerCopy]) -> Iterator[tuple[OptimizerCopy, Tensor]]:
-    """Each copy that has a gradient, and the gradient in the dtype of the copy, valid until the next one.
+    """Iterate over the copies that have a gradient; yields (copy, its gradient in the dtype of the copy).
 
-    One gradient at a time is widened, into memory that is used again; from the last copy to the first, as they land.
+    All gradients are converted into the same memory, so each is valid only until the next one. Iterates from the last
+    copy to the first, the order in which gradients land.
     """
     scratch = torch.empty(0)
     for copy in reversed(copies):
@@ -42,12 +44,12 @@ def widened(copies: Sequence[OptimizerCopy]) -> Iterator[tuple[OptimizerCopy, Te
         yield copy, values
 
 
-# Clipping.
+# Clipping of gradients.
 
 
 @runtime_checkable
 class HasOptimParameters(Protocol):
-    """A model whose gradients are those of its optimizer copies."""
+    """A model with optimizer copies; the gradients to clip are those of the copies."""
 
     def optim_parameters(self) -> Iterable[Tensor]: ...
 
@@ -67,7 +69,7 @@ def clip_grad_norm_(
     _check_positive("norm_type", norm_type)
     params = _gradient_owners(model_or_params)
     pending = pending_copies(params)
-    # A mixture of pending gradients and tensors goes to torch, which reads `.grad` and so converts all of them.
+    # If only some gradients are pending, torch clips all of them. It reads `.grad`, which converts pending gradients.
     if pending and len(pending) == len(params) and len({copy.dtype for copy in pending}) == 1:
         norm = _clip_pending(pending, float(max_norm), float(norm_type), error_if_nonfinite)
         if norm is not None:
@@ -81,9 +83,10 @@ def _clip_pending(
 ) -> Tensor | None:
     """Clip as torch does, operation by operation, without converting the gradients to tensors.
 
-    Returns None and changes nothing if there are no gradients, or if torch would raise because of their norm.
+    Returns None and changes nothing if there are no gradients, or if torch would raise on a norm that is not finite.
     """
-    # Norms are computed as gradients land, and stacked in the order of parameters, on which their sum depends.
+    # Norms are computed in the order in which gradients land, but stacked in the order of parameters as in torch: the
+    # rounding of the total norm depends on the order.
     norms = {id(copy): torch.linalg.vector_norm(values, norm_type) for copy, values in widened(copies)}
     if not norms:
         return None
@@ -127,7 +130,7 @@ def _gradient_owners(model_or_params: Any) -> list[Tensor]:
     return params
 
 
-# Unscaling.
+# Unscaling of gradients.
 
 _UNSCALABLE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -135,18 +138,18 @@ _UNSCALABLE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 def unscale(optimizer: torch.optim.Optimizer, inverse_scale: float) -> bool:
     """Multiply every gradient by `inverse_scale`, rounded to float32. Returns whether any element is not finite.
 
-    Raises UsageError for gradients that cannot be unscaled, before it changes any.
+    If a gradient cannot be unscaled, raises UsageError before it changes any gradient.
     """
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     pending = [copy for copy in pending_copies(params.values()) if copy.dtype in _UNSCALABLE_DTYPES]
     others = [param for key, param in params.items() if key not in {id(copy) for copy in pending}]
-    # First the gradients that may be refused: those of copies cannot be.
+    # First the gradients that may raise UsageError; pending gradients of copies never do.
     found_inf = unscale_in_place(dense_gradients(others), inverse_scale)
     return _unscale_pending(pending, inverse_scale) or found_inf
 
 
 def _unscale_pending(copies: Sequence[OptimizerCopy], inverse_scale: float) -> bool:
-    """Check gradients in host memory, and note the factor by which the optimizer multiplies them."""
+    """Unscale pending gradients: add the factor to each copy. Returns whether any element is not finite."""
     factor = float(torch.full((), inverse_scale, dtype=torch.float32))  # rounded as torch rounds it
     found_inf = False
     for copy, values in widened(copies):
@@ -156,7 +159,7 @@ def _unscale_pending(copies: Sequence[OptimizerCopy], inverse_scale: float) -> b
 
 
 def dense_gradients(params: Iterable[Any]) -> list[Tensor]:
-    """The gradients of parameters that have one; for a sparse gradient its coalesced values.
+    """The gradients of those parameters that have one. A sparse gradient is coalesced, and its values are returned.
 
     Raises UsageError for a gradient that cannot be unscaled.
     """
@@ -180,14 +183,17 @@ def _check_can_unscale(grad: Tensor) -> None:
 
 
 def _coalesced_values(param: Tensor) -> Tensor:
-    """Coalesce a sparse gradient and return its values: only sums of duplicate entries show whether it is finite."""
+    """Coalesce a sparse gradient and return its values.
+
+    Coalescing adds duplicate entries. Only their sums show whether the gradient is finite.
+    """
     assert param.grad is not None
     param.grad = param.grad.coalesce()
     return param.grad._values()
 
 
 def unscale_in_place(grads: Iterable[Tensor], inverse_scale: float) -> bool:
-    """Multiply gradients in place by `inverse_scale`, rounded to float32. Returns whether any is not finite."""
+    """Multiply gradients in place by `inverse_scale`, rounded to float32. Returns whether any element is not finite."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)

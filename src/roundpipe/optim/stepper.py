@@ -1,21 +1,22 @@
-"""The optimizer thread: runs step functions on the optimizer copies and publishes the weights they make.
+"""The optimizer thread: runs step functions on the optimizer copies and publishes the new weights.
 
-One Stepper serves one model, or several that are stepped together. Knows the stores' gates, never devices or schedules.
+One Stepper serves one model, or several that are stepped together. Knows stores, never devices or schedules.
 
 [Note: exactly one step old]
-Step n consumes the gradients of generation n - 1 and makes the weights of version n. Its job calls step_fn at once:
-gradients are waited for where they are used, layer by layer if the optimizer can do that, and the new weights of a
-layer are written when the uploads that read the memory have run. Calls after an asynchronous step n read version n - 1,
-calls after a synchronous one version n. This depends on the order of calls and steps only, never on time. While version
-n is written, calls may still have to read version n - 1, so asynchronous steps keep both (LayerWeights). If the host
-itself reads the parameters there is only one memory, and job n + 1 writes version n from the optimizer copies before it
-does anything else. A step that fails makes a void version: it has a number and the weights of the version before.
+Step n consumes the gradients of generation n - 1 and makes the weights of version n. Its job calls step_fn without
+waiting for all gradients: code that uses a gradient waits for it, layer by layer if the optimizer can do that. The new
+weights of a layer are written when the uploads that read the same memory have run. Calls after an asynchronous step n
+read version n - 1, calls after a synchronous step n read version n. So the version depends only on the order of calls
+and steps, never on timing. While version n is written, calls may still have to read version n - 1, so asynchronous
+steps keep both in two buffers (LayerWeights). If the host itself computes with the user's parameters, there is only one
+buffer, and job n + 1 writes version n from the optimizer copies before it calls its step_fn. A step that fails makes a
+void version: a version number with the weights of the version before.
 
 [Note: handed steps]
-`optimizer.step()` in the user's own loop is a synchronous step whose body runs on the user's thread. The optimizer
-thread does everything that moves weights and gradients between store and copies, as in any other step. Its step
-function is `HandedStep.wait_for_caller`: it tells the user's thread that all gradients have landed and waits until that
-thread ends the step. So a Ctrl-C on the user's thread never leaves the store half updated.
+`optimizer.step()` in the user's own loop is a synchronous step whose body runs on the user's thread, the caller. As in
+any other step, the optimizer thread moves weights and gradients between store and copies. The step function that it
+runs is `HandedStep.wait_for_caller`, which tells the caller that all gradients have landed and waits until the caller
+ends the step. So a Ctrl-C on the user's thread never leaves the store half updated.
 """
 
 from __future__ import annotations
@@ -43,30 +44,30 @@ class HandedStep:
     def __init__(self, monitor: Monitor) -> None:
         self.thread = threading.get_ident()
         self.error: BaseException | None = None
-        self.is_open = False  # the gradients have landed, and the caller may run the body
-        self.is_over = False  # the optimizer thread has finished the step
+        self.is_open = False  # whether the gradients have landed and the caller may run the body
+        self.is_over = False  # whether the optimizer thread has finished the step
         self._monitor = monitor
-        self._has_ended = False  # the caller has run the body
-        self._is_abandoned = False  # the model is being closed
-        self._work: Callable[[], object] | None = None  # what the optimizer thread is to do for the caller
+        self._has_ended = False  # whether the caller has run the body
+        self._is_abandoned = False  # whether the step must end because the model is being closed
+        self._work: Callable[[], object] | None = None  # a function that the optimizer thread runs for the caller
 
     # Called on the caller's thread.
 
     def wait_until_open(self) -> bool:
-        """Whether the step opened; False if it ended before, because a call it depends on failed."""
+        """Block until the caller may run the body. Returns False if the step has ended because a call failed."""
         with self._monitor:
             self._monitor.wait_until(lambda: self.is_open or self.is_over, "gradients of the pending calls")
             return self.is_open and not self.is_over
 
     def end(self) -> None:
-        """End the body, and return when the optimizer thread has published the step. May be called again."""
+        """Report that the body has ended, and block until the optimizer thread has finished the step. Repeatable."""
         with self._monitor:
             self._has_ended = True
             self._monitor.changed()
             self._monitor.wait_until(lambda: self.is_over, "the optimizer thread to end a step")
 
     def abandon(self) -> None:
-        """End the step without publishing it, because the model is being closed. The caller holds the monitor."""
+        """Make the step end without publishing it, because the model is being closed. Call under the monitor."""
         self._is_abandoned = True
 
     def carry_out(self, work: Callable[[], T]) -> T:
@@ -91,9 +92,9 @@ class HandedStep:
     # Called on the optimizer thread.
 
     def wait_for_caller(self) -> None:
-        """The step function: open the step and do the caller's work until the caller ends the step.
+        """The step function of a handed step: open the step, then run the caller's work until the caller ends the step.
 
-        The caller may take any time, so the watchdog does not report this wait.
+        The body of the step may take any time, so the watchdog does not report this wait.
         """
         with self._monitor:
             self.is_open = True
@@ -113,7 +114,7 @@ class HandedStep:
             return work
 
     def finished(self, error: BaseException | None) -> None:
-        """The optimizer thread has finished the step. The caller holds the monitor."""
+        """Record that the optimizer thread has finished the step, with `error` if it failed. Call under the monitor."""
         self.error, self.is_open, self.is_over = error, False, True
 
 
@@ -121,7 +122,7 @@ _JOIN_S = 5.0
 
 
 class StepJob:
-    """One optimizer step, from its issue on."""
+    """One optimizer step that was given to the optimizer thread."""
 
     def __init__(
         self,
@@ -132,30 +133,31 @@ class StepJob:
         iteration: Iteration,
         handed: HandedStep | None = None,
     ) -> None:
-        self.number = number  # counted from 1
+        self.number = number  # the first step has number 1
         self.step_fn = step_fn
         self.is_async = is_async
-        self.may_overlap = may_overlap  # may begin before the calls whose gradients it takes have finished
+        self.may_overlap = may_overlap  # whether step_fn may begin before all gradients have landed
         self.iteration = iteration
         self.handed = handed
-        self.num_threads = torch.get_num_threads()  # of the issuing thread, because sums on the CPU depend on it
-        self.visible_version = number - 1 if is_async else number  # what calls issued after this step read
+        self.num_threads = torch.get_num_threads()  # of the issuing thread: results on the CPU depend on it
+        self.visible_version = number - 1 if is_async else number  # the version that calls after this step read
         self.next_iteration = Iteration()  # the iteration of calls issued after this step
-        self.abandoned = False  # a call that the step depends on failed, so step_fn will not run
-        self.begun = False  # step_fn runs or has run
+        self.abandoned = False  # whether a call that the step depends on failed, so that the step must not complete
+        self.begun = False  # whether step_fn runs or has run
         self.done = False
-        self.is_awaited = handed is not None  # a caller waits and raises the error; otherwise the next call raises it
+        # Whether a caller waits for the step and raises its error. Otherwise the next call raises the error.
+        self.is_awaited = handed is not None
         self.error: BaseException | None = None
 
     @classmethod
     def before_the_first(cls) -> StepJob:
-        """A finished job with number 0."""
+        """A finished job with number 0, from which the state before the first step is derived."""
         job = cls(0, _nothing, False, False, Iteration())
         job.done = True
         return job
 
     def raise_error(self) -> None:
-        """Raise the error of the step, once."""
+        """Raise the error of the step, if it has one, and forget it."""
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -167,13 +169,13 @@ class Stepper:
     def __init__(self, store: LayerStore) -> None:
         self.stores = [store]
         self._monitor = store.monitor
-        self.errors: list[BaseException] = []  # of steps for which no caller waits; the next call raises them
-        # In the order of issue. The last job stays when it is done: all numbers below are derived from it, so that the
-        # single append in `issue` changes all of them at once.
+        self.errors: list[BaseException] = []  # errors of steps for which no caller waits; the next call raises them
+        # In the order of issue. The last job stays when it is done, because `steps_issued`, `visible_version`,
+        # `iteration` and `generation` are read from it. So the single append in `issue` changes all of them at once.
         self._jobs: deque[StepJob] = deque([StepJob.before_the_first()])
-        self._void_versions: set[int] = set()
+        self._void_versions: set[int] = set()  # versions of failed steps, see [Note: exactly one step old]
         self._lost_since: int | None = None  # the first generation whose gradients are incomplete and not yet dropped
-        self.half_done: str | None = None  # what an abandoned step has changed, for the report of the failure
+        self.half_done: str | None = None  # describes what an abandoned step has changed, for the error message
         self.thread: threading.Thread | None = None
         self._closing = False
 
@@ -210,7 +212,7 @@ class Stepper:
     ) -> StepJob:
         """Give a step to the optimizer thread.
 
-        An interrupt before the append leaves no step behind, one after the append leaves a complete step.
+        If an interrupt comes before the append, there is no step. After the append the step is completely issued.
         """
         with self._monitor:
             self._start()
@@ -221,7 +223,7 @@ class Stepper:
         return job
 
     def hand_over(self, handed: HandedStep) -> None:
-        """Issue a step whose body runs on the caller's thread. It opens when all gradients have landed."""
+        """Issue a step whose body runs on the caller's thread. The step opens when all gradients have landed."""
         self.issue(handed.wait_for_caller, False, False, handed)
 
     def was_issued(self, handed: HandedStep) -> bool:
@@ -229,14 +231,14 @@ class Stepper:
         return handed.is_over or any(job.handed is handed for job in list(self._jobs))
 
     def wait_for(self, job: StepJob) -> None:
-        """Block until the step is done. The caller raises its error, if any; no later call does."""
+        """Block until the step is done. The caller must raise the step's error, if any: no later call will."""
         with self._monitor:
             job.is_awaited = True
             self._monitor.wait_until(lambda: job.done, f"optimizer step {job.number}")
             self.errors = [error for error in self.errors if error is not job.error]
 
     def forsake(self, job: StepJob) -> None:
-        """The caller has stopped waiting for a synchronous step: the next call raises its error."""
+        """Record that the caller has stopped waiting for a synchronous step, so that the next call raises its error."""
         with self._monitor:
             job.is_awaited = False
             if job.error is not None and job.error not in self.errors:
@@ -248,7 +250,7 @@ class Stepper:
             self._monitor.wait_until(lambda: self._pending() is None, "the optimizer's pending steps")
 
     def publish_latest(self) -> None:
-        """Let calls read the newest version, and show it in the user's parameters. Only while idle."""
+        """Make calls read the newest version, and show it in the user's parameters. Only while no step is pending."""
         self._publish_late(self.steps_issued)
         self._jobs[-1].visible_version = self.steps_issued
         for store in self.stores:
@@ -257,14 +259,15 @@ class Stepper:
     def show_visible(self) -> None:
         """Show the version that calls read in the user's parameters."""
         for store in self.stores:
-            if not store.is_read_on_host:  # else the parameters are what calls read, once it is published
+            # If the host reads the parameters, there is one buffer, and `show` waits until it holds the version.
+            if not store.is_read_on_host:
                 self.wait_until_idle()
             store.weights.show(self.visible_version)
 
     def abandon(self, generation: int) -> None:
-        """Cancel steps that would consume gradients of `generation` or later, which are incomplete.
+        """Cancel steps that would consume gradients of `generation` or later, because these are incomplete.
 
-        This also holds for a step that a caller issues before it hears of the failure.
+        Steps issued later are cancelled too, until `losses_are_dropped`: a caller may not know of the failure yet.
         """
         with self._monitor:
             self._lost_since = generation if self._lost_since is None else min(generation, self._lost_since)
@@ -274,12 +277,12 @@ class Stepper:
             self._monitor.changed()
 
     def losses_are_dropped(self) -> None:
-        """Incomplete gradients were dropped: later steps may run again."""
+        """Record that the incomplete gradients were dropped, so that steps issued from now on run again."""
         with self._monitor:
             self._lost_since = None
 
     def wait_until_abandoned_are_gone(self, timeout_s: float | None) -> None:
-        """Block until no abandoned step is left, at most for `timeout_s`."""
+        """Block until all abandoned steps are done, at most for `timeout_s`."""
         with self._monitor:
             self._monitor.wait_until(
                 lambda: not any(job.abandoned and not job.done for job in self._jobs),
@@ -291,7 +294,7 @@ class Stepper:
         return threading.current_thread() is self.thread
 
     def close(self) -> None:
-        """Abandon steps that have not begun, and end the thread."""
+        """Abandon steps that have not begun, and end the optimizer thread."""
         with self._monitor:
             self._closing = True
             for job in self._jobs:
@@ -299,7 +302,8 @@ class Stepper:
                 if job.handed is not None:
                     job.handed.abandon()
             self._monitor.changed()
-        # A finalizer may run at any point of any thread. If that thread holds the monitor, ours cannot end.
+        # `close` may run in a finalizer on any thread. If that thread holds the monitor, the optimizer thread cannot
+        # end, so `close` must not wait for it.
         if self.thread is not None and not self._monitor.is_held():
             end_threads([self.thread], _JOIN_S)
 
@@ -312,7 +316,7 @@ class Stepper:
             try:
                 start_thread(thread)
             except BaseException:
-                self.thread = None  # if the thread has started all the same, it sees this and ends
+                self.thread = None  # a thread that has started despite the error sees this and ends
                 raise
 
     def _loop(self) -> None:
@@ -326,7 +330,7 @@ class Stepper:
                 del job
 
     def _next(self) -> StepJob | None:
-        """The next step; None when the thread is to end."""
+        """Block until a step is pending and return it; None when the thread must end."""
         with self._monitor:
             self._monitor.idle_until(
                 lambda: self._pending() is not None or self._closing or not self.is_current_thread()
@@ -338,13 +342,14 @@ class Stepper:
         return next((job for job in self._jobs if not job.done), None)
 
     def _finish(self, job: StepJob) -> None:
-        # The user's function may refer to a model. It is freed outside the monitor, because a finalizer may take long.
+        # step_fn may hold the last reference to a model. It is freed outside the monitor, because the model's finalizer
+        # may take long.
         step_fn, job.step_fn = job.step_fn, _nothing
         with self._monitor:
             if job.error is not None and not job.is_awaited:
                 self.errors.append(job.error)
                 if job.is_async:
-                    job.error = None  # the last job is kept, and must not keep the traceback alive
+                    job.error = None  # `_jobs` keeps the last job, which must not keep the traceback alive
             job.done = True
             if job.handed is not None:
                 job.handed.finished(job.error)
@@ -366,7 +371,7 @@ class Stepper:
                 abandoned=lambda: job.abandoned,
                 caller=job.handed,
             )
-            for order, (store, layer_id) in enumerate(reversed(layers))  # the order in which gradients land
+            for order, (store, layer_id) in enumerate(reversed(layers))  # reversed: the order in which gradients land
         ]
         try:
             self._run(job, updates)
@@ -415,7 +420,7 @@ class Stepper:
             )
 
     def _publish_late(self, version: int) -> None:
-        """Write the weights of `version` in layers where the step that made the version could not do so."""
+        """Write the weights of `version` in layers where its own step did not; see LayerUpdate.publishes_late."""
         copy = version not in self._void_versions
         for store in self.stores:
             for slot, layer in zip(store.slots, store.layers, strict=True):
@@ -425,9 +430,9 @@ class Stepper:
 
 
 def _for_all(updates: Sequence[LayerUpdate], do: Callable[[LayerUpdate], None]) -> None:
-    """Call `do` for every update, then raise the first error, if any.
+    """Call `do` for every update, even if some calls raise, then raise the first error.
 
-    All layers must reach the next generation and version, because calls wait for them.
+    Every layer must reach the next generation and version even if the step fails: otherwise calls would wait forever.
     """
     errors: list[BaseException] = []
     for update in updates:

@@ -1,13 +1,13 @@
-"""Takes a model into the store when it is wrapped, and checks later that it is still the same model.
+"""Takes a model into the store when it is wrapped, and checks later that its modules have not changed.
 
-In this order: refuses tensors that could not be kept or trained, checks that training fits into host memory, moves the
-parameters into memory of the store, and records which store owns which parameter. A parameter keeps its identity: only
-its memory changes. Knows no device beyond the pinner of host memory.
+Wrapping has four steps: refuse tensors that cannot be kept or trained, check that training fits into host memory, move
+the parameters into memory of the store, and record which store owns which parameter. Parameters remain the same
+objects: only their memory changes. Knows no device beyond the pinner of host memory.
 
-[Note: training memory] The table of training memory counts what is still to be allocated, not weights that are in
-memory already. It needs sizes only, so that a model on the meta device can be checked before it is loaded. The
-optimizer is not known yet: the table counts Adam's state, two moments in the dtype of the optimizer copies. The
-optimizer checks its own state again before it allocates any.
+[Note: training memory] The table of training memory counts memory that is still to be allocated, not weights that are
+in memory already. It needs sizes only, so that a model on the meta device can be checked before it is loaded. The
+optimizer is not known yet, so the table assumes Adam's state: two moments in the dtype of the optimizer copies. The
+optimizer checks the memory for its actual state before it allocates any.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord, 
 
 
 class PinMode(enum.Enum):
-    """What happens to the weights when a model is wrapped."""
+    """Whether and how the weights are pinned when a model is wrapped."""
 
-    ALLOC = "alloc"  # moved into pinned memory
-    REGISTER = "register"  # pinned where they are
-    OFF = "off"  # left as they are
+    ALLOC = "alloc"  # weights are moved into new, pinned memory
+    REGISTER = "register"  # weights stay in their memory, which is pinned
+    OFF = "off"  # weights stay in their memory, which is not pinned
 
 
-# Tensors that can be kept and trained.
+# Checks that tensors can be kept and trained.
 
-# Names that a subclass of nn.Parameter may define although its copy on a device is a plain parameter.
+# Names that a subclass of nn.Parameter may define. A plain parameter on a device computes the same without them.
 _HARMLESS_NAMES = frozenset(
     {
         *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate_func__"),
@@ -72,7 +72,7 @@ def refuse_unusable(layers: Sequence[nn.Module], names: Mapping[int, str]) -> No
             for name, buffer in module.named_buffers(recurse=False):
                 full_name = joined(path_of(module, names, local_path), name)
                 _check_tensor(f"buffer {full_name!r} of layer {layer_id}", buffer)
-    # Each parameter once, however many layers use it.
+    # The dict contains each parameter once, even if several layers use it.
     _refuse_shared_memory({id(p): p for layer in layers for p in layer.parameters()}.values(), names)
 
 
@@ -85,7 +85,7 @@ def refuse_special_tensors(model: nn.Module) -> None:
 
 
 def _check_kind(what: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError unless a plain tensor with the same bytes has the same meaning, as on a device."""
+    """Raise ConfigError unless a plain tensor with the same bytes, which is what devices get, has the same values."""
     if is_lazy(tensor):
         return
     if tensor.is_quantized:
@@ -139,7 +139,7 @@ def _check_tensor(what: str, tensor: torch.Tensor) -> None:
 def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, str]) -> None:
     """Raise ConfigError for two parameter objects over the same memory: they would be trained separately.
 
-    One parameter object in two places is fine and is trained once.
+    One parameter object that the model uses in two places is allowed and is trained once.
     """
     by_address: dict[int, nn.Parameter] = {}
     for param in params:
@@ -152,7 +152,7 @@ def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, st
             )
 
 
-# Memory for training, see [Note: training memory].
+# Check of the memory for training, see [Note: training memory].
 
 SECOND_WEIGHTS = "second weights of asynchronous steps"
 _NUM_MOMENTS = 2
@@ -167,7 +167,7 @@ _ASYNC_ADVICE = "Step with is_async=False: exact steps fit."
 def training_memory(
     layers: Sequence[nn.Module], optim_dtype: torch.dtype | None, mode: PinMode, *, trains: bool = True
 ) -> dict[str, int]:
-    """Bytes that training is still to allocate, by purpose. Only asynchronous steps need SECOND_WEIGHTS.
+    """Bytes that training will still allocate, by purpose. Only asynchronous steps need the row SECOND_WEIGHTS.
 
     `trains`: False for inference, which needs weights and buffers only.
     """
@@ -176,7 +176,7 @@ def training_memory(
     trainable = [p for p in params if p.requires_grad] if trains else []
     sizes = [p.numel() * (optim_dtype or p.dtype).itemsize for p in trainable]
     files = _MappedFiles()
-    # Weights in mapped files take memory when they are moved, pinned or written.
+    # Weights in memory-mapped files take memory only when they are moved, pinned or written.
     is_written = {id(p) for p in trainable}
     new = [p for p in (*params, *buffers) if p.is_meta]
     new += [p for p in params if files.hold(p) and (mode is not PinMode.OFF or id(p) in is_written)]
@@ -187,7 +187,8 @@ def training_memory(
         "optimizer copies": sum(_copy_bytes(p, optim_dtype or p.dtype) for p in trainable),
         "optimizer state (Adam)": _NUM_MOMENTS * sum(sizes),
     }
-    # Weights are moved before anything else is allocated, so moving needs more only where it exceeds all the rest.
+    # Weights are moved before anything else is allocated. So the extra memory for moving, which is free again
+    # afterwards, counts only as far as it exceeds the memory that is allocated later.
     later = sum(rows.values()) - rows["weights"]
     rows["weights while they move"] = max(0, _moving_bytes(layers, files) - later) if mode is PinMode.ALLOC else 0
     rows[SECOND_WEIGHTS] = sum(p.nbytes for p in trainable)
@@ -202,7 +203,7 @@ def require_training_memory(
     trains: bool = True,
     warns_of_async: bool = True,
 ) -> None:
-    """Raise HostMemoryError with a table if exact steps do not fit; warn if only asynchronous steps do not fit."""
+    """Raise HostMemoryError with a table if synchronous steps do not fit; warn if only asynchronous steps do not."""
     needs = training_memory(layers, optim_dtype, mode, trains=trains)
     second = needs.pop(SECOND_WEIGHTS)
     require_host_memory(
@@ -215,15 +216,16 @@ def require_training_memory(
 
 
 def _copy_bytes(param: nn.Parameter, dtype: torch.dtype) -> int:
-    """Bytes of a parameter's optimizer copy. In float32 it shares the high halves with a bfloat16 weight."""
+    """Bytes of a parameter's optimizer copy. A float32 copy shares its high halves with a bfloat16 weight."""
     shared = param.nbytes if param.dtype is torch.bfloat16 and dtype is torch.float32 else 0
     return param.numel() * dtype.itemsize - shared
 
 
 def _moving_bytes(layers: Sequence[nn.Module], files: _MappedFiles) -> int:
-    """The peak of memory while weights are moved layer by layer, beyond what they take before and afterwards.
+    """Peak of the extra bytes that exist while weights are moved layer by layer, because some weights exist twice.
 
-    Memory that several layers share is freed when the last of them was moved. Mapped files take no memory.
+    Old memory that several layers share is freed when the last of these layers was moved. Weights in mapped files are
+    not counted, because the files take no memory.
     """
     last_use: dict[int, int] = {}
     layer_params: list[list[nn.Parameter]] = []
@@ -233,7 +235,7 @@ def _moving_bytes(layers: Sequence[nn.Module], files: _MappedFiles) -> int:
         for param in layer_params[-1]:
             seen.add(id(param))
             last_use[_memory(param)] = layer_id
-    waiting: dict[int, int] = {}  # bytes that have moved, by the old memory they came from
+    waiting: dict[int, int] = {}  # bytes moved out of old memory that is not freed yet, by that memory
     extra = most = 0
     for layer_id, params in enumerate(layer_params):
         extra += sum(p.nbytes for p in params)
@@ -245,12 +247,12 @@ def _moving_bytes(layers: Sequence[nn.Module], files: _MappedFiles) -> int:
 
 
 def _memory(param: nn.Parameter) -> int:
-    """An identification of a tensor's memory. A tensor on the meta device will get separate memory."""
+    """A number that identifies a parameter's memory. Each parameter on the meta device will get separate memory."""
     return id(param) if param.is_meta else param.untyped_storage().data_ptr()
 
 
 class _MappedFiles:
-    """The addresses at which files are mapped. Tensors there take no memory until they are copied or written."""
+    """The address ranges of mapped files. Tensors in mapped files take no memory until they are copied or written."""
 
     def __init__(self) -> None:
         ranges = sorted(_mapped_files())
@@ -265,7 +267,7 @@ class _MappedFiles:
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    """The first address and the end of every mapped file of this process; none if the system does not tell."""
+    """Yield (start, end) addresses of every mapped file of this process; nothing if the system does not list them."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -277,7 +279,7 @@ def _mapped_files() -> Iterator[tuple[int, int]]:
             yield int(start, 16), int(end, 16)
 
 
-# Adoption.
+# Moving the weights into the store and making the records.
 
 _MOVE_ADVICE = 'Free memory, use a lower precision, or pass pin_model="off" for memory-mapped weights.'
 
@@ -285,7 +287,7 @@ _MOVE_ADVICE = 'Free memory, use a lower precision, or pass pin_model="off" for 
 def adopt(
     layers: Sequence[nn.Module], names: Mapping[int, str], mode: PinMode, pinner: HostPinner
 ) -> list[LayerRecord]:
-    """The records of all layers. With PinMode.ALLOC each layer's weights are moved into one flat buffer.
+    """Make the records of all layers. With PinMode.ALLOC, also move each layer's weights into one flat buffer.
 
     `names`: the user's names of parameters and modules, by id.
     """
@@ -308,7 +310,7 @@ def adopt(
             )
             records.append(record)
     except BaseException:
-        # Weights that were moved stay there, unpinned: moving them back could fail for lack of memory, too.
+        # Weights that were moved stay in the new memory, unpinned. Moving them back could run out of memory as well.
         for record in records:
             if record.flat is not None:
                 record.flat.close()
@@ -322,10 +324,10 @@ def rearrange(
     known: Sequence[ParameterRecord],
     before: Sequence[LayerRecord],
 ) -> list[LayerRecord]:
-    """Records of other layers over the same parameters, whose memory stays where it is.
+    """Make the records of a new division of the same parameters into layers. The parameters' memory does not move.
 
-    A layer with exactly the parameters of a former layer keeps the flat buffers of that one. Other layers are uploaded
-    parameter by parameter.
+    A layer with exactly the parameters of a former layer keeps the flat buffers of that layer. The weights of other
+    layers are uploaded parameter by parameter.
     """
     by_param = {id(record.param): record for record in known}
     former = {tuple(map(id, layer.at_home)): layer for layer in before}
@@ -356,7 +358,7 @@ def rearrange(
 def _home_and_foreign(
     layer: nn.Module, layer_id: int, names: Mapping[int, str], seen: dict[int, ParameterRecord]
 ) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
-    """The records of a layer's parameters: new ones, and those of parameters that an earlier layer uses too."""
+    """Return two lists of a layer's records: new ones, and those of parameters that an earlier layer uses too."""
     own, foreign = [], []
     for local_name, param in layer.named_parameters():
         if id(param) in seen:
@@ -378,7 +380,7 @@ def _move_into_flat(records: Sequence[ParameterRecord], pinner: HostPinner) -> H
         with torch.no_grad():
             view.copy_(record.param)
         record.param.data = view
-        record.weights = record.param.data  # a second tensor: writes to it do not change the version of `param`
+        record.weights = record.param.data  # a second tensor: writing to it does not change `param._version`
     return flat
 
 
@@ -405,8 +407,8 @@ def _buffer_records(layer: nn.Module, shared: set[int], names: Mapping[int, str]
 
 # Which store owns which parameter.
 
-# By id of the parameter. A store keeps its parameters alive, so an id is valid as long as its entry exists. Parameters
-# get no attribute instead, because the attribute would be pickled and copied with them.
+# The owning store by id of the parameter. A store keeps its parameters alive, so an id is valid as long as its entry
+# exists. The owner is not an attribute of the parameter, because it would be pickled and copied with the parameter.
 _owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
 
@@ -417,7 +419,7 @@ def claim(records: Sequence[ParameterRecord], owner: object) -> None:
 
 
 def release(records: Sequence[ParameterRecord], owner: object) -> None:
-    """Undo `claim`."""
+    """Undo `claim` for the parameters that `owner` still owns."""
     for record in records:
         if _owners.get(id(record.param)) is owner:
             del _owners[id(record.param)]
@@ -434,12 +436,12 @@ def refuse_owned(model: nn.Module) -> None:
 
 
 def owner_of(param: torch.Tensor) -> object | None:
-    """The LayerStore that owns a parameter, or None. A forked child does not own what it has inherited."""
+    """The LayerStore that owns a parameter, or None. In a forked child, stores of the parent own nothing."""
     owner = _owners.get(id(param))
     return owner if getattr(owner, "pid", None) == os.getpid() else None
 
 
-# Changes after adoption.
+# Detection of changes to modules after wrapping.
 
 _MISSING = object()
 
@@ -466,8 +468,8 @@ class _ModuleParts:
 class Composition:
     """The modules of one layer and their members when the model was wrapped.
 
-    Devices run copies of these modules, so they would silently ignore a parameter or submodule that was added later.
-    Compares identities, never values.
+    Devices run copies of these modules, so they would silently ignore a parameter or submodule that was added after
+    wrapping. Checks compare the identities of members, never values.
     """
 
     def __init__(self, layer: LayerRecord, names: Mapping[int, str]) -> None:
@@ -486,7 +488,7 @@ class Composition:
         ]
 
     def check(self) -> None:
-        """Raise ModelChangedError if a module has other members now."""
+        """Raise ModelChangedError if parameters, submodules or names of buffers differ from those at wrapping."""
         for parts in self._parts:
             if not parts.are_unchanged():
                 self._raise_change(parts)
@@ -512,13 +514,13 @@ class Composition:
 def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
     if len(now) != len(then):
         return False
-    # Without Python code per key where the order is the same: every call compares all modules of the model.
+    # Fast path without Python code per key, if the order is the same: every call compares all modules of the model.
     if all(map(operator.is_, now.values(), then.values())) and list(now) == list(then):
         return True
     return all(now.get(key, _MISSING) is value for key, value in then.items())
 
 
 def _other_keys(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, in order."""
+    """The keys that only one mapping has, or whose values differ."""
     keys = {**now, **then}
     return [key for key in keys if now.get(key, _MISSING) is not then.get(key, _MISSING)]

@@ -1,18 +1,18 @@
-"""Host memory: how much is available, exact-size buffers in it, the layout of tensors in a buffer, pinned pages.
+"""Host memory: how much is available, buffers of exact size, the layout of tensors in a buffer, pinned pages.
 
-Reads /proc and the control group. Knows byte sizes and layouts, never layers or optimizers. What allocates a buffer or
-registers pages also closes them; closing only unpins, because tensors may still use the memory.
+Reads /proc and the control group. Knows byte sizes and layouts, never layers or optimizers. The code that allocates a
+buffer or registers pages must also close them. Closing only unpins, because tensors may still use the memory.
 
-[Note: one storage per tensor] A layer's weights lie in one buffer, so that they move in one copy. Each tensor of the
-buffer nevertheless has its own storage object over its part of the memory: torch.save writes the whole storage of a
-tensor, and other libraries take tensors that share a storage for tied weights.
+[Note: one storage per tensor] A layer's weights lie in one buffer, so that one copy moves all of them. Each tensor of
+the buffer nevertheless has a separate storage object for its part of the memory, for two reasons: torch.save writes the
+whole storage of a tensor, and other libraries treat tensors that share a storage as tied weights.
 
 [Note: registered pages] CUDA refuses a copy that begins in registered memory and ends outside of it. A page may hold
 several tensors, so only pages that one tensor fills are registered. Unless a tensor consists of whole pages, the page
-of its first byte is left out too: then the user's own copy of the whole tensor begins in unregistered memory and works.
-Our copies are divided where registration begins and ends.
+of its first byte is left out too: then a copy of the whole tensor that the user makes begins in unregistered memory and
+works. RoundPipe divides its own copies where registered memory begins and ends.
 
-A Layout says where each tensor of a layer lies in one flat byte buffer, so that the layer moves in one copy. Host
+A Layout says where each tensor of a layer lies in one flat byte buffer, so that one copy moves the whole layer. Host
 weights, gradients and their images on a device use layouts.
 """
 
@@ -37,7 +37,7 @@ import torch
 from roundpipe.devices import HostPinner
 from roundpipe.errors import ConfigError, HostMemoryError
 
-ALIGNMENT_BYTES = 256  # as device allocators align, so kernels take the same path as for a separate tensor
+ALIGNMENT_BYTES = 256  # the alignment of device allocators: kernels take the same path as for a separate tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,10 @@ class TensorPlace:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """The places of several tensors in one buffer. Compared by identity; `lay_out` returns equal ones as one object."""
+    """The places of several tensors in one buffer.
+
+    Layouts are compared by identity: `lay_out` returns the same object for equal layouts.
+    """
 
     places: tuple[TensorPlace, ...]
     total_bytes: int
@@ -73,7 +76,7 @@ class Layout:
 
 
 def lay_out(tensors: Sequence[torch.Tensor]) -> Layout:
-    """Aligned places for `tensors`, one after the other."""
+    """A layout that places `tensors` one after the other, each aligned to ALIGNMENT_BYTES."""
     places, offset = [], 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.itemsize
@@ -82,13 +85,13 @@ def lay_out(tensors: Sequence[torch.Tensor]) -> Layout:
     return _layout_of(tuple(places), offset)
 
 
-@functools.lru_cache(maxsize=256)  # layers of one kind share a layout, and so the views that buffers keep for it
+@functools.lru_cache(maxsize=256)  # equal layers share one Layout object, and so the views that buffers cache for it
 def _layout_of(places: tuple[TensorPlace, ...], total_bytes: int) -> Layout:
     return Layout(places, total_bytes)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor that fills its memory without gaps (channels-last, say); contiguous ones for others."""
+    """The tensor's strides if it fills its memory without gaps, as channels-last does; else contiguous strides."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size == 1:
@@ -109,7 +112,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements between the first and the last one that a strided view touches, both included."""
+    """The number of elements in memory from the first to the last that a strided view touches, both included."""
     if any(size == 0 for size in shape):
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -121,11 +124,11 @@ _REFUSE, _WARN, _OFF = _POLICIES = ("refuse", "warn", "off")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-# Available memory.
+# How much memory is available.
 
 
 def available_host_bytes() -> int | None:
-    """Bytes that this process can still allocate without being killed; None if the system does not tell."""
+    """Bytes that this process can still allocate without being killed; None if the system does not report them."""
     limits = [value for value in (_meminfo_available(), _cgroup_available()) if value is not None]
     return min(limits) if limits else None
 
@@ -135,10 +138,11 @@ def require_host_memory(
 ) -> None:
     """Raise HostMemoryError with a table if the sum of `needs` (bytes by name) exceeds the available memory.
 
-    `async_needs` is what asynchronous steps need in addition. If only these do not fit, the table is logged as a
-    warning. ROUNDPIPE_HOST_MEMORY_CHECK turns the error into a warning or the check off.
+    `async_needs` is the memory that asynchronous steps need in addition. If `needs` fit but the total with
+    `async_needs` does not, the table is logged as a warning. ROUNDPIPE_HOST_MEMORY_CHECK=warn turns the error into a
+    warning; =off disables the check.
     """
-    policy = _policy()  # first, so that a wrong value is reported even if everything fits
+    policy = _policy()  # first, so that a wrong value of the variable is reported even if everything fits
     available = None if policy == _OFF else available_host_bytes()
     total = sum(needs.values())
     total_async = total + sum(async_needs.values())
@@ -189,7 +193,7 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_available() -> int | None:
-    """Bytes available in the control group, version 2 or 1; None without a limit."""
+    """Bytes available in the control group (version 2 or 1); None if the group has no limit."""
     for limit_name, usage_name in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -205,7 +209,7 @@ def _cgroup_available() -> int | None:
 
 
 def _reclaimable_bytes() -> int:
-    """Bytes of file pages, which the system frees under pressure but counts as used in the control group."""
+    """Bytes of cached file pages. The control group counts them as used, but the system frees them when needed."""
     for name in ("memory.stat", "memory/memory.stat"):
         try:
             pairs = dict(line.split() for line in (_CGROUP / name).read_text().splitlines())
@@ -215,16 +219,16 @@ def _reclaimable_bytes() -> int:
     return 0
 
 
-# Buffers.
+# Buffers in host memory.
 
 HUGE_PAGE_BYTES = 2 << 20
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; older systems refuse it and create pages at the first write
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; older systems reject the call and create pages at the first write
 
 
 class HostBuffer:
     """Zero-filled host memory of an exact size, pinned if a pinner is given and can pin it.
 
-    `tensor` is the whole memory as flat bytes. Views keep the memory alive; `close` only unpins it.
+    `tensor` is the whole memory as a flat uint8 tensor. Views keep the memory alive; `close` only unpins it.
     """
 
     def __init__(self, num_bytes: int, pinner: HostPinner | None) -> None:
@@ -253,7 +257,7 @@ class HostBuffer:
 def host_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros with the shape, dtype and strides of a dense tensor.
 
-    Large ones lie in huge pages if the system has any: loops over them cause fewer page-table misses.
+    Large tensors use huge pages if the system has any, which reduces TLB misses.
     """
     if tensor.nbytes < HUGE_PAGE_BYTES:
         return torch.zeros_like(tensor, memory_format=torch.preserve_format)
@@ -262,7 +266,7 @@ def host_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_pages_ready(tensor: torch.Tensor) -> None:
-    """Create the memory pages of a dense tensor now, without changing values; other threads may use the tensor."""
+    """Create the memory pages of a dense tensor now. Values do not change, and other threads may use the tensor."""
     if sys.platform != "linux" or not tensor.nbytes:
         return
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -271,7 +275,7 @@ def make_pages_ready(tensor: torch.Tensor) -> None:
 
 
 def _map_pages(num_bytes: int) -> Any:
-    """Anonymous memory of whole pages; huge pages if it is large enough and the system has any."""
+    """Map anonymous memory. Requests huge pages if the memory is large enough and the system supports them."""
     if sys.platform == "win32":
         return mmap.mmap(-1, num_bytes)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -281,23 +285,24 @@ def _map_pages(num_bytes: int) -> Any:
 
 
 class LandingBuffer:
-    """Host memory that the gradients of one layer are downloaded into, used again once all of them are released."""
+    """Host memory into which the gradients of one layer are downloaded. Reused once all of them are released."""
 
     def __init__(self, owner: LandingBuffers, host: HostBuffer) -> None:
         self.memory = host.tensor
         self._owner, self._host = owner, host
-        self._views: dict[int, tuple[Layout, list[torch.Tensor]]] = {}  # by id of the layout, which is kept alive
-        self.holders = 0  # gradients that are not released yet; guarded by the owner's lock
+        # By id of the layout. The entry keeps the layout alive, so that no other layout can get the same id.
+        self._views: dict[int, tuple[Layout, list[torch.Tensor]]] = {}
+        self.holders = 0  # number of gradients that are not released yet; guarded by the owner's lock
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
-        """A tensor for each place of a layout. Later calls return the same objects: making them takes microseconds."""
+        """A tensor for each place of a layout. Cached, because making a tensor takes microseconds."""
         found = self._views.get(id(layout))
         if found is None:
             found = self._views[id(layout)] = (layout, self._host.views(layout))
         return found[1]
 
     def release(self) -> None:
-        """One of the gradients is not needed any more."""
+        """Release one of the gradients. When all are released, the buffer is free."""
         with self._owner.lock:
             self.holders -= 1
             if not self.holders:
@@ -308,7 +313,7 @@ class LandingBuffer:
 
 
 class LandingBuffers:
-    """All landing buffers of one model, by size."""
+    """All landing buffers of one model. `free` has the unused buffers, by size in bytes."""
 
     def __init__(self, pinner: HostPinner | None) -> None:
         self.lock = threading.Lock()
@@ -328,7 +333,7 @@ class LandingBuffers:
             buffer = LandingBuffer(self, HostBuffer(layout.total_bytes, self._pinner))
             with self.lock:
                 self._all.append(buffer)
-        buffer.holders = num_gradients  # without the lock: no other thread knows a buffer that is not free
+        buffer.holders = num_gradients  # needs no lock: no other thread has this buffer now
         return buffer, buffer.views(layout)
 
     def close(self) -> None:
@@ -337,7 +342,7 @@ class LandingBuffers:
             buffer.close()
 
 
-# Pinning memory that was allocated elsewhere.
+# Pinning of memory that the user has allocated.
 
 
 class RegisteredPages:
@@ -345,8 +350,8 @@ class RegisteredPages:
 
     def __init__(self, tensors: Sequence[torch.Tensor], pinner: HostPinner) -> None:
         self._pinner = pinner
-        self._pinned: list[range] = []  # addresses, ascending and disjoint
-        # Ascending, so that only the last range can overlap with the next one.
+        self._pinned: list[range] = []  # address ranges, ascending and disjoint
+        # Sorted by address, so that a new range can overlap only with the last one.
         for tensor in sorted(tensors, key=torch.Tensor.data_ptr):
             pages = _pages_inside(tensor)
             overlaps = self._pinned and pages.start < self._pinned[-1].stop
@@ -357,7 +362,7 @@ class RegisteredPages:
     def cuts(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The byte offsets in a tensor at which a copy of it must be divided, ascending."""
         if not _is_dense(tensor):
-            return ()  # such a tensor is packed into other memory before it is copied
+            return ()  # a tensor with gaps is packed into other memory before it is copied
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         inside = self._edges[bisect.bisect_right(self._edges, start) : bisect.bisect_left(self._edges, end)]
         return tuple(edge - start for edge in inside)
@@ -370,7 +375,7 @@ class RegisteredPages:
 
 
 def _pages_inside(tensor: torch.Tensor) -> range:
-    """The addresses of the pages to register for a tensor; an empty range for a tensor with gaps."""
+    """The range of addresses to register for a tensor, in whole pages; empty for a tensor with gaps."""
     if not _is_dense(tensor):
         return range(0)
     page = mmap.PAGESIZE

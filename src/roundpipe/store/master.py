@@ -1,24 +1,25 @@
 """The optimizer's copy of a parameter (its master), a tensor subclass that users get from `optim_parameters()`.
 
-Two things make it cheap. Its gradient stays in host memory in the dtype in which a device computed it; reading `.grad`
-converts it, and inside a step waits until it has landed. A float32 copy of a bfloat16 weight needs no memory for values
-while no operation reads them. Knows where its gradient comes from only by GradientSource, and neither steps nor layers.
+Two properties save memory. The gradient of a copy stays in host memory in the dtype in which a device computed it;
+reading `.grad` converts the gradient, and inside a step first waits until it has landed. A float32 copy of a bfloat16
+weight needs no memory for full values while no operation reads them. A copy gets its gradient from a GradientSource and
+knows neither steps nor layers.
 
 [Note: values without memory] A float32 copy of a bfloat16 weight begins as a HalvedMaster: the weight is the high half
-of each value, and only the low halves take memory. An operation that needs the values gives the copy memory; one that
-asks for shape or dtype does not. The one-pass optimizer works on the two halves under `lock`, so that no other thread
-joins them meanwhile.
+of each value, and only the low halves take memory. An operation that needs the values makes the copy allocate memory
+and join the halves in it; an operation that asks only for shape or dtype does not. The one-pass optimizer works on the
+two halves and holds `lock`, so that no other thread joins them at the same time.
 
-[Note: giving memory back] A copy becomes a HalvedMaster again when no operation runs on it, no other tensor or array
-shares its memory, and its weight still equals its rounded value, so that no bit is lost. Converting costs time: a copy
-whose values are read in every step, as by an optimizer of torch, keeps its memory. An interval reaches from the end of
-one step to the end of the next. Memory is given back
-- between steps and when a step begins, if values were read since the last step, unless that happened in every one of
-  the last intervals;
+[Note: giving memory back] A copy gives its memory back by becoming a HalvedMaster again. It can do so only when no
+operation runs on it, no other tensor or array shares its memory, and its weight equals its rounded values, so that no
+bit is lost. Converting costs time, so a copy whose values are read in every step, as by an optimizer of torch, keeps
+its memory. An interval reaches from the end of one step to the end of the next. Memory is given back
+- between steps and when a step begins, if values were read since the last step, unless values were read in each of the
+  last `_HABIT` intervals;
 - when a step ends, if values were not read in this interval.
-An autograd graph refers to the copy itself, not to its memory. After an operation with gradients the memory is
-therefore given back at the end of a later interval only; backward through a graph that old raises, as after an update
-in place.
+An autograd graph that uses a copy refers to the tensor, not to its memory, so the graph does not show up as a user of
+the memory. After an operation that autograd records, the memory is therefore kept until the end of a later interval. A
+backward pass through an older graph raises, as after an in-place update.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from roundpipe.monitor import process_rlock
 from roundpipe.store.host_memory import HostBuffer, dense_stride, host_zeros_like
 
 _HALF = 0x8000
-_CHUNK = 1 << 20  # elements that are converted at a time, so that intermediate results stay small
+_CHUNK = 1 << 20  # number of elements converted at a time, so that intermediate results stay small
 
 
 class HalvedMaster:
-    """float32 values kept as two halves: the bfloat16 numbers they round to, and the 16 bits which those lack.
+    """float32 values stored as two halves: the bfloat16 weight to which each value rounds, and its low 16 bits.
 
-    Devices need the bfloat16 weight anyway, so the values cost half of a float32 tensor. Joining the halves restores
-    every bit: [Note: halved masters] in one_pass_adam.c explains how, and the C code does the same.
+    Devices need the bfloat16 weight anyway, so the values cost only half the memory of a float32 tensor. Joining the
+    halves restores every bit. [Note: halved masters] in one_pass_adam.c explains how; the C code computes the same.
     """
 
     def __init__(self, weight: torch.Tensor, low: torch.Tensor | None = None, ties: torch.Tensor | None = None) -> None:
-        """Without `low` the values are exactly those of `weight`."""
+        """Make halves from a bfloat16 `weight`. Without `low` the values equal `weight` exactly."""
         self.weight = weight
         if low is not None:
             self.low = low
@@ -62,16 +63,16 @@ class HalvedMaster:
 
     @functools.cached_property
     def ties(self) -> torch.Tensor:
-        """One bit for each value; it tells whether a value half way between two bfloat16 numbers was rounded up."""
+        """One bit per value, used if the value lies half way between two bfloat16 numbers: 1 if it was rounded up."""
         return HostBuffer(-(-self.weight.numel() // 8), None).tensor
 
     @property
     def low_bytes_to_come(self) -> int:
-        """Bytes that `low` will allocate when it is first used."""
+        """Bytes that `low` will allocate when it is first used; 0 if it is allocated already."""
         return 0 if "low" in vars(self) else 2 * self.weight.numel()
 
     def become(self, weight: torch.Tensor) -> None:
-        """Set the values to those of `weight`."""
+        """Set the values to exactly those of `weight`: drop the low halves."""
         self.weight = weight
         vars(self).pop("low", None)
         vars(self).pop("ties", None)
@@ -98,16 +99,16 @@ class HalvedMaster:
             torch.bitwise_or(upper << 16, lower, out=bits[piece])
 
     def take(self, values: torch.Tensor) -> bool:
-        """Store `values`, a float32 tensor of the weight's shape and strides, in the low halves; reads the weight only.
+        """Set the low halves so that joining gives `values`, a float32 tensor of the weight's shape and strides.
 
-        Returns False and changes nothing unless joining would restore every bit: the weight must equal `values`
-        rounded, and no value may be NaN.
+        The weight is read and stays unchanged. Returns False and changes nothing if joining would not restore every
+        bit: the weight must equal `values` rounded, and no value may be NaN.
         """
         other = HalvedMaster(self.weight)
         weight, bits = _flat(self.weight).view(torch.int16), _flat(values).view(torch.int32)
         for start in range(0, self.weight.numel(), _CHUNK):
             piece = slice(start, start + _CHUNK)
-            lower = other.low[piece].copy_(bits[piece])  # keeps the low 16 bits, as a signed number
+            lower = other.low[piece].copy_(bits[piece])  # the conversion to int16 keeps the low 16 bits
             rise = weight[piece] - (bits[piece] >> 16).to(torch.int16)
             is_tie, went_up = lower == -_HALF, rise == 1
             if not torch.where(is_tie, went_up | (rise == 0), rise == (lower < 0)).all():
@@ -132,12 +133,12 @@ def _packed(flags: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of memory."""
+    """A flat view of a dense tensor, with its elements in the order of memory."""
     return dense.as_strided((dense.numel(),), (1,))
 
 
-_HABIT = 8  # after so many consecutive intervals with reads of values a copy keeps its memory
-# The attributes of torch.Tensor themselves, below the properties that OptimizerCopy defines over them.
+_HABIT = 8  # a copy keeps its memory after this many consecutive intervals in which its values were read
+# The attributes of torch.Tensor as descriptors. OptimizerCopy overrides both attributes by properties that use these.
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _ATTRIBUTES = (
@@ -149,7 +150,7 @@ _METHODS = (
     *("is_floating_point", "is_complex", "requires_grad_", "__hash__", "__len__"),
 )
 _FUNCTIONS = ("zeros_like", "empty_like", "ones_like", "full_like", "numel", "is_floating_point", "is_complex")
-# What asks for shape, dtype or gradient only, and so runs on a copy without memory.
+# Functions that use only the shape, dtype or gradient of a tensor and so can run on a copy without memory for values.
 _NEED_NO_VALUES = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in (*_ATTRIBUTES, "grad")),
@@ -161,28 +162,28 @@ _NEED_NO_VALUES = frozenset(
 
 
 class GradientSource(Protocol):
-    """Where the gradients of optimizer copies come from: a step's update of a layer, or the host's sums.
+    """Provides the gradients of optimizer copies: LayerUpdate inside a step, HostGradients outside.
 
-    `record` is the ParameterRecord that the copy was given together with the source.
+    `record` is the ParameterRecord of the copy, which `begin_step` or `begin_view` received together with the source.
     """
 
     def is_usable(self) -> bool:
-        """Whether the calling thread may read the gradient: only the one that runs the step, inside a step."""
+        """Whether the calling thread may read gradients. Inside a step only the threads that run the step may."""
 
     def gradient_of(self, record: Any) -> torch.Tensor | None:
-        """The gradient in host memory; waits until it has landed. None if there is none. Valid until `release`."""
+        """The gradient in host memory, or None if there is none. Waits until it has landed. Valid until `release`."""
 
     def release(self, record: Any) -> None:
-        """The copy does not need the gradient any more."""
+        """Called when the copy does not need the gradient any more."""
 
 
 class GradientOwner(Protocol):
-    """The model whose gradients its optimizer copies show outside steps."""
+    """The model of an optimizer copy. Outside steps it makes its copies show gradients."""
 
     def gradients_wanted(self) -> None:
-        """Call `begin_view` of all copies, so that they show the gradients gathered since the last step.
+        """Call `begin_view` of all copies of the model, so that they show the gradients gathered since the last step.
 
-        Does nothing inside a step, where copies have the step's gradients.
+        Does nothing inside a step, where copies have the gradients of the step.
         """
 
 
@@ -195,30 +196,30 @@ class CopyHome(Protocol):
 class OptimizerCopy(nn.Parameter):
     """An nn.Parameter with the values of one of the model's parameters, in the optimizer's dtype."""
 
-    # Gradient.
-    home: Callable[[], CopyHome | None] | None = None  # weak, so that an optimizer does not keep a model alive
-    source: GradientSource | None = None  # of the latest step or view, while its gradient may be needed
-    record: Any = None  # together with `source`: the ParameterRecord by which the source knows this copy
-    is_pending = False  # the gradient is the source's and not yet added to `.grad`
+    # State of the gradient.
+    home: Callable[[], CopyHome | None] | None = None  # weak reference: an optimizer must not keep a model alive
+    source: GradientSource | None = None  # the latest step or the host's sums, while their gradient may be needed
+    record: Any = None  # set together with `source`: identifies this copy in calls of the source
+    is_pending = False  # whether the gradient of `source` still has to be added to `.grad`
     factors: tuple[float, ...] = ()  # numbers by which the pending gradient is still to be multiplied, in order
-    _is_viewed = False  # the source is the host's sum, read outside a step
-    _is_shown = False  # while viewed: `.grad` is a tensor made from the sum
-    # Values.
-    halves: HalvedMaster | None = None  # the values, while the copy has no memory for them
+    _is_viewed = False  # whether `source` is the host's sums, which copies show outside steps
+    _is_shown = False  # while `_is_viewed`: whether `.grad` is a tensor made from the sum
+    # State of the values.
+    halves: HalvedMaster | None = None  # holds the values while the copy has no memory for them, else None
     lock = process_rlock()  # guards `halves` and the memory; each copy that can be halved has its own lock
-    _weight: torch.Tensor | None = None  # of a copy that can be halved: the weight last written from the values
-    _uses: list[None]  # of a copy that can be halved: one entry for each operation that runs on its memory
-    _was_read = False  # values were read in this interval
-    _reads_in_a_row = 0  # consecutive intervals before this one in which values were read
-    _may_be_in_graph = False  # an operation with gradients was applied to the copy in this interval
-    _address_is_known = False  # data_ptr() was called: code outside Python may use the memory, so it must stay
-    _seen_version = 0  # `_version` when `forget_touches` was called
-    _data_was_handed_out = False
+    _weight: torch.Tensor | None = None  # the weight last written from the values; None if the copy cannot be halved
+    _uses: list[None]  # one entry for each operation that runs on the memory; only if the copy can be halved
+    _was_read = False  # whether values were read in this interval
+    _reads_in_a_row = 0  # number of consecutive intervals before this one in which values were read
+    _may_be_in_graph = False  # whether autograd may have recorded an operation on the copy in this interval
+    _address_is_known = False  # whether data_ptr() was called: native code may use the memory, so it must stay
+    _seen_version = 0  # `_version` when `forget_touches` was last called
+    _data_was_handed_out = False  # whether code may write values without changing `_version`
     when_training: Callable[[], None] | None = None  # called once, when the model begins to train
 
     @classmethod
     def of_weight(cls, weight: torch.Tensor, dtype: torch.dtype) -> OptimizerCopy:
-        """A copy of `weight` in `dtype`; a dense bfloat16 weight in float32 takes no memory for values."""
+        """Make a copy of `weight` in `dtype`. A float32 copy of a dense bfloat16 weight starts without memory."""
         is_halved = weight.dtype is torch.bfloat16 and dtype is torch.float32 and weight.numel() > 0
         is_halved = is_halved and dense_stride(weight) == tuple(weight.stride())
         memory = torch.empty_like(weight, dtype=dtype, memory_format=torch.preserve_format)
@@ -231,7 +232,7 @@ class OptimizerCopy(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch for every operation on a copy: gives copies memory if the operation needs their values."""
+        """Run an operation on copies; torch calls this. First allocates memory if the operation needs their values."""
         if func in _NEED_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -260,21 +261,21 @@ class OptimizerCopy(nn.Parameter):
     # Memory for values. See [Note: giving memory back].
 
     def take_memory(self) -> None:
-        """Give the copy memory for its values, so that it is a tensor like any other."""
+        """Allocate memory for the values and join the halves in it, so that the copy is an ordinary tensor."""
         with self.lock, torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if self.halves is not None:  # checked under the lock: another thread may have joined them meanwhile
+            if self.halves is not None:  # checked under the lock: another thread may have joined the halves
                 value = host_zeros_like(self)
                 self.halves.join_into(value)
                 _DATA.__set__(self, value)
                 self.halves = None
 
     def rest_between_steps(self) -> None:
-        """Give back memory that was taken since the last step, unless values are read in every interval."""
+        """Give back memory that was allocated since the last step, unless values are read in every interval."""
         if self._was_read and self._reads_in_a_row < _HABIT and not self._may_be_in_graph:
             self._give_memory_back()
 
     def rest_after_step(self) -> None:
-        """End an interval. Give memory back if values were not read in it."""
+        """End an interval. Give memory back if no values were read in the interval."""
         if self._was_read:
             self._reads_in_a_row += 1
         else:
@@ -284,7 +285,10 @@ class OptimizerCopy(nn.Parameter):
         self._was_read = self._may_be_in_graph = False
 
     def _begin_use(self) -> None:
-        """Have memory until `_end_use`. A result of the operation either shares the memory or does not need it."""
+        """Allocate memory if there is none, and keep it until `_end_use`.
+
+        `_end_use` may come as soon as the operation has returned: a result that still needs the memory shares it.
+        """
         if self._weight is not None:
             with self.lock:
                 self.take_memory()
@@ -296,7 +300,7 @@ class OptimizerCopy(nn.Parameter):
             self._uses.pop()
 
     def _give_memory_back(self) -> None:
-        # Without waiting for the lock: a thread that holds it uses the values, so the memory is needed.
+        # Does not wait for the lock: a thread that holds the lock uses the values, so the memory must stay.
         if self._weight is None or self.halves is not None or not self.lock.acquire(blocking=False):
             return
         try:
@@ -316,12 +320,12 @@ class OptimizerCopy(nn.Parameter):
         was_touched = self.was_touched()
         self.halves = halves
         _DATA.__set__(self, _without_memory(self))
-        # A graph that saved the values must raise in backward instead of reading memory that is gone.
+        # If an autograd graph has saved the values, its backward pass must raise instead of reading freed memory.
         torch.autograd.graph.increment_version(self)
         if not was_touched:
             self.forget_touches()
 
-    # The weight.
+    # The weight that is written from the values.
 
     def write_weight(self, to: torch.Tensor) -> None:
         """Write the values, rounded, into the weight `to`."""
@@ -333,7 +337,7 @@ class OptimizerCopy(nn.Parameter):
             self.weight_was_written(to)
 
     def weight_was_written(self, weight: torch.Tensor) -> None:
-        """Note that `weight` now holds the rounded values. The caller holds `lock`."""
+        """Record that `weight` holds the rounded values now. The caller holds `lock`."""
         if self._weight is not None:
             self._weight = weight
         if self.halves is not None:
@@ -344,7 +348,7 @@ class OptimizerCopy(nn.Parameter):
         return self.halves is not None and self.halves.weight is memory
 
     def weights_swapped(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """Note that the contents of two weights were exchanged."""
+        """Record that the contents of two memories of the weight were exchanged."""
         with self.lock:
             if self._weight is not None:
                 self.weight_was_written(other if self._weight is one else one)
@@ -361,23 +365,24 @@ class OptimizerCopy(nn.Parameter):
     # The gradient inside steps.
 
     def begin_step(self, source: GradientSource, record: Any = None) -> None:
-        """Take the gradient from `source` from now on. A gradient left from an earlier step is added to.
+        """Take the gradient from `source` from now on. If `.grad` is left from an earlier step, add the gradient to it.
 
-        Changes that the user made to `.grad` before the step, while it was viewed, count in the step.
+        Changes that the user made to `.grad` before the step, while `.grad` showed the sum, count in the step.
         """
         if self._is_shown:
-            source.release(record)  # `.grad` is already a tensor with the same sum
+            source.release(record)  # `.grad` already contains the sum, with the user's changes
         elif self.is_pending and not self._is_viewed:
             self._materialise()
-        # Factors noted while the sum was viewed count in this step; those of an earlier step were applied to `.grad`.
+        # Factors set while `.grad` showed the sum count in this step. Those of an earlier step were already applied.
         is_pending, factors = not self._is_shown, self.factors if self._is_viewed else ()
         self._is_viewed = self._is_shown = False
         self.source, self.record, self.is_pending, self.factors = source, record, is_pending, factors
 
     def end_step(self, *, keeps_source: bool = False) -> None:
-        """Convert a gradient that was not cleared to a tensor in `.grad`: as in torch, the next step adds to it.
+        """If the gradient was not cleared, convert it to a tensor in `.grad`. As in torch, the next step adds to it.
 
-        `keeps_source`: leave it in host memory until `.grad` is read. A plain loop clears gradients after the step.
+        `keeps_source`: leave the gradient unconverted in host memory until `.grad` is read. For a user's own loop,
+        which clears gradients only after the step.
         """
         if keeps_source:
             return
@@ -388,13 +393,16 @@ class OptimizerCopy(nn.Parameter):
     # The gradient outside steps.
 
     def begin_view(self, sums: GradientSource, record: Any) -> None:
-        """Show the host's sum in `.grad`, until `end_view`."""
-        if self.is_pending:  # a gradient of an earlier step that was not cleared: the sum is added to it
+        """Show the host's sum of gradients in `.grad`, until `end_view`."""
+        if self.is_pending:  # an earlier step's gradient was not cleared: convert it, and the sum is added to it
             self._materialise()
         self.source, self.record, self.is_pending, self._is_viewed = sums, record, True, True
 
     def end_view(self) -> None:
-        """End a view. A sum that the user has not changed stays on the host; a changed one stays in `.grad` instead."""
+        """Stop showing the sum. If the user has changed it, it stays in `.grad` and the host's sum is dropped.
+
+        Otherwise the host keeps the sum, and `.grad` does not include it any more.
+        """
         if not self._is_viewed:
             return
         if self._is_shown and self._shows_sum():
@@ -409,21 +417,21 @@ class OptimizerCopy(nn.Parameter):
         self.source, self.record, self._is_viewed = None, None, False
 
     def _shows_sum(self) -> bool:
-        """Whether `.grad` still equals the sum. Compares values: not every write changes the version counter."""
+        """Whether `.grad` still equals the sum. Compares values, as not every write changes the version counter."""
         assert self.source is not None
         shown, total = _GRAD.__get__(self), self.source.gradient_of(self.record)
         return shown is not None and total is not None and torch.equal(shown, total.to(self.dtype))
 
     def drop_gradient(self) -> None:
-        """Set `.grad` to None. Unlike the setter this does not call `see_gradients`; the caller does that if needed."""
+        """Set `.grad` to None like the setter, but without calling `see_gradients`; the caller calls it if needed."""
         self.drop_pending()
         _GRAD.__set__(self, None)
 
-    # For code that works on gradients as they lie in host memory.
+    # Access to pending gradients and to values, for clipping, unscaling and the one-pass optimizer.
 
     @property
     def has_only_low_gradient(self) -> bool:
-        """Whether the gradient is pending, and no tensor of an earlier step is to be added to it."""
+        """Whether the whole gradient is pending: `.grad` holds no tensor to which it would be added."""
         self.see_gradients()
         return self.is_pending and _GRAD.__get__(self) is None
 
@@ -441,26 +449,29 @@ class OptimizerCopy(nn.Parameter):
         self.factors += (factor,)
 
     def memory_of_step(self) -> list[torch.Tensor]:
-        """The memory beside weight and gradient that a one-pass step will write."""
+        """The memory of this copy that a one-pass step will write: the low halves, if the copy is halved."""
         with self.lock:
             return [] if self.halves is None else [self.halves.low]
 
     def bytes_to_come(self, *, in_one_pass: bool) -> int:
-        """Bytes for values that the next step will allocate."""
+        """Bytes that the next step will allocate for values. `in_one_pass`: the step works on the halves."""
         with self.lock:
             if self.halves is None:
                 return 0
             return self.halves.low_bytes_to_come if in_one_pass else self.nbytes
 
     def values(self) -> torch.Tensor:
-        """The values as a plain tensor over the copy's memory. Writes leave no trace; does not count as a read."""
+        """The values as a plain tensor that shares the copy's memory.
+
+        The access does not count as a read, and writes to the tensor are not noticed by `was_touched`.
+        """
         with self.lock, torch._C.DisableTorchFunctionSubclass():
             if self.halves is not None:
                 self.take_memory()
             plain: torch.Tensor = _DATA.__get__(self)
             return plain
 
-    # Writes by code that we do not see.
+    # Writes to the values by code that RoundPipe does not control.
 
     def was_touched(self) -> bool:
         """Whether values may have been written since `forget_touches`."""
@@ -470,19 +481,19 @@ class OptimizerCopy(nn.Parameter):
             return self._version != self._seen_version
 
     def forget_touches(self) -> None:
-        """Consider the current values as known."""
+        """Treat the current values as known: `was_touched` reports only writes after this call."""
         self._data_was_handed_out, self._seen_version = False, self._version
 
     def mark_touched(self) -> None:
-        """Consider the values as written by code that we do not see."""
+        """Make `was_touched` return True, because code that RoundPipe does not control may have written values."""
         self._data_was_handed_out = True
 
-    # The attributes of a parameter.
+    # Attributes of torch.Tensor that a copy overrides.
 
     @property
     def data(self) -> torch.Tensor:
         """As in torch. The returned tensor shares the copy's memory, which therefore stays while the tensor lives."""
-        self._data_was_handed_out = True  # writes through it do not change the version counter
+        self._data_was_handed_out = True  # writes to the returned tensor do not change the copy's version counter
         self._begin_use()
         try:
             data: torch.Tensor = _DATA.__get__(self)
@@ -501,7 +512,7 @@ class OptimizerCopy(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As in torch. Converts a pending gradient, and waits until it has landed, on threads that may use it."""
+        """As in torch. If the calling thread may use a pending gradient, waits until it has landed and converts it."""
         self.see_gradients()
         if self.is_pending and self.source is not None and self.source.is_usable():
             self._materialise()
@@ -510,13 +521,13 @@ class OptimizerCopy(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self.see_gradients()  # the assignment also replaces what was gathered before
+        self.see_gradients()  # so that the assignment also replaces the gradients gathered since the last step
         self.drop_pending()
         _GRAD.__set__(self, value)
 
     def see_gradients(self) -> None:
-        """Outside steps: let all copies of the model show the gradients gathered so far."""
-        if current_iteration() is not None:  # in step_fn, where the step gives copies their gradients
+        """Outside steps, make all copies of the model show the gradients gathered so far."""
+        if current_iteration() is not None:  # inside step_fn, where the step provides the gradients
             return
         home = None if self.home is None else self.home()
         if home is not None and home.gradient_owner is not None:
@@ -526,7 +537,7 @@ class OptimizerCopy(nn.Parameter):
         """Add the pending gradient to `.grad`, in the dtype of the copy."""
         assert self.source is not None
         low, own = self.source.gradient_of(self.record), _GRAD.__get__(self)
-        # Without no_grad(), which is not needed here: a Ctrl-C while it exits would leave gradients disabled.
+        # Does not use no_grad(), which is not needed here: a Ctrl-C in its exit would leave gradients disabled.
         if low is not None:
             value = low.to(self.dtype, copy=True)
             for factor in self.factors:
@@ -541,7 +552,7 @@ class OptimizerCopy(nn.Parameter):
             self.drop_pending()
 
     def drop_pending(self) -> None:
-        """Give up the source's gradient, if it is still needed; `.grad` stays as it is."""
+        """Release the source's gradient without adding it to `.grad`, which stays as it is."""
         was_needed = self.is_pending or self._is_shown
         self.is_pending, self._is_shown, self.factors = False, False, ()
         if was_needed and self.source is not None:
@@ -560,7 +571,10 @@ def _has_graph(result: Any) -> bool:
 
 
 def _memory_users(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """A measure of how many tensors, arrays and storages share a tensor's memory; None if torch does not tell."""
+    """Two reference counts that grow with the tensors, arrays and storages that share a tensor's memory.
+
+    None if this version of torch does not provide them.
+    """
     storage = tensor.untyped_storage()
     count = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else (count(storage._cdata), sys.getrefcount(storage))
@@ -568,8 +582,12 @@ def _memory_users(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 @functools.cache
 def _memory_users_of_one_tensor() -> tuple[int, int] | str:
-    """The measure of `_memory_users` for memory that only one tensor uses."""
+    """The result of `_memory_users` for memory that only one tensor uses.
+
+    "unknown" if torch provides no counts; this differs from every result, so no copy gives its memory back.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         alone = OptimizerCopy(torch.empty(1))
-        _memory_users(alone)  # torch may keep the storage's Python object after the first access
+        # The first access may create a Python object that torch keeps and counts: only later results are comparable.
+        _memory_users(alone)
         return _memory_users(alone) or "unknown"

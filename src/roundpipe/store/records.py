@@ -1,7 +1,7 @@
 """Records of the wrapped model: its layers, their parameters and buffers, and gradients in host memory.
 
-Plain data without threads or devices. The last section finds the user's names of parameters and modules for messages:
-a layer of a split or converted model has other names than the model the user wrapped.
+Plain data without threads or devices. The functions in the last section find the names of parameters and modules in the
+user's model, for messages: in a layer of a split or converted model the same objects have other names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WeightBuffer(enum.IntEnum):
     """The two places in host memory where a layer's weights can lie."""
 
     FRONT = 0  # the memory of the user's parameters
-    BACK = 1  # exists only once an asynchronous step was made
+    BACK = 1  # second memory, allocated by the first asynchronous step
 
     other: WeightBuffer
 
@@ -34,24 +34,28 @@ WeightBuffer.FRONT.other, WeightBuffer.BACK.other = WeightBuffer.BACK, WeightBuf
 
 @dataclasses.dataclass(eq=False)
 class ParameterRecord:
-    """One parameter, under however many names and in however many layers the model uses it.
+    """One parameter. A parameter that the model uses under several names or in several layers has one record.
 
-    `home` is the first layer that uses the parameter. The slot of that layer guards its weights and its gradient.
+    `home` is the first layer that uses the parameter. The slot of that layer guards the parameter's weights and
+    gradient.
     """
 
-    name: str  # in the user's model
+    name: str  # the parameter's name in the user's model
     param: nn.Parameter
     home: int
-    weights: torch.Tensor  # host memory that devices read; shares storage with `param`, not its version counter
-    back: torch.Tensor | None = None  # second host memory: holds one version while the next is written
+    weights: torch.Tensor  # the front memory; shares memory with `param` but has a separate version counter
+    back: torch.Tensor | None = None  # the back memory, so that one version can be read while the next is written
     cuts: tuple[int, ...] = ()  # byte offsets at which a copy of `weights` must be divided, see RegisteredPages
-    seen_version: int = 0  # `param._version` known to us; a higher one means that the user wrote into `param`
-    master: OptimizerCopy | None = None  # made on demand
+    seen_version: int = 0  # `param._version` when last checked; another value now means that the user wrote to `param`
+    master: OptimizerCopy | None = None  # the optimizer's copy, made when it is first needed
     gathered: HostGradient | None = None  # sum of the gradients that no step has taken yet
     exposed: bool = False  # whether `param.grad` is `gathered.tensor`
 
     def memory(self, buffer: WeightBuffer) -> torch.Tensor:
-        """The parameter's weights in `buffer`. A parameter without second memory does not train: both are the same."""
+        """The parameter's memory in `buffer`.
+
+        In a layer with a back buffer, a parameter without `back` does not train: both buffers use its `weights`.
+        """
         return self.back if buffer is WeightBuffer.BACK and self.back is not None else self.weights
 
 
@@ -65,10 +69,10 @@ class HostGradient:
 
     record: ParameterRecord
     tensor: torch.Tensor
-    buffer: LandingBuffer | None = None  # the landing buffer that `tensor` is a view of; None if it owns its memory
+    buffer: LandingBuffer | None = None  # the landing buffer that contains `tensor`; None if it has its own memory
 
     def release(self) -> None:
-        """Give up the landing buffer. A second call does nothing."""
+        """Release the landing buffer, if `tensor` is in one. A second call does nothing."""
         buffer, self.buffer = self.buffer, None
         if buffer is not None:
             buffer.release()
@@ -82,19 +86,19 @@ class BufferRecord:
     """
 
     owner: nn.Module
-    key: str  # in `owner._buffers`
-    name: str  # in the user's model
+    key: str  # the buffer's key in `owner._buffers`
+    name: str  # the buffer's name in the user's model
     shared_between_layers: bool = False
-    _frozen: torch.Tensor | None = None
-    _frozen_of: torch.Tensor | None = None
-    _frozen_version: int = -1
+    _frozen: torch.Tensor | None = None  # the latest frozen copy
+    _frozen_of: torch.Tensor | None = None  # the user's tensor that was copied
+    _frozen_version: int = -1  # the version counter of that tensor when it was copied
 
     def tensor(self) -> torch.Tensor | None:
         """The user's tensor; None for a buffer that is registered as None."""
         return self.owner._buffers[self.key]
 
     def frozen(self) -> torch.Tensor | None:
-        """A copy of the current value; the same object as long as the value does not change."""
+        """A copy of the buffer's current value. Returns the same object as long as the value does not change."""
         current = self.tensor()
         if current is None:
             return None
@@ -104,7 +108,7 @@ class BufferRecord:
         return self._frozen
 
     def write(self, value: torch.Tensor | None) -> None:
-        """Store a value that a layer's forward computed: in place if shape and dtype allow it."""
+        """Store a value that a layer's forward computed. Writes in place unless shape or dtype differ."""
         current = self.tensor()
         with torch.no_grad():
             if value is None or current is None or current.shape != value.shape or current.dtype != value.dtype:
@@ -117,8 +121,8 @@ class BufferRecord:
 class LayerRecord:
     """One layer: its module, each of its parameters and buffers once, and the layout of its image.
 
-    Parameters whose home is this layer come first. `flat` holds exactly these parameters, laid out as in the image;
-    `back` is a second buffer for those that train.
+    In `parameters`, those whose home is this layer come first. `flat` is one host buffer with exactly these parameters,
+    laid out as in the image. `back` is a second host buffer for them.
     """
 
     layer_id: int
@@ -126,13 +130,13 @@ class LayerRecord:
     parameters: list[ParameterRecord]
     buffers: list[BufferRecord]
     image: Layout
-    flat: HostBuffer | None = None  # None: weights stay where the user's model has them
-    back: HostBuffer | None = None
-    observed: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what forwards of the layer showed
+    flat: HostBuffer | None = None  # None if the parameters do not lie in one buffer
+    back: HostBuffer | None = None  # None if there is no second memory or it is not in one buffer
+    observed: dict[Any, Any] = dataclasses.field(default_factory=dict)  # behaviour seen in earlier forward passes
 
     @functools.cached_property
     def modules(self) -> tuple[nn.Module, ...]:
-        """All modules of the layer. The store refuses layers whose modules have changed."""
+        """All modules of the layer. Cached: the store raises ModelChangedError if modules change after wrapping."""
         return tuple(self.module.modules())
 
     @functools.cached_property
@@ -142,7 +146,7 @@ class LayerRecord:
 
     @functools.cached_property
     def homes(self) -> set[int]:
-        """The layers whose slots guard the weights of this layer: itself and the homes of shared parameters."""
+        """The ids of layers whose slots guard weights of this layer: its own id and the homes of shared parameters."""
         return {self.layer_id} | {record.home for record in self.parameters}
 
     @property
@@ -154,7 +158,7 @@ class LayerRecord:
         return [record for record in self.parameters if record.param.requires_grad]
 
 
-# Names for messages.
+# Names in the user's model, for messages.
 
 
 def user_names(model: nn.Module) -> dict[int, str]:
@@ -164,14 +168,15 @@ def user_names(model: nn.Module) -> dict[int, str]:
 
 
 def path_of(module: nn.Module, names: Mapping[int, str], local_path: str) -> str:
-    """The path of a module in the user's model; `local_path`, its path in its layer, if the model has no such module.
+    """The path of a module in the user's model.
 
-    A copy or stub that splitting made has the path of the module it was made from.
+    A copy or stub that splitting made has the path of the module it was made from. For other modules that are not part
+    of the user's model this is `local_path`, the path of the module in its layer.
     """
     path: str = module.__dict__.get(PATH, local_path)
     return names.get(id(module), path)
 
 
 def joined(path: str, key: str) -> str:
-    """The path of the member `key` of the module at `path`; `path` is empty for the model itself."""
+    """The path of member `key` of the module at `path`. An empty `path` is the model itself."""
     return f"{path}.{key}" if path else key

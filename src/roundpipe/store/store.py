@@ -1,9 +1,9 @@
-"""The host's side of all layers of one model: who may read or write which weights and gradients, and when.
+"""The layers of one model in host memory: which thread may read or write weights and gradients, and when.
 
-HostGradients holds the sums of gradients from the first landing after a step until the next step takes them.
-LayerUpdate is one layer in one optimizer step: the gradients that the step takes and the weights that it writes.
-LayerStore owns everything and decides when gradients may land and be taken. All waiting goes through the monitor; the
-rules themselves are LayerSlot's. Knows no schedule and no optimizer.
+HostGradients holds each parameter's sum of gradients from the first landing after a step until the next step takes it.
+LayerUpdate updates one layer in one optimizer step: it takes the layer's gradients and writes its new weights.
+LayerStore owns all parts of the store and decides when gradients may land and be taken. Threads wait in the monitor
+until a LayerSlot, which implements the rules, allows the access. Knows no schedule and no optimizer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from roundpipe.store.weights import LayerSlot, LayerWeights, Masters
 
 
 class HostGradients:
-    """The sums of all parameters of one model, kept in `ParameterRecord.gathered`.
+    """The sum of gradients of each parameter of one model, kept in `ParameterRecord.gathered`.
 
-    Also the GradientSource of optimizer copies outside steps: a copy then shows the sum of its parameter.
+    Outside steps this object is the GradientSource of the optimizer copies: `.grad` of a copy shows the sum of its
+    parameter.
     """
 
     def __init__(self, parameters: Sequence[ParameterRecord]) -> None:
@@ -42,20 +43,21 @@ class HostGradients:
     def add(self, gradients: list[HostGradient], cancelled: Callable[[], bool]) -> None:
         """Add each gradient to the sum of its parameter. Does nothing if the run was cancelled.
 
-        Removes from the list what it has added; the caller still owns the rest. The first gradient of a parameter
-        becomes the sum without a copy, as in autograd.
+        Removes each gradient that was added from the list; the caller still owns those that remain. The first gradient
+        of a parameter becomes the sum without a copy, as in autograd.
         """
         with self._lock, torch.no_grad():
-            # Asked under the lock: after a failure `drop` must not miss a late addition.
+            # Checked under the lock: otherwise a cancelled run could add a gradient after `drop` has cleared the sums.
             if cancelled():
                 return
             self.num_additions += len(gradients)
             pairs = [(gradient.record.gathered, gradient) for gradient in gradients]
             later = [(total.tensor, gradient.tensor) for total, gradient in pairs if total is not None]
             if later:
-                # One operation per layer: each takes the interpreter lock from the thread that launches kernels.
+                # One operation for all tensors: every Python operation takes the interpreter lock away from the thread
+                # that launches kernels.
                 torch._foreach_add_([total for total, _ in later], [gradient for _, gradient in later])
-            while gradients:  # a gradient leaves the list once it was added, so that an error cannot lose it
+            while gradients:  # a gradient leaves the list only after it was added: an error cannot lose it
                 total, gradient = pairs.pop()
                 if total is None:
                     gradient.record.gathered = gradients.pop()
@@ -67,7 +69,7 @@ class HostGradients:
         return any(record.gathered is not None for record in self._parameters)
 
     def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, HostGradient]:
-        """Hand the sums of `records` to the caller, who releases them; the next gradient starts a new sum."""
+        """Return the sums of `records` and forget them: the caller releases them, and new gradients start new sums."""
         with self._lock:
             taken = {}
             for record in records:
@@ -78,32 +80,36 @@ class HostGradients:
             return taken
 
     def drop(self) -> None:
-        """Forget all sums, and clear `.grad` of every parameter, also where the user has set it."""
+        """Release all sums and clear `.grad` of every parameter, even where the user has set `.grad`."""
         with self._lock:
             for record in self._parameters:
                 record.exposed, record.param.grad = False, None
                 _forget(record)
 
-    # Shown as `.grad` of the user's parameters.
+    # Sums shown as `.grad` of the user's parameters.
 
     def expose(self) -> None:
-        """Set `.grad` of every parameter to its sum."""
+        """Set `.grad` of every parameter to its sum, or to None if it has no sum."""
         with self._lock:
             for record in self._parameters:
                 if record.gathered is not None and not record.exposed:
-                    # Landing buffers use their views again: what the user does to this tensor object must not stay.
+                    # Show a new tensor object: landing buffers reuse theirs, and attributes that the user sets on
+                    # `.grad` must not reappear on a later gradient.
                     record.gathered.tensor = record.gathered.tensor.detach()
                 record.param.grad = None if record.gathered is None else record.gathered.tensor
                 record.exposed = record.gathered is not None
 
     def conceal(self) -> None:
-        """Clear `.grad` where it shows a sum: a step will take the sum, and later additions belong to the next step."""
+        """Clear `.grad` where it shows a sum.
+
+        The sum itself stays for the step that will take it. Gradients that land afterwards belong to the next step.
+        """
         with self._lock:
             for record in self._parameters:
                 _conceal(record)
 
     def touched_by_user(self) -> list[ParameterRecord]:
-        """Parameters whose `.grad` the user has set, replaced or cleared since it was exposed or concealed."""
+        """Parameters whose `.grad` the user has set, replaced or cleared since the last `expose` or `conceal`."""
         return [
             record
             for record in self._parameters
@@ -111,9 +117,11 @@ class HostGradients:
         ]
 
     def adopt_touched(self, records: Sequence[ParameterRecord]) -> None:
-        """Follow the user's changes of `.grad`: drop a sum that was cleared, take one that was replaced, add a new one.
+        """Change the sums of `records` as the user has changed `.grad`.
 
-        Each sum changes by one assignment, so an interrupt neither loses a gradient nor counts it twice.
+        If `.grad` showed the sum, the user's tensor replaces the sum, or the sum is dropped if `.grad` is None now.
+        If `.grad` did not show the sum, the user's tensor is added to it. Each sum changes by one assignment, so an
+        interrupt neither loses a gradient nor counts it twice.
         """
         with self._lock, torch.no_grad():
             for record in records:
@@ -126,18 +134,18 @@ class HostGradients:
                 if old is not None and new is not old:
                     old.release()
 
-    # Shown as `.grad` of optimizer copies outside steps; see GradientSource.
+    # Sums shown as `.grad` of optimizer copies outside steps. These methods implement GradientSource.
 
     def is_usable(self) -> bool:
-        """Any thread may read a sum outside steps."""
+        """Return True: outside steps any thread may read a sum."""
         return True
 
     def gradient_of(self, record: ParameterRecord) -> torch.Tensor | None:
-        """The sum of one parameter. Does not wait: a view begins when all gradients have landed."""
+        """The sum of one parameter, or None. Need not wait: copies show sums only after all gradients have landed."""
         return None if record.gathered is None else record.gathered.tensor
 
     def release(self, record: ParameterRecord) -> None:
-        """Drop the sum of one parameter: its optimizer copy has a gradient tensor or none instead."""
+        """Drop the sum of one parameter, because `.grad` of its optimizer copy has replaced the sum."""
         with self._lock:
             _conceal(record)
             _forget(record)
@@ -171,9 +179,10 @@ class LayerStore:
         monitor: Monitor,
     ) -> None:
         self.pid = os.getpid()
-        # Everything that can be refused is refused before the first weight moves.
+        # All checks that can refuse the model run before the first weight moves.
         refuse_unusable(layers, names)
-        self._training_fits = torch.is_grad_enabled()  # without grad: for inference, until a call trains
+        # A model wrapped under no_grad is for inference. Memory for training is checked when a call first trains.
+        self._training_fits = torch.is_grad_enabled()
         require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits)
         self.monitor = monitor
         self.layers = adoption.adopt(layers, names, pin_mode, pinner)
@@ -184,25 +193,25 @@ class LayerStore:
         adoption.claim(self.parameters, self)
         self._registered = None
         if pin_mode is PinMode.REGISTER:
-            # A copy must not cross the edge of registered memory, so records note where copies are divided.
+            # A copy must not cross the edge of registered memory: `cuts` says where to divide copies of a parameter.
             self._registered = RegisteredPages([record.weights for record in self.parameters], pinner)
             for record in self.parameters:
                 record.cuts = self._registered.cuts(record.weights)
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
         self.masters = Masters(self.layers, optim_dtype, weakref.ref(self))
-        self.gradient_owner: GradientOwner | None = None  # shows gradients outside steps
+        self.gradient_owner: GradientOwner | None = None  # makes optimizer copies show gradients outside steps
         is_pinned = pin_mode is not PinMode.OFF
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
         self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
-        self._takers: dict[tuple[int, int], Callable[[], None]] = {}  # by layer and generation, see `when_landed`
+        self._takers: dict[tuple[int, int], Callable[[], None]] = {}  # `take` of `when_landed`, by layer and generation
         self.is_read_on_host = False  # whether calls also compute with the user's parameters on the host
         self.graphs_version = 0  # version of the weights that autograd graphs on the host have saved
         self._names = names
         self._compositions = [Composition(layer, names) for layer in self.layers]
 
     def close(self) -> None:
-        """Unpin all memory and disown the parameters; their values stay where they are."""
+        """Unpin all memory and end the ownership of the parameters; their values stay in the same memory."""
         self.weights.close()
         self.landing_buffers.close()
         if self._registered is not None:
@@ -213,7 +222,7 @@ class LayerStore:
     def rearrange(self, layers: Sequence[nn.Module], *, visible: int, newest: int) -> None:
         """Divide the same parameters into other layers. Only while nothing runs.
 
-        Calls read version `visible`, which is in the front buffers; steps up to `newest` are done.
+        `visible`: the version that calls read, which is in the front buffers. `newest`: the version of the last step.
         """
         self.weights.bring_to_back(newest)
         self.layers = adoption.rearrange(layers, self._names, self.parameters, self.layers)
@@ -224,13 +233,13 @@ class LayerStore:
 
     @staticmethod
     def _slot_of(layer: LayerRecord, visible: int, newest: int) -> LayerSlot:
-        # After an asynchronous step calls read `visible` from the front while the back holds `newest`.
+        # After an asynchronous step the front buffer holds `visible`, which calls read, and the back holds `newest`.
         if any(record.back is not None for record in layer.at_home) and visible != newest:
             return LayerSlot(range(visible, visible + 1), range(newest, newest + 1), generation=newest)
         return LayerSlot(range(visible, newest + 1), generation=newest)
 
     def record_of(self, param: torch.Tensor) -> ParameterRecord:
-        """The record of a parameter that belongs to this store."""
+        """The record of `param`, which must be a parameter of this model."""
         return self._by_param[id(param)]
 
     def owns(self, param: torch.Tensor) -> bool:
@@ -238,12 +247,16 @@ class LayerStore:
         return id(param) in self._by_param
 
     def check_training_memory(self) -> None:
-        """Raise HostMemoryError if training does not fit, unless that was checked when the model was wrapped."""
+        """Raise HostMemoryError if training does not fit into host memory.
+
+        Does nothing if an earlier check has passed. If gradients were enabled while wrapping, wrapping has checked it.
+        """
         if not self._training_fits:
             require_training_memory([layer.module for layer in self.layers], self.masters.optim_dtype, PinMode.OFF)
             self._training_fits = True
 
-    # What a call will do. Registered before the call starts, so that steps and later calls wait for it.
+    # Announcements of uploads and landings. A call is announced before it starts, so that steps and later calls wait
+    # for its uploads and landings.
 
     def expect(
         self, call: Hashable, *, uploads: Mapping[int, int], version: int, landings: Sequence[int], generation: int
@@ -258,17 +271,17 @@ class LayerStore:
                     self.slots[home].expect_landings(call, generation, 1)
 
     def cancel(self, call: Hashable) -> None:
-        """The call failed and will upload and land nothing more."""
+        """Forget the announced uploads and landings of a call that failed, so that no step or call waits for them."""
         with self.monitor:
             for layer_id, slot in enumerate(self.slots):
                 slot.cancel(call)
                 self._let_take(layer_id)
             self.monitor.changed()
 
-    # Landings.
+    # Landings of gradients.
 
     def landed(self, call: Hashable, layer_id: int, generation: int) -> None:
-        """The gradients of a layer were added: the next call or a step may have its turn."""
+        """Record that a call has added its gradients of a layer, so that the next call may land or a step take them."""
         with self.monitor:
             for home in self.layers[layer_id].homes:
                 self.slots[home].landed(call, generation)
@@ -284,31 +297,32 @@ class LayerStore:
                     f"gradients of layer {layer_id}",
                 )
 
-    # The optimizer's side.
+    # Steps take gradients.
 
     def when_landed(self, layer_id: int, generation: int, take: Callable[[], None]) -> None:
-        """Call `take` as soon as the layer's gradients have landed: now or on the landing thread, under the monitor.
+        """Call `take` as soon as all gradients of the layer and generation have landed.
 
-        Gradients of the next generation may land afterwards.
+        `take` runs now or later on the landing thread, in both cases under the monitor. When it has returned, gradients
+        of the next generation may land.
         """
         with self.monitor:
             self._takers[layer_id, generation] = take
             self._let_take(layer_id)
 
     def _let_take(self, layer_id: int) -> None:
-        """Let steps take generations of a layer that are complete. The caller holds the monitor."""
+        """Call `take` for each generation of a layer whose gradients have all landed. The caller holds the monitor."""
         slot = self.slots[layer_id]
         while slot.can_consume(slot.open_generation) and (layer_id, slot.open_generation) in self._takers:
             generation = slot.open_generation
             self._takers[layer_id, generation]()
             slot.consumed(generation)
-            del self._takers[layer_id, generation]  # last: an interrupt before this line repeats the loop body
+            del self._takers[layer_id, generation]  # last: after an interrupt before this line `take` runs again
             self.monitor.changed()
 
-    # Changes by the user.
+    # Changes that the user makes to modules and parameters.
 
     def check_unchanged(self) -> None:
-        """Raise ModelChangedError if modules were changed, or parameters moved or cast, since wrapping."""
+        """Raise ModelChangedError if the user has changed modules, or moved or cast parameters, since wrapping."""
         for composition in self._compositions:
             composition.check()
         for record in self.parameters:
@@ -324,11 +338,11 @@ class LayerStore:
                 )
 
     def written_by_user(self) -> list[ParameterRecord]:
-        """Parameters into which the user has written since the last call, by their version counters."""
+        """Parameters into which the user has written since the last call. Their version counters show the writes."""
         return [record for record in self.parameters if record.param._version != record.seen_version]
 
     def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
-        """Update the optimizer copies of parameters that the user wrote into. Only while nothing runs."""
+        """Copy the values that the user wrote to the masters and the second memory. Only while nothing runs."""
         for record in records:
             version = record.param._version
             if record.master is not None:
@@ -336,26 +350,27 @@ class LayerStore:
                     record.master.follow_weight(record.weights)
                     if record.back is not None:
                         record.back.copy_(record.param)
-            record.seen_version = version  # last: after an interrupt the next call repeats this
+            record.seen_version = version  # last: after an interrupt the next call repeats the whole update
 
 
 class Caller(Protocol):
-    """The user's thread while it runs the body of a step; see HandedStep."""
+    """The user's thread while it runs the body of a step; HandedStep implements it."""
 
-    thread: int
+    thread: int  # the identifier from threading.get_ident()
 
     def carry_out(self, work: Callable[[], T]) -> T:
         """Run `work` on the optimizer thread and return its result."""
 
 
 class StepAbandoned(BaseException):
-    """Ends a step function whose gradients will never land. Is caught before it reaches a user."""
+    """Raised inside a step function whose gradients will never land. RoundPipe catches it, so users never see it."""
 
 
 class LayerUpdate:
-    """The update of one layer by one step; the GradientSource of the layer's optimizer copies meanwhile.
+    """The update of one layer by one step. During the step it is the GradientSource of the layer's optimizer copies.
 
-    Used on the optimizer thread, except `_take`, and except reads by a `caller`.
+    Runs on the optimizer thread, with two exceptions: the landing thread may call `_take`, and the `caller` of a handed
+    step may read gradients.
     """
 
     def __init__(
@@ -369,12 +384,15 @@ class LayerUpdate:
         abandoned: Callable[[], bool],
         caller: Caller | None = None,
     ) -> None:
-        """`order`: position of the layer among all layers in the order in which gradients land.
+        """Note which parameters the step may change; `prepare` begins the update.
 
-        `caller`: the thread that runs the body of the step, if that is not the optimizer thread.
+        `order`: position of the layer in the order in which the gradients of all layers land. `abandoned`: returns
+        True once the step's gradients will never land. `caller`: the thread that runs the body of the step, if that is
+        not the optimizer thread.
         """
         self.order = order
-        # Calls on the host read the old weights where the new ones would go: the next step writes these instead.
+        # If the host also computes with the user's parameters, they are the only buffer, and after an asynchronous step
+        # calls still read the old weights there. The new weights stay in the masters until the next step writes them.
         self.publishes_late = is_async and store.is_read_on_host
         self._store, self._layer_id = store, layer_id
         self._generation, self._version = step - 1, step
@@ -387,17 +405,17 @@ class LayerUpdate:
             for record in store.layers[layer_id].at_home
             if record.master is not None or record.param.requires_grad or record.gathered is not None
         ]
-        self._gradients: dict[ParameterRecord, HostGradient] | None = None  # None until they have landed
+        self._gradients: dict[ParameterRecord, HostGradient] | None = None  # None until all of them have landed
         self._unwanted: list[ParameterRecord] = []  # parameters whose gradient was released before it landed
-        self._settled = False  # published or revoked
-        self._target: WeightBuffer | None = None
-        self.updated: set[ParameterRecord] = set()  # parameters whose new weights are in `_target` already
+        self._settled = False  # whether the update was published or revoked
+        self._target: WeightBuffer | None = None  # the buffer for the new weights; None until writing begins
+        self.updated: set[ParameterRecord] = set()  # parameters that the one-pass optimizer has updated
 
-    # Gradients.
+    # The step's gradients.
 
     def prepare(self) -> None:
-        """Make this the gradient source of the layer's copies, and allocate second weights if the step needs them."""
-        # First of all: whatever fails later, the layer's gradients are taken and the next generation may land.
+        """Become the gradient source of the layer's copies, and allocate second weights if the step needs them."""
+        # First: even if a later line fails, the layer's gradients are taken and the next generation may land.
         self._store.when_landed(self._layer_id, self._generation, self._take)
         for record in self._records:
             master = self._store.masters.of(record)
@@ -408,14 +426,17 @@ class LayerUpdate:
             self._store.weights.keep_two(self._layer_id)
 
     def _take(self) -> None:
-        """Take the landed sums. Called under the monitor, possibly by the landing thread."""
+        """Take the landed sums, and release those that the step does not need any more.
+
+        Called under the monitor, possibly on the landing thread.
+        """
         self._gradients = self._store.gradients.take(self._records)
         for record in list(self._gradients) if self._settled else self._unwanted:
             self.release(record)
 
     @property
     def has_landed(self) -> bool:
-        """Whether the layer's gradients are in host memory; does not wait."""
+        """Whether the layer's gradients have all landed. Does not wait."""
         return self._gradients is not None
 
     def wait_for_gradients(self) -> None:
@@ -432,29 +453,29 @@ class LayerUpdate:
     def is_usable(self) -> bool:
         """Whether the calling thread may use the step's gradients.
 
-        These are the optimizer thread and the caller's. Once the step is settled any thread may: a caller's loop may
-        read gradients that it has not cleared.
+        The optimizer thread and the thread of a `caller` may. After a step with a `caller` any thread may, because the
+        user's loop may read gradients that it has not cleared.
         """
         ident = threading.get_ident()
         is_callers = self._caller is not None and (self._settled or ident == self._caller.thread)
         return ident == self._thread or is_callers
 
     def gradient_of(self, record: ParameterRecord) -> torch.Tensor | None:
-        """The gradient of a parameter; waits until it has landed."""
+        """The gradient of a parameter, or None if it has none. Waits until the layer's gradients have landed."""
         self.wait_for_gradients()
         assert self._gradients is not None
         gradient = self._gradients.get(record)
         return None if gradient is None else gradient.tensor
 
     def release(self, record: ParameterRecord) -> None:
-        """The step does not need a gradient any more; possibly before it has landed."""
+        """Release a gradient that the step does not need any more, now or as soon as it has landed."""
         with self._store.monitor:  # the gradient may be landing on another thread right now
             if self._gradients is None:
                 self._unwanted.append(record)
             elif record in self._gradients:
                 self._gradients.pop(record).release()
 
-    # Weights.
+    # The new weights.
 
     def carry_out(self, work: Callable[[], T]) -> T:
         """Run `work`, which writes weights, on the optimizer thread: no signal handler can interrupt it there."""
@@ -463,53 +484,53 @@ class LayerUpdate:
         return self._caller.carry_out(work)
 
     def new_weight_of(self, record: ParameterRecord) -> torch.Tensor | None:
-        """The memory for a parameter's new weight; waits until uploads have read what it holds.
+        """The memory for a parameter's new weight, after waiting for uploads that still read this memory.
 
-        None if the weights are to be written from the masters later.
+        None if the next step writes the new weights, see `publishes_late`.
         """
         return None if self.publishes_late else record.memory(self._begun())
 
     def _begun(self) -> WeightBuffer:
-        """The buffer that the new weights are written into, once uploads have read what it holds."""
+        """The buffer for the new weights. The first call waits for uploads that still read this buffer."""
         if self._target is None:
             self._target = self._store.weights.begin(self._layer_id, self._version)
         return self._target
 
     @property
     def has_replaced_weights(self) -> bool:
-        """Whether new weights lie where the weights before this step were."""
+        """Whether the step has begun to overwrite the old weights, so that they cannot be restored."""
         is_old_there = self._store.slots[self._layer_id].can_upload(self._version - 1)
         return self._target is not None and not is_old_there
 
     def end_step(self) -> None:
-        """End the step function's turn: gradients that it has not cleared stay with the copies.
+        """Called when the step function has returned: gradients that it has not cleared become `.grad` of the copies.
 
-        A caller's loop clears gradients after the step, so there they stay in host memory until then.
+        With a `caller` they stay unconverted in host memory, because a user's loop clears them after the step.
         """
         self.wait_for_gradients()
         for record in self._records:
             self._store.masters.of(record).end_step(keeps_source=self._caller is not None)
 
     def publish(self) -> None:
-        """Complete the new weights and let calls read them. Called when the step has succeeded in all layers."""
+        """Complete the new weights and allow calls to read them. Called when the step has succeeded in all layers."""
         if not self.publishes_late:
             self._complete_weights()
         self._settled = True
 
     def revoke(self) -> None:
-        """The step failed: drop its gradients, and its weights unless they have replaced the old ones.
+        """Undo a failed step: drop its gradients, and its new weights unless they have overwritten the old ones.
 
         Waits for nothing: gradients that have not landed yet are dropped when they land.
         """
         if self._settled:
             return
-        with self._store.monitor:  # from here on `_take` drops what lands
+        with self._store.monitor:  # from here on `_take` releases the gradients that it takes
             self._settled = True
         for record in self._records:
             if record.master is not None:
                 record.master.grad = None
                 record.master.end_step()
-                record.master.mark_touched()  # changes of the master stay, and the next step publishes them
+                record.master.mark_touched()  # the master keeps its changes, and the next step publishes them
         for record in list(self._gradients or ()):
             self.release(record)
         if self.publishes_late:
@@ -522,7 +543,7 @@ class LayerUpdate:
             self._store.weights.revoke(self._layer_id, self._version, self._target)
 
     def _complete_weights(self) -> None:
-        """Write the weights of masters that the optimizer has not written, and make the version readable."""
+        """Write the weights that the one-pass optimizer has not written, and allow calls to read the new version."""
         if not self._records:
             self._store.weights.unchanged(self._layer_id, self._version)
             return
@@ -531,8 +552,8 @@ class LayerUpdate:
             with torch.no_grad():
                 for record in self._records:
                     master = self._store.masters.of(record)
-                    # Not every kernel changes the version counter: a master that was not updated in one pass counts
-                    # as changed.
+                    # Write every master that was not updated in one pass, even if its version counter is unchanged:
+                    # not every kernel changes the counter.
                     if record not in self.updated or master.was_touched():
                         master.write_weight(record.memory(target))
                         master.forget_touches()

@@ -1,16 +1,19 @@
 """The weights of all layers in host memory: which buffer holds which version, and when it may be read or written.
 
-Device threads read for uploads, the optimizer thread writes, callers show versions to the user.
+Device threads read weights to upload them, the optimizer thread writes new versions, and the user's thread brings a
+version into the user's parameters.
 
-LayerSlot is the gate between devices and optimizer for one layer, a state machine without threads. Its caller holds the
-monitor. Every method is either a question or an event; an event that does not fit the state is a bug in RoundPipe and
-fails an assertion. LayerWeights owns the slots and does all waiting. Masters makes the optimizer copies.
+LayerSlot is the state machine of one layer: which versions exist, and which uploads and landings are due. An upload or
+landing is due from the moment its call announces it until it was issued or done. A slot never blocks, and its caller
+holds the monitor. Each method either answers a question or records an event. An event that the state does not allow is
+a bug in RoundPipe and fails an assertion. LayerWeights waits until the slots allow a read or write of weights. Masters
+makes the optimizer copies.
 
 [Note: versions and generations]
 Optimizer steps are numbered from 1. Version v is the weights after step v; version 0 is the weights as wrapped. A call
-reads one version. Gradients of generation g come from calls issued after g steps; step g + 1 consumes them. Weights lie
-in one buffer, or in two if a call may read one version while the next is written. A buffer holds a range of versions,
-because a step may leave the layer unchanged. So, for each layer:
+reads one version. Gradients of generation g come from calls issued after g steps; step g + 1 consumes them. A layer's
+weights lie in one buffer, or in two if a call may read one version while the next is written. A buffer holds a range of
+versions, because a step that leaves the layer unchanged gives the same weights another number. For each layer:
 
     event                       allowed when
     upload version v            a buffer holds version v
@@ -46,24 +49,25 @@ class LayerSlot:
 
     def __init__(self, front: range = range(0, 1), back: range = _NOTHING, generation: int = 0) -> None:
         self.open_generation = generation  # the generation whose gradients may land now
-        self._held = [front, back]  # versions by buffer
+        self._held = [front, back]  # the versions that each buffer holds, indexed by WeightBuffer
+        # Number of uploads by (call, version), and of landings by (call, generation), that are still due.
         self._uploads_due: Counter[tuple[Hashable, int]] = Counter()
         self._landings_due: Counter[tuple[Hashable, int]] = Counter()
-        self._upload_events: list[list[Event]] = [[], []]
+        self._upload_events: list[list[Event]] = [[], []]  # of uploads issued from each buffer
 
-    # Weights.
+    # Versions and uploads of weights.
 
     @property
     def newest_version(self) -> int:
-        """The newest complete version; -1 while the only buffer is written."""
+        """The newest complete version; -1 while the layer has only one buffer and that one is being written."""
         return max(held.stop for held in self._held) - 1
 
     def buffer_of(self, version: int) -> WeightBuffer | None:
-        """The buffer that holds a version; None if it is not written yet or was overwritten."""
+        """The buffer that holds a version; None if the version is not written yet or was overwritten."""
         return next((buffer for buffer in WeightBuffer if version in self._held[buffer]), None)
 
     def expect_uploads(self, call: Hashable, version: int, count: int) -> None:
-        """A call will upload `version` so many times."""
+        """Announce that a call will upload `version` `count` times."""
         assert version > self.newest_version or self.can_upload(version), (
             f"version {version} was overwritten: {self._held}"
         )
@@ -74,7 +78,10 @@ class LayerSlot:
         return self.buffer_of(version) is not None
 
     def upload_issued(self, call: Hashable, version: int, event: Event) -> None:
-        """An upload was queued; `event` passes when it has run. Cancelled calls too have copies that still run."""
+        """Record that an upload was queued; `event` passes when the upload has run.
+
+        Also called for a cancelled call, whose uploads are no longer due: its queued copies still read the buffer.
+        """
         buffer = self.buffer_of(version)
         if (call, version) in self._uploads_due:
             assert buffer is not None
@@ -82,34 +89,34 @@ class LayerSlot:
         self._upload_events[buffer or WeightBuffer.FRONT].append(event)
 
     def can_write(self, version: int, buffer: WeightBuffer) -> bool:
-        """Whether no upload that is due needs what the buffer holds."""
+        """Whether `version` may be written into the buffer: no upload that is due needs the weights in it."""
         elsewhere = self._held[buffer.other]
         return all(due >= version or due in elsewhere for _, due in self._uploads_due)
 
     def take_upload_events(self, buffer: WeightBuffer) -> list[Event]:
-        """The events that must pass before the buffer may be overwritten; they are returned only once."""
+        """Return the events that must pass before the buffer may be overwritten, and forget them."""
         events, self._upload_events[buffer] = self._upload_events[buffer], []
         return events
 
     def write_begun(self, version: int, buffer: WeightBuffer) -> None:
-        """The buffer is being overwritten and holds no version."""
+        """Record that writing `version` begins: until `written` the buffer holds no version."""
         assert self.can_write(version, buffer)
         self._held[buffer] = _NOTHING
 
     def written(self, version: int, buffer: WeightBuffer) -> None:
-        """The buffer holds the new version, which is complete."""
+        """Record that `version` is complete in the buffer."""
         assert self.can_write(version, buffer)
         assert version > self._held[buffer.other].stop - 1
         self._held[buffer] = range(version, version + 1)
 
     def write_revoked(self, version: int, buffer: WeightBuffer) -> None:
-        """What was written into the buffer is discarded: `version` has the weights of the version before."""
+        """Record that the buffer's new weights are discarded: `version` gets the weights of the version before."""
         assert version - 1 in self._held[buffer.other]
         self._held[buffer] = _NOTHING
         self.unchanged(version)
 
     def unchanged(self, version: int) -> None:
-        """Step `version` did not change the layer: the newest weights are also those of `version`."""
+        """Record that step `version` did not change the layer: the newest weights are also those of `version`."""
         newest = max(WeightBuffer, key=lambda buffer: self._held[buffer].stop)
         held = self._held[newest]
         assert version == held.stop
@@ -118,56 +125,56 @@ class LayerSlot:
     def can_move(self) -> bool:
         """Whether versions may move between the buffers.
 
-        An upload that is due may already have chosen its source, because it is due until its event is known.
+        They may not while an upload is due: the device thread may already have chosen the buffer to copy from.
         """
         return not self._uploads_due
 
     def moved_to_front(self) -> None:
-        """The newest version was copied to the front buffer, over versions that no call needs any more."""
+        """Record that the newest version was copied to the front buffer, over versions that no call needs any more."""
         assert self._held[WeightBuffer.BACK].stop - 1 == self.newest_version
         assert self.can_move()
         self._held = [self._held[WeightBuffer.BACK], _NOTHING]
 
     def swapped(self) -> None:
-        """The contents of the two buffers were exchanged."""
+        """Record that the contents of the two buffers were exchanged."""
         assert self.can_move()
         self._held.reverse()
         self._upload_events.reverse()
 
-    # Gradients.
+    # Landings of gradients.
 
     def expect_landings(self, call: Hashable, generation: int, count: int) -> None:
-        """A call will land gradients of this layer so many times."""
+        """Announce that a call will land gradients of this layer `count` times."""
         assert generation >= self.open_generation
         if count:
             self._landings_due[call, generation] += count
 
     def can_land(self, call: Hashable, generation: int) -> bool:
-        """Whether it is this call's turn to land."""
+        """Whether the call may land now: its generation is open, and the calls announced before it have landed."""
         if self.open_generation != generation:
             return False
-        # A Counter keeps the order in which calls were announced, so sums do not depend on which call is faster.
+        # Calls land in the order of announcement, which a Counter keeps: sums do not depend on which call is faster.
         return next((due for due, of in self._landings_due if of == generation), call) == call
 
     def landed(self, call: Hashable, generation: int) -> None:
-        """Gradients of the call were added. Those of a cancelled call were dropped and are not due."""
+        """Record one landing of the call. Does nothing for a cancelled call, whose landings are no longer due."""
         if (call, generation) in self._landings_due:
             assert self.can_land(call, generation)
             self._decrease(self._landings_due, (call, generation))
 
     def can_consume(self, generation: int) -> bool:
-        """Whether all gradients of the generation have landed and no step has taken them."""
+        """Whether all gradients of the generation have landed and no step has taken them yet."""
         return self.open_generation == generation and all(due != generation for _, due in self._landings_due)
 
     def consumed(self, generation: int) -> None:
-        """A step has taken the gradients: those of the next generation may land."""
+        """Record that a step has taken the gradients of the generation: those of the next generation may land."""
         assert self.can_consume(generation)
         self.open_generation = generation + 1
 
-    # Failure.
+    # Calls that fail.
 
     def cancel(self, call: Hashable) -> None:
-        """The call will upload and land nothing more. Uploads that it has issued still run and are waited for."""
+        """Forget the call's uploads and landings that are due. Uploads already issued still run and are awaited."""
         for due in (self._uploads_due, self._landings_due):
             for key in [key for key in due if key[0] == call]:
                 del due[key]
@@ -195,7 +202,7 @@ class LayerWeights:
         self._slots = slots
         self._monitor = monitor
         self._pinner = pinner
-        self._failed_uploads: dict[int, BaseException] = {}  # by layer, between `begin` and `end`
+        self._failed_uploads: dict[int, BaseException] = {}  # by layer: errors found in `begin` that `end` raises
         self._fronts = [layer.flat for layer in layers if layer.flat is not None]
         self._backs: list[HostBuffer] = []
 
@@ -205,27 +212,29 @@ class LayerWeights:
             flat.close()
 
     def bring_to_back(self, newest: int) -> None:
-        """Copy the newest version into every second memory, also in layers that the version did not change."""
+        """Copy version `newest` into the second memory of every parameter that has one, unless it is there already."""
         for layer, slot in zip(self._layers, self._slots, strict=True):
             if slot.buffer_of(newest) is WeightBuffer.FRONT:
                 for record in layer.at_home:
                     if record.back is not None:
                         if record.master is not None and record.master.lies_in(record.back):
-                            record.master.take_memory()  # after a failed step its high halves are there
+                            # After a failed step the second memory may hold the master's high halves. Join the halves
+                            # in other memory before the next line overwrites them.
+                            record.master.take_memory()
                         record.back.copy_(record.weights)
 
     def rearrange(self, layers: Sequence[LayerRecord], slots: Sequence[LayerSlot]) -> None:
-        """Continue with other layers over the same weights in the same memory. Only while nothing runs."""
+        """Replace the layers by others with the same weights in the same memory. Only while nothing runs."""
         self._layers, self._slots = layers, slots
 
-    # Reading.
+    # Reading weights.
 
     def can_upload(self, layer_id: int, version: int) -> bool:
-        """Whether all weights of a layer are there in `version`."""
+        """Whether host memory holds `version` of all weights of a layer, including those shared with other layers."""
         return all(self._slots[home].can_upload(version) for home in self._layers[layer_id].homes)
 
     def wait_for(self, layer_id: int, version: int, cancelled: Callable[[], bool]) -> bool:
-        """Block until the weights of `version` may be read. Returns False if `cancelled()` becomes true before."""
+        """Block until the weights of `version` may be read, or `cancelled()` is true; return False if cancelled."""
         with self._monitor:
             self._monitor.wait_until(
                 lambda: cancelled() or self.can_upload(layer_id, version),
@@ -238,11 +247,11 @@ class LayerWeights:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (part of the device image, host memory) for every copy that fills a layer's image."""
         layer = self._layers[layer_id]
-        # The version of a cancelled call may be overwritten already. Its results are not used.
+        # If the call was cancelled, its version may be overwritten already. Any buffer will do: the results are unused.
         buffers = {home: self._slots[home].buffer_of(version) or WeightBuffer.FRONT for home in layer.homes}
         flat, own_buffer = layer.flat, buffers[layer_id]
         if own_buffer is WeightBuffer.BACK and layer.back is not None and flat is not None:
-            # If all parameters train, `back` has the layout of `flat`.
+            # If all parameters of the layer train, `back` has the layout of `flat`, and one copy of it is enough.
             flat = layer.back if layer.back.num_bytes == flat.num_bytes else flat
         pieces, in_flat = [], set()
         if flat is not None and flat.num_bytes:
@@ -257,30 +266,30 @@ class LayerWeights:
         return pieces
 
     def can_land(self, call: Hashable, layer_id: int, generation: int) -> bool:
-        """Whether it is this call's turn to add gradients of a layer."""
+        """Whether the call may add its gradients of a layer now; see LayerSlot.can_land."""
         return all(self._slots[home].can_land(call, generation) for home in self._layers[layer_id].homes)
 
     def upload_issued(self, call: Hashable, layer_id: int, version: int, event: Event) -> None:
-        """Note that an upload was queued; `event` passes when it has read the weights."""
+        """Record that an upload was queued; `event` passes when the upload has read the weights."""
         with self._monitor:
             for home in self._layers[layer_id].homes:
                 self._slots[home].upload_issued(call, version, event)
             self._monitor.changed()
 
-    # Writing.
+    # Writing weights.
 
     def keep_two(self, layer_id: int) -> None:
-        """Allocate second weights for the layer: from now on a version is written beside the one before."""
+        """Allocate the layer's second buffer, so that a new version no longer overwrites the version before it."""
         missing = [r for r in self._layers[layer_id].at_home if r.master is not None and r.back is None]
         if missing:
             self._give_second_memory(self._layers[layer_id], missing)
 
     def begin(self, layer_id: int, version: int) -> WeightBuffer:
-        """Return the buffer that `version` is written into; waits until all uploads have read what it holds."""
+        """Return the buffer to write `version` into, after waiting for the uploads that still read the buffer."""
         slot = self._slots[layer_id]
         has_two = any(record.back is not None for record in self._layers[layer_id].at_home)
         with self._monitor:
-            # The other buffer than the newest version's, so that calls can go on reading that version.
+            # With two buffers, choose the one without the newest version: calls can go on reading that version.
             newest = slot.buffer_of(version - 1)
             assert newest is not None
             target = newest.other if has_two else WeightBuffer.FRONT
@@ -289,13 +298,13 @@ class LayerWeights:
             )
             slot.write_begun(version, target)
             events = slot.take_upload_events(target)
-        failure = _wait_for_all(events)  # outside the monitor: copies take long, and other threads must go on
+        failure = _wait_for_all(events)  # outside the monitor: copies take long and must not block other threads
         if failure is not None:
             self._failed_uploads[layer_id] = failure
         return target
 
     def end(self, layer_id: int, version: int, target: WeightBuffer) -> None:
-        """Let calls read `version`. Then raise the error of an upload that `begin` waited for, if one failed."""
+        """Allow calls to read `version`, then raise the error of an upload that failed while `begin` waited for it."""
         with self._monitor:
             self._slots[layer_id].written(version, target)
             self._monitor.changed()
@@ -304,21 +313,21 @@ class LayerWeights:
             raise failure
 
     def revoke(self, layer_id: int, version: int, target: WeightBuffer) -> None:
-        """Discard what was written into the second buffer: `version` gets the weights of the version before."""
+        """Discard the new weights in buffer `target`: `version` gets the weights of the version before."""
         with self._monitor:
             self._slots[layer_id].write_revoked(version, target)
             self._monitor.changed()
 
     def unchanged(self, layer_id: int, version: int) -> None:
-        """`version` did not change the layer."""
+        """Record that step `version` did not change the layer."""
         with self._monitor:
             self._slots[layer_id].unchanged(version)
             self._monitor.changed()
 
     def publish(self, layer_id: int, version: int, *, copy: bool) -> None:
-        """Write the values of all masters as weights of `version`, unless that was done before.
+        """Write the values of all masters as weights of `version`, unless the layer already has that version.
 
-        `copy`: False for a void version, which gets the weights of the version before.
+        `copy`: False for the version of a failed step, which gets the weights of the version before.
         """
         if self._slots[layer_id].newest_version >= version:
             return
@@ -336,9 +345,9 @@ class LayerWeights:
     # Showing versions to the user.
 
     def show(self, version: int) -> None:
-        """Bring `version` into the front buffers, which are the user's parameters.
+        """Bring `version` into the front buffers, which are the memory of the user's parameters.
 
-        Only while the optimizer is idle and no call can be announced. Waits for the uploads of running calls.
+        Waits for the uploads of running calls. Allowed only while the optimizer is idle and no call can be announced.
         """
         for layer, slot in zip(self._layers, self._slots, strict=True):
             with self._monitor:
@@ -349,7 +358,7 @@ class LayerWeights:
                 if slot.buffer_of(version) is WeightBuffer.FRONT:
                     continue
                 self._monitor.wait_until(slot.can_move, f"uploads of layer {layer.layer_id} to be issued")
-            # Shielded: a Ctrl-C between copying and noting it would leave the slot wrong about its buffers.
+            # Shielded: after a Ctrl-C between the copy and its record, the slot would name the wrong buffer.
             shielded(functools.partial(self._bring_to_front, layer, slot, keep_old=version != slot.newest_version))
 
     def _bring_to_front(self, layer: LayerRecord, slot: LayerSlot, *, keep_old: bool) -> None:
@@ -368,25 +377,27 @@ class LayerWeights:
             raise failure
 
     def _give_second_memory(self, layer: LayerRecord, missing: Sequence[ParameterRecord]) -> None:
-        """Allocate second memory for `missing`.
+        """Allocate second memory for the parameters `missing` of a layer.
 
-        Second memory that other parameters of the layer have already holds a version; the new one must hold it too.
+        If other parameters of the layer have second memory, the back buffer holds a version already. The new memory
+        then starts with the current weights, so that this version is complete.
         """
         others_have = any(record.back is not None for record in layer.at_home)
         layout = lay_out([record.weights for record in missing])
         self._require_second_memory()
         flat = HostBuffer(layout.total_bytes, self._pinner)
         self._backs.append(flat)
-        # One storage for all: the user never gets these tensors.
+        # These views may share one storage, unlike the views of [Note: one storage per tensor]: users never get them.
         for record, view in zip(missing, layout.views(flat.tensor), strict=True):
             record.back = view.copy_(record.weights) if others_have else view
         if len(missing) == len(layer.at_home):
             layer.back = flat
 
     def _require_second_memory(self) -> None:
-        """Raise HostMemoryError if second memory for all layers does not fit.
+        """Raise HostMemoryError if second memory for all parameters that still lack it does not fit.
 
-        Counted before the first allocation, because memory that is allocated but not yet written still counts as free.
+        Counts all layers at once: the system counts memory that is allocated but not yet written as free, so a check
+        layer by layer would miss what earlier layers have allocated.
         """
         missing = [
             record
@@ -399,9 +410,9 @@ class LayerWeights:
 
 
 def _exchange(record: ParameterRecord, *, keep_old: bool) -> None:
-    """Copy a parameter's second memory to the first, and the first to the second if it is still needed.
+    """Copy a parameter's second memory to the first. Also copy the first to the second if its content is still needed.
 
-    After a failed step the master's high halves may be in the first memory although no version is there.
+    It is needed with `keep_old`, and if it holds the master's high halves, which can happen after a failed step.
     """
     assert record.back is not None
     master = record.master
@@ -416,7 +427,7 @@ def _exchange(record: ParameterRecord, *, keep_old: bool) -> None:
 
 
 def _wait_for_all(events: Sequence[Event]) -> BaseException | None:
-    """Wait for all events and return the first failure. A copy that failed does not read any more either."""
+    """Wait for all events and return the first error, if any. A copy that failed does not read its memory any more."""
     failure: BaseException | None = None
     for event in events:
         try:
@@ -429,7 +440,10 @@ def _wait_for_all(events: Sequence[Event]) -> BaseException | None:
 def _parameter_pieces(
     place: TensorPlace, image: torch.Tensor, record: ParameterRecord, buffer: WeightBuffer
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The copies that fill one parameter's place in the image: one, or one per range between its cuts."""
+    """Return (part of the image, host memory) for each copy that fills one parameter's place in a device image.
+
+    That is one copy, or one per range between the parameter's `cuts`.
+    """
     memory = record.memory(buffer)
     if not record.cuts or memory is not record.weights:
         return [(place.view(image), memory)]
@@ -441,12 +455,16 @@ def _parameter_pieces(
 
 
 class Masters:
-    """The optimizer copies of one model, made on demand."""
+    """The optimizer copies (masters) of one model; `of` makes each when it is first needed."""
 
     def __init__(
         self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None, home: Callable[[], CopyHome | None]
     ) -> None:
-        """`optim_dtype`: of all copies; None: each has the dtype of its parameter. `home`: a weak reference."""
+        """Copies are made later, by `of`.
+
+        `optim_dtype`: the dtype of all copies; None gives each the dtype of its parameter. `home`: returns the store
+        of the copies, or None once the store is gone.
+        """
         self._layers = layers
         self.optim_dtype = optim_dtype
         self._home = home
@@ -455,7 +473,7 @@ class Masters:
         )
 
     def rearrange(self, layers: Sequence[LayerRecord]) -> None:
-        """Continue with other layers over the same parameters."""
+        """Replace the layers by others with the same parameters."""
         self._layers = layers
 
     def of(self, record: ParameterRecord) -> OptimizerCopy:
@@ -466,18 +484,18 @@ class Masters:
         return record.master
 
     def has_own_precision(self, record: ParameterRecord) -> bool:
-        """Whether the optimizer's copy has another dtype than the parameter."""
+        """Whether the dtype of the optimizer's copy differs from the parameter's."""
         return self.optim_dtype is not None and self.optim_dtype is not record.weights.dtype
 
     def losing_updates(self) -> list[ParameterRecord]:
-        """Trainable parameters that are updated in low precision although the user did not ask for that."""
+        """Trainable parameters that are updated in bfloat16 or float16 because the user gave no `optim_dtype`."""
         if not self._may_lose_updates:
             return []
         trained = {record.name: record for layer in self._layers for record in layer.trainable}
         return [record for record in trained.values() if record.weights.dtype in _LOW_PRECISIONS]
 
     def training_begins(self) -> None:
-        """Call `when_training` of every copy, once."""
+        """Call the `when_training` function of every copy that has one, and remove it so that it runs only once."""
         for master in self.existing():
             notify, master.when_training = master.when_training, None
             if notify is not None:
@@ -489,7 +507,7 @@ class Masters:
         return next(self.existing(), None) is not None
 
     def existing(self) -> Iterator[OptimizerCopy]:
-        """Every copy made so far, once, by layer."""
+        """Iterate over the copies made so far, in the order of layers. A copy that layers share comes once."""
         for layer in self._layers:
             for record in layer.parameters:
                 if record.home == layer.layer_id and record.master is not None:

@@ -1,7 +1,8 @@
-"""The one-pass Adam kernel in C, called from Python on the tensors of a layer.
+"""Python interface of the one-pass Adam kernel in C, which updates the tensors of a layer.
 
-Knows tensors, addresses and dtypes; the caller knows which tensors belong together and when they may be written. Checks
-every tensor before its address goes to C, once: a KernelParameter whose tensors stay the same is not checked again.
+Knows tensors, addresses and dtypes; the caller decides which tensors belong together and when they may be written.
+Checks every tensor before C gets its address. A KernelParameter that is used again with tensors of the same form is not
+checked again.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from roundpipe.store.master import HalvedMaster
 MAX_FACTORS = 4
 _PRECISIONS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _THREADS_VARIABLE = "ROUNDPIPE_OPTIMIZER_THREADS"
-_CORES_FOR_LAUNCHES = 2  # left free on a machine with many cores: device threads must not wait for a core
+_CORES_FOR_LAUNCHES = 2  # cores left free for device threads, which launch kernels, on a machine with many cores
 
 
 class _Rule(ctypes.Structure):
-    """`struct adam_rule` of one_pass_adam.c."""
+    """The same fields as `struct adam_rule` in one_pass_adam.c."""
 
     _fields_ = (
         ("factors", ctypes.c_float * MAX_FACTORS),
@@ -44,7 +45,7 @@ class _Rule(ctypes.Structure):
 
 
 class _Parameter(ctypes.Structure):
-    """`struct adam_parameter` of one_pass_adam.c."""
+    """The same fields as `struct adam_parameter` in one_pass_adam.c."""
 
     _fields_ = (
         ("master", ctypes.c_void_p),
@@ -65,20 +66,20 @@ class _Parameter(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class AdamRule:
-    """The numbers of one parameter group at one step."""
+    """The hyperparameters of one parameter group in one step."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    is_decoupled: bool  # weight decay as in AdamW
+    is_decoupled: bool  # True for the weight decay of AdamW, False for that of Adam
     step: int  # counted from 1
-    gradient_factors: tuple[float, ...] = ()  # by which the gradient is multiplied first, one after the other
+    gradient_factors: tuple[float, ...] = ()  # the gradient is first multiplied by each of these, in order
 
     @functools.cached_property
     def packed(self) -> _Rule:
-        """The rule as the kernel reads it."""
+        """The rule as a C struct for the kernel."""
         return _Rule(
             factors=self.gradient_factors,
             num_factors=len(self.gradient_factors),
@@ -94,29 +95,29 @@ class AdamRule:
 
 
 _Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]  # dtype, shape, strides
-_Forms = tuple[_Form, _Form, _Form | None]  # of master, gradient and weight
+_Forms = tuple[_Form, _Form, _Form | None]  # the forms of master, gradient and weight
 
 
 @dataclasses.dataclass
 class KernelParameter:
-    """One parameter as the kernel updates it: dense tensors of one shape, with their elements in one order in memory.
+    """The tensors of one parameter for the kernel: dense, of the same shape, with the same order of elements in memory.
 
-    May be used for several steps: between two steps `forget_memory` drops all tensors but the moments, and `renew`
-    brings those of the next step without another check.
+    Can be used for several steps: after a step `forget_memory` drops all tensors but the moments, and before the next
+    step `renew` sets the new tensors without another check.
     """
 
     master: torch.Tensor | HalvedMaster | None
     gradient: torch.Tensor | None
-    first: torch.Tensor  # moments
-    second: torch.Tensor
-    largest: torch.Tensor | None  # of the second moment, for amsgrad
-    weight: torch.Tensor | None  # where the rounded result is written, if anywhere
+    first: torch.Tensor  # the first moment
+    second: torch.Tensor  # the second moment
+    largest: torch.Tensor | None  # the maximum of the second moment over all steps; only for amsgrad
+    weight: torch.Tensor | None  # receives the updated values, rounded to its dtype; None if only the master is updated
     rule: AdamRule
     _packed: _Parameter | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
     _forms: _Forms | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def packed(self) -> _Parameter:
-        """The parameter as the kernel reads it. The first call raises RuntimeError if the tensors do not match."""
+        """The parameter as a C struct. The first call raises RuntimeError if the tensors do not match."""
         if self._packed is None:
             _check(self)
             assert self.master is not None
@@ -137,9 +138,10 @@ class KernelParameter:
     def renew(
         self, master: torch.Tensor | HalvedMaster, gradient: torch.Tensor, weight: torch.Tensor | None, rule: AdamRule
     ) -> bool:
-        """Prepare for another step with the same moments. Returns False if that takes a new KernelParameter.
+        """Set the tensors of another step with the same moments.
 
-        The tensors may lie in other memory than before, in the same form.
+        Returns False and changes nothing if the dtype, shape or strides of a tensor differ from the step before: then
+        the caller needs a new KernelParameter. The tensors may lie in other memory than before.
         """
         if self._packed is None or self._forms != _forms(master, gradient, weight):
             return False
@@ -148,7 +150,7 @@ class KernelParameter:
         return True
 
     def forget_memory(self) -> None:
-        """Drop references to the model's memory: an object that is kept for later steps must not keep it alive."""
+        """Drop the references to the model's memory, so that an object kept for later steps does not keep it alive."""
         self.master = self.gradient = self.weight = None
 
     def _pack(
@@ -159,7 +161,7 @@ class KernelParameter:
         weight: torch.Tensor | None,
         rule: AdamRule,
     ) -> None:
-        """Write what differs between two steps."""
+        """Write the addresses and the rule, which differ between two steps, into the C struct."""
         if isinstance(master, HalvedMaster):
             packed.old_weight = master.weight.data_ptr()
             packed.low, packed.ties = master.low.data_ptr(), master.ties.data_ptr()
@@ -171,7 +173,10 @@ class KernelParameter:
 
 
 def _forms(master: torch.Tensor | HalvedMaster, gradient: torch.Tensor, weight: torch.Tensor | None) -> _Forms:
-    """Halved masters differ from others by their dtype."""
+    """The forms of master, gradient and weight.
+
+    A halved master has the form of its bfloat16 weight, so its dtype differs from that of a float32 master.
+    """
     whole = master.weight if isinstance(master, HalvedMaster) else master
     return (
         (whole.dtype, whole.shape, whole.stride()),
@@ -186,7 +191,7 @@ def can_read(tensor: torch.Tensor) -> bool:
 
 
 class OnePassKernel:
-    """The kernel and the team of threads that run it."""
+    """The C kernel, with the team of threads on which it runs."""
 
     def __init__(self, loaded: ctypes.CDLL, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -200,7 +205,7 @@ class OnePassKernel:
             raise MemoryError("no memory for the optimizer's threads")
 
     def adam(self, parameters: Sequence[KernelParameter]) -> None:
-        """Update all parameters in one call. Raises RuntimeError, and updates none, if tensors do not match."""
+        """Update all parameters in one call. If tensors do not match, raises RuntimeError and updates none."""
         packed = (_Parameter * len(parameters))(*[parameter.packed() for parameter in parameters])
         # ctypes releases the interpreter lock during the call; `packed` and the tensors stay alive until it returns.
         start_s = time.perf_counter()
@@ -213,7 +218,7 @@ class OnePassKernel:
         self._join(to.data_ptr(), halves.weight.data_ptr(), halves.low.data_ptr(), halves.ties.data_ptr(), to.numel())
 
     def halve(self, values: torch.Tensor, to: HalvedMaster) -> None:
-        """Write float32 values into both halves; the weight becomes `values` rounded."""
+        """Write float32 `values` into both halves of `to`. The weight of `to` becomes `values` rounded."""
         _check_halves(to, values)
         self._halve(to.weight.data_ptr(), to.low.data_ptr(), to.ties.data_ptr(), values.data_ptr(), values.numel())
 
@@ -234,7 +239,7 @@ def share_layout(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _memory_order(tensor: torch.Tensor) -> list[int]:
-    """The strides that decide where elements lie. The stride of a dimension of size 1 does not."""
+    """The strides of dimensions larger than 1. Only these strides decide where elements lie in memory."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
 
 
@@ -271,7 +276,7 @@ def _check_halves(
 
 
 def _require(name: str, tensor: torch.Tensor | None, *precisions: torch.dtype) -> torch.Tensor:
-    """The tensor; raises RuntimeError unless it is in host memory and has one of the dtypes."""
+    """Return `tensor`; raises RuntimeError unless it is a strided tensor in host memory with one of the dtypes."""
     if tensor is None or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise RuntimeError(f"the Adam kernel needs a strided CPU tensor as {name}, got {_described(tensor)}.")
     if tensor.dtype not in precisions:
@@ -292,14 +297,14 @@ def _described(tensor: torch.Tensor | None) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} ({tensor.layout}, {tensor.device})"
 
 
-# Speed.
+# Speed of the kernel.
 
 
 class _Rate:
-    """A moving average of the parameters that the kernel updates per second."""
+    """A moving average of the number of elements that the kernel updates per second."""
 
-    SMOOTHING = 0.02  # small, because one layer is a small part of a step
-    ENOUGH = 10_000  # parameters; the time of fewer is mostly overhead
+    SMOOTHING = 0.02  # weight of a new measurement; small, because it covers one layer, a small part of a step
+    ENOUGH = 10_000  # elements; calls with fewer are not measured, because their time is mostly overhead
 
     def __init__(self) -> None:
         self.per_second: float | None = None
@@ -315,7 +320,7 @@ _rate = _Rate()
 
 
 def measured_rate() -> float | None:
-    """Parameters per second that this process's kernel has updated so far; None before its first update."""
+    """Average number of elements that this process's kernel updates per second; None before the first measurement."""
     return _rate.per_second
 
 
@@ -323,7 +328,7 @@ def measured_rate() -> float | None:
 
 
 def one_pass_kernel() -> OnePassKernel | None:
-    """The kernel of this process; None if it cannot be built. A forked child gets threads of its own."""
+    """The kernel of this process; None if it cannot be built. A forked child gets a separate team of threads."""
     return _kernel_of(os.getpid())
 
 

@@ -1,12 +1,13 @@
-"""Loads the compiled kernel, or compiles it.
+"""Loads the compiled kernel library, and compiles it first if necessary.
 
-The library was built with the package, or is compiled into the user's cache, once for every version of the source. If
-neither works there is no kernel and the optimizers use torch.
+The library was either built with the package or is compiled into the user's cache folder, once for every version of the
+source. If neither works there is no kernel, and the optimizers use torch.
 
-[Note: what may be loaded] Loading a library runs its code. A library in the cache is loaded only if folder and file
-belong to this user, no other user can write to them, and the content has the checksum that is part of the name. It is
-loaded through the descriptor of the folder in which it was checked. If there is no such folder, the library is compiled
-into a temporary folder, which is removed after loading.
+[Note: what may be loaded] Loading a library runs its code, so files that another user may have written are not loaded.
+A library in the cache is loaded only if folder and file belong to this user, no other user can write to them, and the
+content has the checksum that is part of the file name. It is loaded through the descriptor of the folder in which it
+was checked. If there is no cache folder that this user alone can write to, the library is compiled into a temporary
+folder, which is removed after loading.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ logger = logging.getLogger("roundpipe")
 
 SOURCE = Path(__file__).with_name("one_pass_adam.c")
 _SOURCES = (SOURCE, SOURCE.with_name("adam_block.h"))
-# Optimized, but every operation is rounded separately: flags must not change results.
+# The flags optimize without changing results: -ffp-contract=off makes the compiler round every operation separately.
 COMPILE_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S = 120.0
@@ -39,7 +40,7 @@ _COMPILE_S = 120.0
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library; None, with a warning in the log, if there is none and it cannot be compiled."""
+    """The kernel library. Logs a warning and returns None if there is none and it cannot be compiled."""
     try:
         for path in _built_with_the_package():
             try:
@@ -57,12 +58,15 @@ def load() -> ctypes.CDLL | None:
 
 
 def built_name() -> str:
-    """The name of the library that setup.py builds. It contains a digest, so a library of other source is not found."""
+    """The name of the library that setup.py builds.
+
+    The name contains a digest of the source, so that a library built from other source is not found.
+    """
     return f"_one_pass_adam_{_digest()}"
 
 
 def _built_with_the_package() -> Iterator[Path]:
-    """Libraries of the current source beside it; at most one in practice."""
+    """The paths of libraries that were built from the current source, in its folder; in practice at most one."""
     name = built_name()
     candidates = (SOURCE.with_name(name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return (path for path in candidates if path.exists())
@@ -73,7 +77,7 @@ class _UnsoundError(OSError):
 
 
 def _cached_or_compiled() -> ctypes.CDLL:
-    """Load the library from the cache; else compile it into the cache, or into a temporary folder."""
+    """Load the library from the cache. If it is not there, compile it into the cache or into a temporary folder."""
     if os.name != "posix":
         raise OSError("it needs POSIX threads")
     cache = _cache_folder()
@@ -91,7 +95,7 @@ def _name_without_checksum() -> str:
 
 
 def _cached(cache: Path) -> ctypes.CDLL | None:
-    """The first library in the cache that passes the checks and can be loaded. Removes those that fail the checks."""
+    """Load the first library in the cache that passes the checks; None without one. Removes those that fail them."""
     # The name contains the digest of the source, so libraries of other versions are not considered.
     for path in sorted(cache.glob(f"{_name_without_checksum()}-*.so")):
         try:
@@ -114,13 +118,14 @@ def _load_checked(path: Path) -> ctypes.CDLL:
             checksum = hashlib.sha256(content.read()).hexdigest()
         if path.name != f"{_name_without_checksum()}-{checksum}.so":
             raise _UnsoundError("its content does not have the checksum in its name")
-        in_folder = f"/proc/self/fd/{folder}/{path.name}"  # the path may lead to another folder by now
+        # Through the descriptor: meanwhile `path` may lead to another folder, which was not checked.
+        in_folder = f"/proc/self/fd/{folder}/{path.name}"
         return ctypes.CDLL(in_folder if os.path.exists(in_folder) else str(path))
 
 
 @contextlib.contextmanager
 def _opened(path: str | Path, flag: int, folder: int | None = None) -> Iterator[int]:
-    """A descriptor for reading a file or folder; `folder` is the descriptor that a relative path starts from."""
+    """Open a file or folder for reading and yield its descriptor. A relative path starts at the descriptor `folder`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag, dir_fd=folder)
     try:
         yield descriptor
@@ -134,13 +139,16 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def _digest() -> str:
-    """A digest of everything that determines what the kernel does: the source and the compiler flags."""
+    """A digest of the source and the compiler flags, which together determine what the kernel does."""
     text = b"".join(source.read_bytes() for source in _SOURCES)
     return hashlib.sha256(text + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
 
 
 def _compiled(folder: Path) -> ctypes.CDLL:
-    """Compile into `folder` and load. The file gets its final name when it is complete, so no process loads a part."""
+    """Compile the library into `folder` and load it.
+
+    The file gets its final name only when it is complete, so that no other process loads an incomplete library.
+    """
     compiler = os.environ.get("CC") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise OSError("there is no C compiler")
@@ -148,13 +156,13 @@ def _compiled(folder: Path) -> ctypes.CDLL:
         made = Path(directory) / "made.so"
         command = [*compiler.split(), *COMPILE_FLAGS, "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
-        made.chmod(0o600)  # regardless of the umask
+        made.chmod(0o600)  # whatever the umask is, no other user may write to the file
         checksum = hashlib.sha256(made.read_bytes()).hexdigest()
         return _load_checked(made.replace(folder / f"{_name_without_checksum()}-{checksum}.so"))
 
 
 def _cache_folder() -> Path | None:
-    """The user's cache folder, created if it is missing; None if other users can write to it or it cannot be made."""
+    """The user's cache folder, created if missing. None if it cannot be created or other users can write to it."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -166,7 +174,7 @@ def _cache_folder() -> Path | None:
 
 
 def _reason(error: Exception) -> str:
-    """The error as text for the log; for a compiler the end of its output."""
+    """The error as text for the log. For a failed compilation, the end of the compiler's output."""
     if isinstance(error, subprocess.CalledProcessError):
         return f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
     return str(error)
