@@ -1,4 +1,4 @@
-"""Context of the running user code: its layer and phase, its iteration, and whether it runs on the optimizer side.
+"""Context of the running user code: its layer and phase, its iteration, and whether it is inside an `OptimizerCtx`.
 
 Functions such as `doing_recompute` read the context; the runtime and the optimizer thread set it around layers, loss_fn
 and step_fn. All state is in context variables, so each thread has its own. Knows no devices, stores or schedules.
@@ -32,9 +32,10 @@ class LayerPhase(enum.Enum):
 
 @dataclasses.dataclass
 class LayerRun:
-    """One execution of one layer on one microbatch. `save_for_recompute` and its kin refer to it while it is entered.
+    """One execution of one layer on one microbatch.
 
-    recompute_data: for RECOMPUTE, the data that the forward saved; set by a FORWARD that saves data.
+    While it is entered, `save_for_recompute`, `get_recompute_data` and `doing_recompute` refer to it.
+    recompute_data: in the phase FORWARD the data that the layer saves; in the phase RECOMPUTE the data saved before.
     """
 
     phase: LayerPhase

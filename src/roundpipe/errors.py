@@ -72,7 +72,7 @@ class ModelChangedError(RoundPipeError, RuntimeError):
 class StaleGraphError(RoundPipeError, RuntimeError):
     """Backward cannot run through a forward call.
 
-    Its weights have changed since, it has run backward already, or a second derivative was requested.
+    The weights have changed since the forward, its backward ran already, or a second derivative was requested.
     """
 
 

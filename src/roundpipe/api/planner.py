@@ -5,7 +5,8 @@ tensor.
 
 [Note: a blind planner]
 Where device memory is limited, the planner cannot plan the first training call of a kind: it does not know how large
-the activations are. A probe runs such a call's first microbatch forward, one layer at a time, and measures them.
+the activations are. A probe runs the forward of such a call's first microbatch, one layer at a time, and measures the
+activations.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this shar
 # Calls between two reviews of a plan; the last number repeats. So reviews come at calls 2, 4, 20, 84, 148 ...
 _PAUSES = (1, 2, 16, 64)
 _ENOUGH_RUNS = 4  # after so many measured runs, times are taken only before a review of the plan
-_SHRINK, _SMALLEST_SHARE = 0.8, 0.1  # of the memory limit, after a call has run out of memory
+# After a call has run out of memory, the share of the memory limit for calls of its kind is multiplied by _SHRINK until
+# the plan changes, or until the share is below _SMALLEST_SHARE.
+_SHRINK, _SMALLEST_SHARE = 0.8, 0.1
 
 
 class Load(NamedTuple):
@@ -98,15 +101,15 @@ class _Choice:
 
 
 class _Measured:
-    """What runs of one load have shown of the layers' costs."""
+    """The costs of the layers, as runs of one load have measured them."""
 
     def __init__(self, store: LayerStore) -> None:
         self.costs = CostModel(
             [layer.weight_bytes for layer in store.layers],
             [sum(record.weights.nbytes for record in layer.trainable) for layer in store.layers],
         )
-        self.num_learned = 0  # runs
-        self.layers_left = set(range(len(store.layers)))  # whose activations are unknown
+        self.num_learned = 0  # number of runs whose measurements are included
+        self.layers_left = set(range(len(store.layers)))  # layers whose activation sizes are unknown
 
 
 class Planner:
@@ -121,9 +124,9 @@ class Planner:
         self.limit_bytes: int | None = None  # memory of one device, read anew for each schedule
         self._measured: dict[Load, _Measured] = {}
         self._choices: dict[CallKind, _Choice] = {}
-        # Each with the state that it was computed from: see `costs`.
+        # Cache of `costs`. Each entry also has the state that it was computed from.
         self._costs: dict[tuple[CallKind, tuple[StageTask, ...]], tuple[Hashable, Costs]] = {}
-        self._memory_share: dict[CallKind, float] = {}  # of the limit, for kinds of call that ran out of memory
+        self._memory_share: dict[CallKind, float] = {}  # share of the limit, by kinds that ran out of memory
         self._last_kind: CallKind | None = None  # of the last call; None if the user gave its plan
 
     # Before a call.
@@ -131,8 +134,8 @@ class Planner:
     def schedule(
         self, kind: CallKind, request: Request, probe: Callable[[CallKind, Request], None]
     ) -> tuple[StageTask, ...]:
-        """The tasks of a call. `probe`: runs a probe of it; see [Note: a blind planner]."""
-        if self.limit_bytes is not None or not self._choices:  # a device without a limit never gets one
+        """The tasks of a call. `probe`: a function that runs a probe of the call; see [Note: a blind planner]."""
+        if self.limit_bytes is not None or not self._choices:  # no limit at the first call means no limit ever
             self.limit_bytes = self._pool.devices()[0].memory_limit_bytes()
         self._last_kind = None
         user_plan = request.config.execute_plan
@@ -158,7 +161,7 @@ class Planner:
         choice = self._choices.get(kind)
         num_learned = self._of(kind.load).num_learned
         known = min(num_learned, _ENOUGH_RUNS)
-        # Computed again only after a run was learned from, or the plan reviewed: then they can change.
+        # Costs can change only after a run was learned from or the plan was reviewed. Until then the cache is valid.
         state = (
             known,
             choice and choice.num_reviews,
@@ -190,7 +193,7 @@ class Planner:
     # After a call.
 
     def learn(self, run: Run) -> None:
-        """Take over what a finished run has measured."""
+        """Add the measurements of a finished run to the cost estimates."""
         assert isinstance(run.load, Load)
         measured = self._of(run.load)
         measured.num_learned += 1
@@ -202,7 +205,10 @@ class Planner:
             measured.layers_left.discard(layer_id)
 
     def plan_smaller(self) -> bool:
-        """Plan calls of the last call's kind with less memory, as it ran out. Returns whether that is possible."""
+        """Plan later calls of the last call's kind with less memory, because that call ran out of memory.
+
+        Returns whether that is possible.
+        """
         kind, self._last_kind = self._last_kind, None
         choice = None if kind is None else self._choices.get(kind)
         if kind is None or choice is None:
@@ -241,7 +247,7 @@ class Planner:
 
     def _best_plan(self, kind: CallKind, old: _Planned | None) -> _Planned:
         """The fastest plan by prediction; the old one if it fits and the new one is hardly faster."""
-        if kind in self._memory_share and self.limit_bytes is None:  # it ran out of a memory that has no known limit
+        if kind in self._memory_share and self.limit_bytes is None:  # out of memory without a known limit
             return self._finest_plan(kind)
         profile = self._profile(kind.load, kind)
         limit = math.inf if profile.memory_limit_bytes is None else profile.memory_limit_bytes
@@ -290,7 +296,7 @@ class Planner:
         unused = max(profile.memory_limit_bytes - held, 0)
         return memory.buffer_bytes(tasks, profile.num_devices)[0] + unused // 2
 
-    # What is known.
+    # Cost estimates.
 
     def _of(self, load: Load) -> _Measured:
         if load not in self._measured:

@@ -66,7 +66,7 @@ class ModelProxy(nn.Module):
         """`attributes`: further attributes of the proxy itself."""
         super().__init__()
         own = self.__dict__
-        own.pop("training")  # read from the wrapped model
+        own.pop("training")  # `training` is read from the wrapped model
         attributes |= {"original_model": original_model, "model": model, "name": engine.name, "_engine": engine}
         own.update(attributes, _fixed=frozenset(attributes))
         own["_finalizer"] = weakref.finalize(self, engine.abort)
@@ -184,7 +184,7 @@ class ModelProxy(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Called by load_state_dict() of a module that contains this one."""
+        """Load into the wrapped model. Called by load_state_dict() of a module that contains this one."""
         self._target()._load_from_state_dict(*args)
 
     def __getattr__(self, name: str) -> Any:
@@ -214,7 +214,7 @@ class ModelProxy(nn.Module):
         return sorted({*super().__dir__(), *dir(self._target())})
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Called by .to(), .cuda(), .half() and the like: always raises."""
+        """Always raise UsageError. nn.Module calls this method in .to(), .cuda(), .half() and the like."""
         raise UsageError(
             "a RoundPipe cannot be moved or cast (.to(), .cuda(), .half(), ...): weights stay in host memory and are "
             "uploaded when needed. Cast the model before wrapping it, choose devices with devices=[...], and the "
@@ -226,7 +226,7 @@ class ModelProxy(nn.Module):
         asked: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype, _, memory_format = asked
         if device == torch.device("cpu") and dtype is None and memory_format is None:
-            return self  # already there
+            return self  # the weights are in host memory already
         return self._apply(lambda tensor: tensor)
 
     def cpu(self) -> Self:
@@ -315,7 +315,7 @@ class RoundPipe(ModelProxy):
         merges_late: bool = False,
         split_model: SplitModel | None = None,
     ) -> None:
-        """The rest of `__init__`, also for models that run as other modules than the user's.
+        """The rest of `__init__`. `model` is the module that runs, `original_model` the user's; they may differ.
 
         split_model: the model that the layers of `model` were split from, if there is one.
         """
@@ -356,7 +356,7 @@ class RoundPipe(ModelProxy):
             args, kwargs = as_microbatches((args, kwargs), config.num_microbatch)
         try:
             outputs = self._engine.forward(args, kwargs, config)
-        finally:  # a call that failed may have split the model again, too
+        finally:  # also after a failure: the failed call may have split the model again
             if self._engine.split_model is not None:
                 self._follow_layers(self._engine.split_model)
         merges_late = self._merges_late and is_merging_late() and roundpipe_run_config.merge_output is None
@@ -423,7 +423,7 @@ class RoundPipe(ModelProxy):
                 f"{self.name} cannot generate: only models of transformers that are split into layers can. Generate "
                 "with the plain model (its .model) after synchronize()."
             )
-        self._engine.wait_for_visible_weights()  # code of generate() on the host may read parameters
+        self._engine.wait_for_visible_weights()  # generate() runs code on the host, which may read parameters
         return split_model.generating(self.forward).generate(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
@@ -462,7 +462,7 @@ class RoundPipe(ModelProxy):
         return f"name={self.name!r}, layers={self.num_layers}, devices={self._engine.num_devices}"
 
     def _resolve(self, call: RoundPipeRunConfig) -> ResolvedRunConfig:
-        """Overlay the options of a call on the model's and the defaults. Refuses a model whose layers were replaced."""
+        """Return a call's options: its own, else the model's, else the defaults. Raises if layers were replaced."""
         config = resolve(call, self.model_run_config, self._engine.num_devices)
         if config.output_device.type != "cpu":
             require_device(config.output_device, "output_device")

@@ -115,7 +115,7 @@ class ModelExecutePlan:
     def _check_fused(self, num_layers: int) -> None:
         """Raise a `PlanError` unless this is a plan for ``FUSED``: see the docstring of the class."""
         _check_form("fwd_plan", self.fwd_plan, num_layers)
-        # The fused stage is not part of fwd_plan: it takes all layers after it.
+        # The fused stage takes all layers that come after those of fwd_plan.
         fused_start = self.fwd_plan[-1].stop if self.fwd_plan else 0
         _check_cover("fwd_plan", self.fwd_plan, range(fused_start), _Order.ASCENDING)
         if fused_start == num_layers:
@@ -390,7 +390,7 @@ class StageTask:
 
     @functools.cached_property
     def name(self) -> str:
-        """F0, FB3, B7: computed once, because every microbatch notes it."""
+        """The name of the task, such as F0, FB3 or B7. Cached, because every microbatch records it."""
         return f"{self.kind.value}{self.index}"
 
     def __str__(self) -> str:

@@ -108,7 +108,7 @@ class StageMemory:
             return 1
         if limit_bytes is None:
             return self._num_microbatch
-        each = self.tail_bytes(tasks, 2)  # each further microbatch of the tail
+        each = self.tail_bytes(tasks, 2)  # bytes of each further microbatch of the tail
         room = limit_bytes - self.peak_bytes(tasks, num_devices)
         return self._num_microbatch if each == 0 else min(self._num_microbatch, 1 + max(room // each, 0))
 
@@ -194,8 +194,8 @@ def steady_step_s(
 
     Call k + 1 starts when call k has returned. A call with a fused task returns when that task is done, because its
     losses are then known; its backward tasks overlap with the first tasks of call k + 1. Other calls return when all
-    their tasks are done. Call k + 1 also waits for all tasks of call k - 1: the update after those tasks made its
-    weights (asynchronous steps).
+    their tasks are done. Call k + 1 also waits for all tasks of call k - 1: with asynchronous steps, it reads the
+    weights that were updated after call k - 1.
     """
     seconds = [task_seconds(task, costs) for task in tasks]
     returns_after = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.FUSED), len(tasks) - 1)
@@ -211,7 +211,7 @@ def _cycle_mean_s(seconds: Sequence[float], returns_after: int, num_microbatch: 
     The state before a call is how long each device is still busy. When a state repeats, the calls between the two
     occurrences form a cycle.
     """
-    unit_s = sum(seconds) or 1.0  # states are compared relative to it, rounded to 9 digits
+    unit_s = sum(seconds) or 1.0  # states are divided by this unit and rounded to 9 digits for comparison
     busy_s = [0.0] * num_devices
     seen = {tuple(busy_s): 0}
     issued_s = [0.0]

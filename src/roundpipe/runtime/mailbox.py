@@ -1,4 +1,4 @@
-"""The values of one task: inputs, values saved for recomputation, outputs, gradients, and the buffers of its layers.
+"""Moves the values of one task: inputs, values saved for recomputation, outputs, gradients, and buffers of layers.
 
 Values for a task on the same device stay in device memory; all others go through host memory. Knows parcels and
 transfers, never schedules.
@@ -44,7 +44,7 @@ class StageMail:
         # With one device, or a round that returns to this device, the next task finds the value in device memory.
         self._next_is_here = not self._is_last and run.workers[position] == run.workers[position + 1]
 
-    # Forward.
+    # Values of the forward pass.
 
     def receive(self, microbatch: int) -> tuple[Bundle, tuple[bool, ...]]:
         """Wait for the input of the task's first layer: the value, and which of its tensors require grad."""
@@ -79,7 +79,7 @@ class StageMail:
         bundle = self._run.labels[microbatch]
         return bundle.with_tensors(self._transfer.up(bundle.tensors, ())).unpack()
 
-    # Saved for recomputation.
+    # Values saved for recomputation.
 
     def save_input(self, layer_id: int, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         """Download a layer's input, from which its recomputation starts."""
@@ -110,7 +110,7 @@ class StageMail:
         """Free a saved input without reading it; returns its number of tensors."""
         return len(self._recall.inputs.pop((layer_id, microbatch)).bundle.tensors)
 
-    # Backward.
+    # Gradients of the backward pass.
 
     def receive_gradients(self, microbatch: int) -> Gradients:
         """Wait for the gradients of the outputs of the task's last layer."""
@@ -174,7 +174,7 @@ class StageBuffers:
     def before_forward(self, replica: Replica, microbatch: int, phase: LayerPhase) -> None:
         """Prepare the buffers for one forward, and remember their versions to detect writes.
 
-        Only layers that have written a buffer in this call pay for saving and restoring per microbatch.
+        Saves and restores buffers per microbatch only for layers that have written a buffer in this call.
         """
         if not replica.record.buffers:
             return
@@ -210,7 +210,7 @@ class StageBuffers:
 
     def _as_forward_saw_them(self, layer_id: int, microbatch: int) -> _Tensors:
         saved = self._recall.buffers_before.pop((layer_id, microbatch), None)
-        if saved is None:  # no earlier microbatch had written
+        if saved is None:  # no earlier microbatch had written a buffer
             return [None if b is None else b.clone() for b in self._as_call_began[layer_id]]
         return self._up(saved.tensors, saved)
 
