@@ -72,7 +72,7 @@ _layer_run: ContextVar[LayerRun | None] = ContextVar("roundpipe_layer_run", defa
 _iteration: ContextVar[Iteration | None] = ContextVar("roundpipe_iteration", default=None)
 _gradient_hook: ContextVar[bool] = ContextVar("roundpipe_gradient_hook", default=False)
 _optimizer_side: ContextVar[bool] = ContextVar("roundpipe_optimizer_side", default=False)
-_step_observers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the whole process, unlike the variables above
+_step_observers: weakref.WeakSet[Any] = weakref.WeakSet()  # one set for the process, not per thread
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@
     ├── UsageError (RuntimeError)       a call was made in the wrong place or order
     └── ClosedError (RuntimeError)      a model or device pool is closed already
 
-Exceptions from the user's code (layers, loss_fn, step_fn) keep their type; `add_note` adds where they happened. Knows
+Exceptions from the user's code (layers, loss_fn, step_fn) keep their type; a note says where they happened. Knows
 nothing of the rest of the package.
 """
 

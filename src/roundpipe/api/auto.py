@@ -58,7 +58,7 @@ class AutoRoundPipe(ModelProxy):
         specs = parse_devices(devices) if devices is not None or not parts else parts[0]._engine.specs
         for part in parts:
             _refuse_to_join(part, specs)
-        refuse_owned(outside_of(model, parts))  # the parameters inside the parts are owned by the parts
+        refuse_owned(outside_of(model, parts))  # parameters inside the parts have their owner already
         self._open(
             model,
             {part: part for part in parts},
@@ -94,7 +94,7 @@ class AutoRoundPipe(ModelProxy):
         model_run_config: RoundPipeRunConfig,
         advice: str | None = None,
     ) -> None:
-        """The rest of `__init__`. `advice`: how to wrap the model better, for the log and for calls that fail."""
+        """Initialise the wrapper. `advice`: how to wrap the model better, for the log and for calls that fail."""
         if advice is not None:
             logger.warning("%s (%s): %s", name, type(model).__name__, advice)
         engine = ModelEngine(
@@ -103,7 +103,7 @@ class AutoRoundPipe(ModelProxy):
             name=name,
             pool=shared_pool(specs),
             optim_dtype=optim_dtype,
-            pin_mode=PinMode.OFF,  # these weights are never uploaded
+            pin_mode=PinMode.OFF,  # parameters outside of the parts are never uploaded
             pinner=host_pinner(specs),
         )
         for part in parts.values():
@@ -125,7 +125,7 @@ class AutoRoundPipe(ModelProxy):
             model_run_config=model_run_config,
         )
 
-    # Training.
+    # Calls for training and inference.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward on the calling thread; RoundPipes inside it run on the devices."""
@@ -225,7 +225,7 @@ def _exchange(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> 
                 module._modules[name] = replacements[child]
 
 
-# The loss of a model of transformers.
+# Running the loss function of a model of transformers on a device.
 
 
 class LossModule(nn.Module):

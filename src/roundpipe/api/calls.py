@@ -125,7 +125,7 @@ def new_call(
 ) -> Call:
     """A complete Call. `schedule`: all tasks of the user's call; its backward tasks decide which inputs are saved."""
     loss_fn, parcels = request.loss_fn, inputs.parcels
-    signature: Hashable = None  # only training calls are compared: see Recovery.all_are_proven
+    signature: Hashable = None  # set for training calls only, which Recovery.is_proven compares
     if loss_fn is not None and not is_probe:
         shapes = tuple(tuple((t.shape, t.dtype) for t in parcel.bundle.tensors) for parcel in parcels)
         signature = (tasks, costs.tail, request.config.recompute_grain, shapes)
@@ -194,7 +194,7 @@ def unwrapped(value: Any, *, wait: bool = False) -> tuple[Any, tuple[Event, ...]
     return bare, ()
 
 
-# Results.
+# Turning the results of a run into what the user gets.
 
 
 def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:

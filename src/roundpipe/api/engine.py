@@ -113,7 +113,7 @@ class ModelEngine:
         self.num_writes = 0
         self._pool = pool
         self._planner = Planner(self.store, pool, name)
-        self._last_run: Run | None = None  # for timeline()
+        self._last_run: Run | None = None  # the most recent run, whose times timeline() returns
 
     # Calls for training and inference.
 

@@ -60,7 +60,7 @@ class Recovery:
         self._on_out_of_memory = on_out_of_memory
         self._monitor = monitor
         self._runs: list[Run] = []
-        self.num_runs = 0  # runs watched so far
+        self.num_runs = 0  # number of runs watched so far
         # By run number: the buffers that the run wrote, with their earlier values.
         self._written: dict[int, list[tuple[BufferRecord, torch.Tensor | None]]] = {}
         # Gradients of this and later generations must be dropped before the next call begins.
@@ -70,7 +70,7 @@ class Recovery:
         self._is_cancelling = False
         self._proven: set[Hashable] = set()  # (store, signature) of runs that finished without a failure
 
-    # Watching runs.
+    # Watching runs and cancelling those that depend on a failed run.
 
     def watch(self, run: Run) -> None:
         """Add a run that is about to start. Cancels it if an earlier run has failed and is not cleaned up yet."""
@@ -303,4 +303,4 @@ def _raise_unchanged(error: BaseException) -> NoReturn:
     try:
         raise error
     finally:
-        BaseException.__setattr__(error, "__context__", context)  # works for frozen exception classes, too
+        BaseException.__setattr__(error, "__context__", context)  # also works for frozen exception classes

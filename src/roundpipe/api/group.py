@@ -33,7 +33,7 @@ from roundpipe.optim.stepper import Stepper
 from roundpipe.store import LayerStore, ParameterRecord
 
 logger = logging.getLogger("roundpipe")
-_MOST_FAILURES_LOGGED = 10  # by close(), which logs a failure and then waits for the remaining work
+_MOST_FAILURES_LOGGED = 10  # close() logs at most so many failures, and waits for the remaining work after each
 
 
 class Member(Protocol):
@@ -42,7 +42,7 @@ class Member(Protocol):
     name: str
     store: LayerStore
     num_writes: int  # how often code other than the group's steps has written into parameters
-    is_unreachable: bool  # the user has no reference to the model any more
+    is_unreachable: bool  # whether the user has no reference to the model any more
 
     def follow_user(self) -> None:
         """Adopt what the user changed since the last call. Raises if the model's structure has changed."""
@@ -115,7 +115,7 @@ class Group:
         self.monitor = member.store.monitor
         self.lock = CallLock()
         self.stepper = Stepper(member.store)
-        self.stores: Sequence[LayerStore] = self.stepper.stores  # of all members; the same list as the stepper's
+        self.stores: Sequence[LayerStore] = self.stepper.stores  # the stores of all members, in the stepper's list
         # The recovery refers to the list of members, not to the group: see `dissolve`.
         self.recovery = Recovery(self.stepper, self.monitor, functools.partial(_plan_smaller, self.members))
         self.steps_are_exact = False  # whether the last step was synchronous: a guess for the next one

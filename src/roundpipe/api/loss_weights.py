@@ -55,7 +55,7 @@ CountTargets = Callable[[Tensor], int]
 NUM_ITEMS = "num_items_in_batch"
 _IGNORED = -100  # label of a position that does not count, as in torch's cross_entropy
 _CLOSE = 1e-3
-_MANY = 2.0**20  # a power of two: dividing by it rounds nothing
+_MANY = 2.0**20  # a power of two, so that dividing by it is exact
 _Kwargs = dict[str, Any]
 
 
@@ -205,7 +205,7 @@ class OwnLoss:
         self._on_the_host = on_the_host or (lambda: with_torch_alone(model))
         self._parts = [module for module in model.modules() if is_pretrained(module)]
         self._forms: dict[Hashable, LossForm] = {}
-        self._loss_functions: list[Any] = []  # those of `_parts` when the forms were found
+        self._loss_functions: list[Any] = []  # the loss functions of `_parts` when the forms were found
         by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = inspect.signature(model.forward).parameters
         self._parameters = [name for name, parameter in parameters.items() if parameter.kind is by_position]
@@ -246,7 +246,7 @@ class OwnLoss:
             self._forms, self._loss_functions = {}, present
 
 
-# Trials.
+# Trials that find the form of a model's own loss.
 
 
 def count_all(labels: Tensor) -> int:

@@ -51,7 +51,7 @@ class PlainLoop:
         self._seen: object = None  # the value of `_gathered_so_far()` when the views were made
         _install_hooks()
 
-    # Gradients outside steps.
+    # Showing gradients outside of steps.
 
     @restoring_grad_mode
     def gradients_wanted(self) -> None:
@@ -114,7 +114,7 @@ class PlainLoop:
         own: the model's own parameters that the optimizer holds; empty if the optimizer holds copies.
         """
         if self._calls and self._calls[-1].is_running_on_this_thread():
-            self._calls.append(_StepCall(frame))  # the step() of one optimizer calls that of another
+            self._calls.append(_StepCall(frame))  # an optimizer's step() has called another optimizer's step()
             return
         with self._group.call_lock(self._group.name) as is_outermost:
             self._begin_call(is_outermost)
@@ -199,7 +199,7 @@ class PlainLoop:
             self._calls.clear()
             group.recovery.raise_failures("the step was not carried out")
             raise step.error or ClosedError(f"{group.name} was closed during optimizer.step().")
-        self._viewed.clear()  # the step has taken the views over
+        self._viewed.clear()  # the step uses the views and ends them
 
     def _end_step(self) -> None:
         """End the open step: adopt the values that the optimizer has changed, and raise the step's error, if any."""

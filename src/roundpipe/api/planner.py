@@ -44,7 +44,7 @@ logger = logging.getLogger("roundpipe")
 _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this share of the old plan's time
 # Calls between two reviews of a plan; the last number repeats. So reviews come at calls 2, 4, 20, 84, 148 ...
 _PAUSES = (1, 2, 16, 64)
-_ENOUGH_RUNS = 4  # after so many measured runs, times are taken only before a review of the plan
+_ENOUGH_RUNS = 4  # after so many measured runs, only the last run before a review of the plan is measured
 # After a call has run out of memory, the share of the memory limit for calls of its kind is multiplied by _SHRINK until
 # the plan changes, or until the share is below _SMALLEST_SHARE.
 _SHRINK, _SMALLEST_SHARE = 0.8, 0.1
@@ -127,9 +127,9 @@ class Planner:
         # Cache of `costs`. Each entry also has the state that it was computed from.
         self._costs: dict[tuple[CallKind, tuple[StageTask, ...]], tuple[Hashable, Costs]] = {}
         self._memory_share: dict[CallKind, float] = {}  # share of the limit, by kinds that ran out of memory
-        self._last_kind: CallKind | None = None  # of the last call; None if the user gave its plan
+        self._last_kind: CallKind | None = None  # kind of the last call; None if the user gave its plan
 
-    # Before a call.
+    # Questions before a call: its schedule and costs.
 
     def schedule(
         self, kind: CallKind, request: Request, probe: Callable[[CallKind, Request], None]
@@ -190,7 +190,7 @@ class Planner:
         tasks = build_schedule(_one_layer_per_stage(run_type, self._num_layers), run_type)
         return tuple(task for task in tasks if task.kind is not TaskKind.BACKWARD)
 
-    # After a call.
+    # Learning from runs.
 
     def learn(self, run: Run) -> None:
         """Add the measurements of a finished run to the cost estimates."""
@@ -232,7 +232,7 @@ class Planner:
         loads = [load for load in self._measured if load.num_microbatch == count and not load.is_inference]
         return self._profile(loads[-1] if loads else Load(count, 0))
 
-    # Choosing.
+    # Choosing plans and tails.
 
     def tail(self, kind: CallKind, tasks: Sequence[StageTask]) -> int:
         """The number of microbatches that run backward layer by layer, where the caller waits for the update."""

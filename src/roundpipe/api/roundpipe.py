@@ -57,10 +57,10 @@ class ModelProxy(nn.Module):
     """A module that reads all attributes but a few from the wrapped model, and writes them there."""
 
     model: nn.Module  # the module that runs
-    original_model: nn.Module  # the module the user handed in
+    original_model: nn.Module  # the module that the user has wrapped
     name: str
     _engine: ModelEngine
-    _fixed: frozenset[str]  # own attributes, which the user cannot set
+    _fixed: frozenset[str]  # names of the proxy's own attributes, which the user cannot set
 
     def __init__(self, model: nn.Module, original_model: nn.Module, engine: ModelEngine, **attributes: Any) -> None:
         """`attributes`: further attributes of the proxy itself."""
@@ -79,7 +79,7 @@ class ModelProxy(nn.Module):
         self.__dict__["original_model"] = original_model
         self._share_content_of(original_model)
 
-    # Steps.
+    # Optimizer steps, stopping and closing.
 
     def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
         """Run `step_fn(*args, **kwargs)` on the optimizer thread, over the gradients gathered since the last step."""
@@ -124,7 +124,7 @@ class ModelProxy(nn.Module):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # Parameters.
+    # Parameters and the optimizer's copies of them.
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """The optimizer's copies of the parameters that require grad."""
@@ -152,7 +152,7 @@ class ModelProxy(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         return self._target().named_parameters(prefix, recurse, remove_duplicate)
 
-    # Looking like the wrapped model.
+    # Methods of nn.Module, which make the proxy look like the wrapped model.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the wrapped model, with the weights that calls read now.
@@ -201,7 +201,7 @@ class ModelProxy(nn.Module):
                 f"{name!r} of a {type(self).__name__} cannot be set; wrap the model again with what you want."
             )
         elif name in self.__dict__:
-            super().__setattr__(name, value)  # attributes that nn.Module keeps itself, such as hooks
+            super().__setattr__(name, value)  # attributes that nn.Module keeps in the proxy, such as hooks
         else:
             setattr(self._target(), name, value)
 
@@ -247,7 +247,7 @@ class ModelProxy(nn.Module):
             "itself: torch.save(wrapper.original_model, file)."
         )
 
-    # Inside.
+    # Private helpers of the proxy.
 
     def _target(self) -> nn.Module:
         target: nn.Module = self.__dict__["original_model"]
@@ -315,14 +315,14 @@ class RoundPipe(ModelProxy):
         merges_late: bool = False,
         split_model: SplitModel | None = None,
     ) -> None:
-        """The rest of `__init__`. `model` is the module that runs, `original_model` the user's; they may differ.
+        """Initialise the wrapper. `model` is the module that runs, `original_model` the user's; they may differ.
 
         split_model: the model that the layers of `model` were split from, if there is one.
         """
         pin_mode = to_pin_mode(pin_model)
         specs = parse_devices(devices)
         layers = _layers_of(model)
-        refuse_owned(original_model)  # before the engine moves any weight
+        refuse_owned(original_model)  # checked before the engine moves any weight
         engine = ModelEngine(
             layers,
             names,
@@ -345,7 +345,7 @@ class RoundPipe(ModelProxy):
             _merges_late=merges_late,
         )
 
-    # Training.
+    # Calls for training and inference.
 
     def forward(
         self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(), **kwargs: Any
@@ -401,7 +401,7 @@ class RoundPipe(ModelProxy):
             if self._engine.split_model is not None:
                 self._follow_layers(self._engine.split_model)
 
-    # Around training.
+    # Generating, saving, closing and inspecting.
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Take attributes, parameter names and state_dict keys from `original_model`."""

@@ -62,7 +62,7 @@ class SplitModel:
         """Make the model a plain module again."""
         self._splitter.take_out()
 
-    # Before a call is split into microbatches.
+    # Preparing a call before it is split into microbatches.
 
     def prepared(
         self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig, *, is_for_loss_alone: bool
@@ -97,7 +97,7 @@ class SplitModel:
             additions[KEEPS_LOGITS] = KeepLogits.UNLESS_LARGE
         return additions
 
-    # Generating.
+    # Running the model's own generate().
 
     def generating(self, forward: Callable[..., Any]) -> Any:
         """A model like the wrapped one that calls `forward`: its own `generate` then runs on the devices."""
@@ -115,7 +115,7 @@ class SplitModel:
         stand_in.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "forward"})
         return stand_in
 
-    # Before a call is planned.
+    # Making split plans before a call is planned.
 
     def unknown_calls(self, batches: MicrobatchInputs) -> list[_Arguments]:
         """The microbatches of a form of call that has no split plan yet."""

@@ -103,7 +103,7 @@ def wrap_model_to_roundpipe(
     _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
     check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
     refuse_owned(model)
-    refuse_special_tensors(model)  # before splitting, which runs the model
+    refuse_special_tensors(model)  # checked before splitting, which runs the model
     options = dict(roundpipe_kwargs, name=name or call_site())
     split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
     if use_sequential_preset is not False:
@@ -139,7 +139,7 @@ def _wrap_as_layers(
     """
     model_type = type(model).__name__
     preset = find_preset(model)
-    if preset is not None:  # registered by the user, so it goes before splitting
+    if preset is not None:  # the user has registered it, so it is preferred to splitting
         if not is_required:
             logger.info(
                 "%s: using the preset for %s; pass use_sequential_preset=False to do without, True to require it",
@@ -258,7 +258,7 @@ def _wrap_parts(
             advice=advice,
         )
     except BaseException:
-        for wrapped in made.values():  # releases the parameters, so that the user can wrap them again
+        for wrapped in made.values():  # closing releases the parameters, so that the user can wrap them again
             wrapped.close()
         raise
 

@@ -160,7 +160,7 @@ def unique(parts: list[Part]) -> list[Part]:
     found: dict[nn.Module, Part] = {}
     for part in parts:
         first = found.setdefault(part.module, part)
-        if first.config.merge_output is False:  # unmerged so far: this place may need merged outputs
+        if first.config.merge_output is False:  # earlier places need no merged outputs; this one may
             found[part.module] = dataclasses.replace(part, path=first.path)
     return list(found.values())
 

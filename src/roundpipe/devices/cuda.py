@@ -28,7 +28,7 @@ _generator_locks: dict[int, threading.Lock] = {}
 _free_streams: dict[int, list[dict[StreamKind, torch.cuda.Stream]]] = {}
 _shared_guard = threading.Lock()
 _LONGEST_DELAY_CYCLES = 1_000_000  # about half a millisecond
-_MEMORY_SHARE = 0.92  # of the usable memory; the rest covers fragmentation and library workspaces
+_MEMORY_SHARE = 0.92  # share of the usable memory for plans; the rest covers fragmentation and library workspaces
 
 
 def device_count() -> int:

@@ -172,8 +172,8 @@ def simulate(
     first_device: int = 0,
 ) -> Timeline:
     """Return the timeline of one call on idle devices, named ``dev0``, ``dev1``, ... [Note: schedule rules]."""
-    free_s = [0.0] * num_devices  # when each device is free
-    ready_s = [0.0] * num_microbatch  # when the input of each microbatch is ready
+    free_s = [0.0] * num_devices  # the time at which each device becomes free
+    ready_s = [0.0] * num_microbatch  # the time at which each microbatch's input is ready
     spans: list[Span] = []
     for task, device in zip(tasks, deal(tasks, first_device, num_devices), strict=True):
         seconds = task_seconds(task, costs)
@@ -235,7 +235,7 @@ def _run_call(
     num_devices = len(busy_s)
     free_s = list(busy_s)
     ready_s = [0.0] * num_microbatch
-    returned_s = max(busy_s)  # wait for all tasks of the call before
+    returned_s = max(busy_s)  # at the earliest when all tasks of the previous call are done
     for place, task_s in enumerate(seconds):
         device = place % num_devices
         ready_s = [start_s + task_s for start_s in _starts(ready_s, free_s[device], task_s)]

@@ -33,9 +33,9 @@ RUNNING_SHARES = (1 / 2, 2 / 3, 5 / 6)
 # Relative precision of balancing, far below the error of the cost estimates.
 PRECISION = 0.005
 
-_MAX_FUSED_SIZES = 32  # sizes of the fused stage that `fastest_exact` tries
-_MAX_TAILS = 8  # tail lengths that `best_tail` tries
-_MIN_TAIL_GAIN = 0.01  # a longer tail takes memory, so it must shorten the step by this share
+_MAX_FUSED_SIZES = 32  # `fastest_exact` tries at most so many sizes of the fused stage
+_MAX_TAILS = 8  # `best_tail` tries at most so many tail lengths
+_MIN_TAIL_GAIN = 0.01  # a longer tail takes more memory, so it must shorten the step at least by this share
 
 
 def choose_plan(run_type: RunType, profile: ModelProfile, grain: Grain = "stage") -> ModelExecutePlan:

@@ -107,7 +107,8 @@ class Landing:
     def __init__(self, run: Run, layer_id: int, sent: Download | None) -> None:
         """`sent`: the download; None if the layer has no gradients. The landing then only passes the layer's turn."""
         self.run, self.layer_id = run, layer_id
-        self.gradients: list[HostGradient] = [] if sent is None else sent[0]  # whose buffers this landing must release
+        # The gradients whose buffers this landing must still release.
+        self.gradients: list[HostGradient] = [] if sent is None else sent[0]
         self.arrived: Event | None = None if sent is None else sent[1]
 
 
@@ -164,7 +165,8 @@ def _may_land(landing: Landing) -> bool:
 def _land(landing: Landing) -> None:
     run, store = landing.run, landing.run.store
     if landing.arrived is not None:
-        landing.arrived.wait()  # also for a failed run: the download must not write into a buffer that is used again
+        # Wait even if the run has failed: the download must not write into a buffer that was given to another landing.
+        landing.arrived.wait()
     store.gradients.add(_complete_parts(landing), lambda: run.failed)
     store.landed(run, landing.layer_id, run.generation)
 
@@ -185,7 +187,8 @@ def _complete_parts(landing: Landing) -> list[HostGradient]:
             continue
         parts = run.shared_parts.setdefault(record, {})
         gradient = by_record.get(record)
-        parts[landing.layer_id] = None if gradient is None else gradient.tensor.clone()  # outlives the landing buffer
+        # A clone, because the landing buffer may be reused before the other parts arrive.
+        parts[landing.layer_id] = None if gradient is None else gradient.tensor.clone()
         if gradient is not None:
             gradients.remove(gradient)
             gradient.release()

@@ -99,7 +99,10 @@ class StageMail:
         return self._on_device(parcel), parcel.requires_grad
 
     def recalled_data(self, layer_id: int, microbatch: int) -> tuple[Any, ...] | None:
-        """What the layer passed to save_for_recompute, on the device; None if nothing. The host copy is freed."""
+        """The data that the layer passed to save_for_recompute, on the device; None if there is none.
+
+        The host copy is freed.
+        """
         parcel = self._recall.layer_data.pop((layer_id, microbatch), None)
         if parcel is None:
             return None

@@ -49,8 +49,8 @@ class Behaviour:
     writes_buffers: bool | None = None  # None: unknown
     returns_own_memory: bool = True  # outputs share memory with weights or buffers, which are overwritten later
     # The next two are observed in forwards with grad; None before the first one.
-    leaves_device: bool | None = None  # its autograd graph has nodes on another device
-    calls_autograd: bool | None = None  # its forward computes gradients
+    leaves_device: bool | None = None  # whether the layer's autograd graph has nodes on another device
+    calls_autograd: bool | None = None  # whether the layer's forward computes gradients
 
     @property
     def suits_one_graph(self) -> bool:
@@ -72,7 +72,7 @@ class Replica:
             record.module,
             parameter=lambda param: stand_ins.get(id(param), param),
             unwrap=_uncompiled,
-            not_followed=frozenset({"training"}),  # set by `bind`
+            not_followed=frozenset({"training"}),  # `bind` sets it
         )
         copies = {id(pair.original): pair.copy for pair in self._pairs}
         # In the order of LayerSettings.training. The store refuses models whose modules have changed.

@@ -302,7 +302,7 @@ def _route(module: types.ModuleType) -> None:
             for name, value in list(vars(other).items()):
                 if id(value) in routed:
                     vars(other)[name] = routed[id(value)]
-    _shared[module.__name__] = shared  # last: `route_shared_generators` returns early when it is set
+    _shared[module.__name__] = shared  # set last: it makes `route_shared_generators` return early
 
 
 def _kind_of_generator(module: types.ModuleType) -> Any:

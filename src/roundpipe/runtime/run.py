@@ -283,7 +283,7 @@ class Run:
                 layers.setdefault(record, []).append(layer_id)
         return {record: ids for record, ids in layers.items() if len(ids) > 1}
 
-    # Values between tasks.
+    # Passing values between tasks.
 
     def post(self, task_index: int, microbatch: int, parcel: Parcel | GradientParcel) -> None:
         """Store the input of a task for `take`."""
@@ -300,7 +300,7 @@ class Run:
             self.check()
             return self._mail.pop(key)
 
-    # The end of a run.
+    # Ending a run, with or without a failure.
 
     @property
     def failed(self) -> bool:

@@ -246,7 +246,7 @@ class _Task:
         ]
         self._mail.send_gradients(microbatch, [None] * counts[0])
 
-    # The tail.
+    # Running the tail of a fused task.
 
     def _tail(self) -> range:
         """Return the microbatches of the tail; see [Note: tail].
@@ -493,7 +493,7 @@ class _Task:
         self._images.finish_layer(self._run, self._task, layer_id)
         self._runner.prefetch_next(True)
 
-    # The loss.
+    # Running the loss.
 
     def _loss_and_backward(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> Gradients:
         """Run loss_fn and its backward in a separate graph; return the gradients of the model's outputs."""

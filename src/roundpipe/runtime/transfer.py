@@ -209,7 +209,7 @@ class Transfer:
         device, stream = self._device, StreamKind.ACTIVATIONS_UP
         if not tensors:
             return []
-        for event in after:  # may be events of another device, whose downloads fill these tensors
+        for event in after:  # an event may belong to another device, whose download fills a tensor
             device.stream_wait(stream, event)
         copies = [
             _copy_of(
