@@ -98,7 +98,7 @@ def in_gradient_hook() -> bool:
 
 
 def current_iteration() -> Iteration | None:
-    """Return the iteration of the loss_fn or step_fn that runs on this thread; None outside of both."""
+    """Return the iteration of the layer, loss_fn or step_fn that runs on this thread; None outside of these."""
     return _iteration.get()
 
 

@@ -135,7 +135,7 @@ class ModelEngine:
         return_outputs: bool,
         config: ResolvedRunConfig,
     ) -> Any:
-        """Run forward, loss and backward of a batch; return the loss, and the outputs if they are wanted."""
+        """Run forward, loss and backward of a batch; return the loss, or (loss, outputs) if `return_outputs`."""
         if not config.requires_grad:
             raise UsageError(
                 "forward_backward() needs gradients, but they are off (torch.no_grad() or requires_grad=False); "
@@ -147,7 +147,7 @@ class ModelEngine:
 
     @_call(of_group=True)
     def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
-        """Hand `step_fn` to the optimizer thread; wait until it has run unless `is_async`."""
+        """Pass `step_fn` to the optimizer thread. Unless `is_async`, wait until it has run."""
         group, stepper = self.group, self.group.stepper
         group.expect_step(is_exact=not is_async)
         announce_step(stepper.iteration)
@@ -272,7 +272,7 @@ class ModelEngine:
         return self._last_run is not None or self.group.stepper.steps_issued > 0
 
     def join(self, lead: ModelEngine) -> None:
-        """Move into the group of `lead`. Only before the first call."""
+        """Move this model into the group of `lead`. Must be called before the first call of this model."""
         assert not self.is_joined
         assert not self.was_used
         alone, self.group, self.is_joined = self.group, lead.group, True
@@ -463,9 +463,9 @@ class ModelEngine:
             outputs = run.take_outputs()
             self.group.recovery.commit_buffers(run)
             with_grad = [t for p in outputs for t, flag in zip(p.bundle.tensors, p.requires_grad, strict=True) if flag]
-            # The autograd node of the outputs keeps this partial alive, so it must not refer to the run: a failed run
-            # keeps its exception, whose frames keep the outputs, and the garbage collector does not see a cycle through
-            # an autograd graph.
+            # The autograd node of the outputs keeps this partial alive, so the partial must not refer to the run. A
+            # failed run refers to its exception, whose frames refer to the outputs: that would be a cycle through an
+            # autograd graph, which the garbage collector never frees.
             backward = functools.partial(
                 self._backward,
                 kind,

@@ -80,7 +80,7 @@ class CallLock(_thread.RLock):  # type: ignore[misc]
         return self._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def run_user_code(self, function: Callable[[], Any]) -> Any:
-        """Return `function()`; inside of it this thread may make other calls."""
+        """Return `function()`. While the function runs, this thread may make other calls."""
         self.runs_user_code = True
         try:
             return function()
@@ -128,7 +128,7 @@ class Group:
         member.store.gradient_owner = self.plain_loop
 
     def add(self, member: Member) -> None:
-        """Step, fail and close `member` together with the others. Only before the first call of any of them."""
+        """Add a model, which is then stepped and closed together with the others. Call before the first call of any."""
         self.stepper.add(member.store)
         self.members.append(member)
         member.store.gradient_owner = self.plain_loop
@@ -145,7 +145,7 @@ class Group:
         return os.getpid() != self._pid
 
     def raise_inherited(self, name: str) -> NoReturn:
-        """Raise the error of a call in a forked child."""
+        """Raise the UsageError for a call in a forked child."""
         raise UsageError(
             f"{name} was made in process {self._pid} and cannot be used in process {os.getpid()}, a forked "
             'child: its threads do not exist here. Wrap the model again in the child, or use the "spawn" start '
@@ -159,7 +159,7 @@ class Group:
         """
         if os.getpid() != self._pid:
             self.raise_inherited(name)
-        # A call from user code on one of our threads would wait for the task or step that runs this code.
+        # User code on a worker or on the optimizer thread is part of a task or step. A call would wait for itself.
         if threading.current_thread() is self.stepper.thread or current_iteration() is not None:
             raise UsageError(f"{name} was {verb} from inside step_fn, loss_fn or a layer; do that outside.")
         if not self.lock._is_owned():  # type: ignore[attr-defined]
@@ -191,7 +191,7 @@ class Group:
         for member in members:
             member.follow_user()
 
-    # Weights and gradients.
+    # Waiting for work, and showing weights and gradients.
 
     def expect_step(self, *, is_exact: bool) -> None:
         """Prepare for a step, which takes the gathered gradients: remove them from `.grad` of the parameters."""
@@ -315,7 +315,7 @@ class Group:
         return True
 
     def _shut_down(self, name: str) -> None:
-        """Cancel what still runs and release everything. Can be repeated if it was interrupted."""
+        """Cancel pending work and release all threads and memory. Can be repeated if it was interrupted."""
         self.recovery.cancel_all(ClosedError(f"{name} was closed while this was running"))
         self.is_closed = True
         self.stepper.close()

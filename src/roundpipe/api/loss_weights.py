@@ -301,7 +301,7 @@ class _Trial:
         return float(output[0] if isinstance(output, tuple) else output.loss)
 
     def tried(self, find: Callable[[_Trial], LossForm | None]) -> LossForm | None:
-        """`find(self)`, or None if it raises."""
+        """Return `find(self)`, or None if `find` raises."""
         try:
             return find(self)
         except OUT_OF_MEMORY:
@@ -326,7 +326,7 @@ def _divided_by_count(trial: _Trial) -> LossForm | None:
 
 
 def _mean_over_labels(trial: _Trial) -> LossForm | None:
-    """The form of a loss that is a mean over the labels that are not ignored; None if it is not."""
+    """The form of a loss that is a mean over the labels that are not ignored; None if the loss is no such mean."""
     labels = trial.labels
     options: _Kwargs = {}
     if labels.numel() < 2:  # two labels are compared, so a single sample with one label is doubled

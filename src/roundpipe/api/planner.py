@@ -129,7 +129,7 @@ class Planner:
         self._memory_share: dict[CallKind, float] = {}  # share of the limit, by kinds that ran out of memory
         self._last_kind: CallKind | None = None  # kind of the last call; None if the user gave its plan
 
-    # Questions before a call: its schedule and costs.
+    # Planning a call: its schedule and costs.
 
     def schedule(
         self, kind: CallKind, request: Request, probe: Callable[[CallKind, Request], None]
@@ -179,7 +179,7 @@ class Planner:
         return costs if is_measured else dataclasses.replace(costs, is_measured=False)
 
     def is_blind(self, kind: CallKind) -> bool:
-        """Whether memory is limited and the activations of such a call are unknown."""
+        """Whether device memory is limited and the activation sizes of such calls are unknown."""
         if self.limit_bytes is None or kind.run_type is RunType.INFER:
             return False
         return bool(self._of(kind.load).layers_left)
@@ -235,7 +235,7 @@ class Planner:
     # Choosing plans and tails.
 
     def tail(self, kind: CallKind, tasks: Sequence[StageTask]) -> int:
-        """The number of microbatches that run backward layer by layer, where the caller waits for the update."""
+        """The tail of a call whose caller waits for the update: how many microbatches run backward layer by layer."""
         update_s = self._update_s()
         if update_s is None or self.is_blind(kind):
             return 1

@@ -54,7 +54,7 @@ class _Rehearsal(TorchFunctionMode):
 
 
 class ModelProxy(nn.Module):
-    """A module that reads all attributes but a few from the wrapped model, and writes them there."""
+    """A module that reads and writes its attributes in the wrapped model, except for a few of its own."""
 
     model: nn.Module  # the module that runs
     original_model: nn.Module  # the module that the user has wrapped
@@ -254,7 +254,7 @@ class ModelProxy(nn.Module):
         return target
 
     def _share_content_of(self, module: nn.Module) -> None:
-        """Use the dicts of `module` for parameters, buffers and submodules."""
+        """Make this proxy use the dicts in which `module` keeps its parameters, buffers and submodules."""
         for key in _CONTENT:
             self.__dict__[key] = module.__dict__[key]
 
@@ -432,7 +432,7 @@ class RoundPipe(ModelProxy):
         return self._target().save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
     def _follow_layers(self, split_model: SplitModel) -> None:
-        """Show the layers of the split model: a call of a new form may have changed them."""
+        """Set this wrapper's layers to those of the split model, which a call of a new form may have changed."""
         layers = tuple(split_model.layers)
         if layers != self._layers:
             # `__setattr__` protects these attributes.

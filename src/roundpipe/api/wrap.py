@@ -135,7 +135,7 @@ def _wrap_as_layers(
 ) -> RoundPipe | None:
     """A RoundPipe over the layers of the model's preset, or over those it is split into.
 
-    Returns None if the model has no preset and cannot be split; raises then if `is_required`.
+    If the model has no preset and cannot be split, raises if `is_required`, else returns None.
     """
     model_type = type(model).__name__
     preset = find_preset(model)

@@ -52,9 +52,9 @@ class ModelExecutePlan:
     """The stages of a model as two lists of layer ranges.
 
     ``fwd_plan`` runs from the first layers to the last, ``bwd_plan`` from the last to the first. Inside a range layers
-    ascend. ``infer`` uses ``fwd_plan`` only. ``train`` needs both lists over all layers. ``fused``: ``bwd_plan[0]`` is
-    the fused stage. It starts where ``fwd_plan`` ends and runs forward, loss and backward of the last layers together;
-    the other ranges of ``bwd_plan`` run backward only.
+    ascend. The run type decides how the lists are used. ``infer`` uses ``fwd_plan`` only. ``train`` needs both lists
+    over all layers. In ``fused``, ``bwd_plan[0]`` is the fused stage: it starts where ``fwd_plan`` ends and runs
+    forward, loss and backward of the last layers together. The other ranges of ``bwd_plan`` run backward only.
     """
 
     __hash__ = None  # type: ignore[assignment]  # users may change the lists
@@ -195,7 +195,7 @@ class ModelExecutePlan:
                 "bound"
             )
         limits = _limits_bytes(kind, profiles, model_memory_limit)
-        # packers_of[model][pass]
+        # Indexed as packers_of[model][pass].
         packers_of = [_packers(kind, profile, limit) for profile, limit in zip(profiles, limits, strict=True)]
         # Each pass is balanced separately: stages of the forward pass of ``train`` never run beside backward stages.
         passes = [balance(packers, num_stages, upper_threshold) for packers in zip(*packers_of, strict=True)]

@@ -38,7 +38,7 @@ class Partition:
 
     @property
     def bwd_plan(self) -> list[range]:
-        """The backward list of an execute plan: the fused stage first, then from the last layers to the first."""
+        """The ``bwd_plan`` of an execute plan: the fused stage, then backward stages from last layers to first."""
         return [*([self.fused] if self.fused is not None else []), *reversed(self.bwd)]
 
 

@@ -151,7 +151,7 @@ class _Search:
         self._finest = self._unbounded.finest()
 
     def fastest(self) -> Partition:
-        """Return the partition with the shortest steady step that fits into memory.
+        """Return the partition that fits into memory and has the shortest step by `steady_step_s`.
 
         Candidates are balanced partitions of several stage counts without a memory bound. Stage counts whose partition
         does not fit are tried again within each division of memory.

@@ -84,8 +84,8 @@ class Leaves:
 class _Boundary(torch.autograd.Function):
     """Separates a leaf from the tensor that a layer gets: autograd forbids changing a leaf in place.
 
-    Its backward stores the gradient as it arrives. `leaf.grad` might get other strides, and kernels that read it would
-    then sum in another order.
+    The backward of this function stores the gradient as it arrives. A gradient in `leaf.grad` might have other strides,
+    and kernels that read it would then sum in another order.
     """
 
     @staticmethod
@@ -178,7 +178,7 @@ def attach(
     """
     if not outputs:
         return ()
-    # Parameters are no inputs of the node. The anchor is, so the outputs require grad even if no input does.
+    # Parameters are no inputs of the node. The anchor is one, so that the outputs require grad even if no input does.
     anchor = torch.empty(0, requires_grad=True)
     # A download may still be filling the memory that a strided output is a view of. `data` shares the memory but not
     # the version counter, so autograd does not take the download for a write in place.

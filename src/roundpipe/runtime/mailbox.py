@@ -41,7 +41,7 @@ class StageMail:
         self._place = place
         position = task.index - run.first_task_index
         self._is_last = position == len(run.tasks) - 1
-        # With one device, or a round that returns to this device, the next task finds the value in device memory.
+        # If the next task runs on the same device, it finds the value in device memory.
         self._next_is_here = not self._is_last and run.workers[position] == run.workers[position + 1]
 
     # Values of the forward pass.
@@ -88,7 +88,7 @@ class StageMail:
         self._recall.inputs[layer_id, microbatch] = Parcel(host, flags, (event,))
 
     def save_layer_data(self, layer_id: int, microbatch: int, saved: Bundle) -> None:
-        """Download what the layer passed to save_for_recompute."""
+        """Download the data that the layer passed to save_for_recompute."""
         host, event = self._transfer.down_bundle(saved)
         self._recall.layer_data[layer_id, microbatch] = Parcel(host, (), (event,))
 
@@ -192,7 +192,7 @@ class StageBuffers:
         self._before = [(b, -1 if b is None else b._version) for b in replica.get_buffers()]
 
     def after_forward(self, replica: Replica, microbatch: int, phase: LayerPhase) -> None:
-        """Detect writes, and after the last microbatch download the buffers of a layer that wrote any."""
+        """Detect writes to buffers. After the last microbatch, download the buffers of a layer that wrote to any."""
         if not replica.record.buffers or phase is LayerPhase.RECOMPUTE:
             return
         layer_id = replica.record.layer_id

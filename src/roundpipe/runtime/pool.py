@@ -137,7 +137,7 @@ class DevicePool:
         return [worker.device for worker in self._opened().workers]
 
     def submit(self, run: Run) -> None:
-        """Deal the run's tasks: task i to device (g0 + i) mod N, all of them under one lock.
+        """Deal the run's tasks round-robin, starting after the device of the previous run's last task, under one lock.
 
         [Note: no deadlock] Every queue holds tasks in the order they were dealt, and a task only waits for tasks dealt
         before it. So the oldest unfinished task can always run.
@@ -181,7 +181,7 @@ class _OpenPool:
         self._landing = LandingThread(pool.monitor)
         self.workers = [Worker(device, self._landing) for device in open_devices(pool.specs)]
         self.is_running = False
-        # Also at exit: a daemon thread must not run while the interpreter is torn down.
+        # The finalizer also runs at exit: a daemon thread must not run while the interpreter is torn down.
         self.finalizer = weakref.finalize(pool, _stop, os.getpid(), pool.monitor, self._landing, self.workers)
         self.finalizer.atexit = True
 

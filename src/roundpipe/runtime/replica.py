@@ -75,7 +75,7 @@ class Replica:
             not_followed=frozenset({"training"}),  # `bind` sets it
         )
         copies = {id(pair.original): pair.copy for pair in self._pairs}
-        # In the order of LayerSettings.training. The store refuses models whose modules have changed.
+        # The order is that of LayerSettings.training. It stays valid: the store refuses models whose modules changed.
         self._modules = [copies[id(_uncompiled(module))] for module in record.modules]
         self._buffer_homes = [(copies[id(buffer.owner)], buffer.key) for buffer in record.buffers]
         self._device_type = device.type

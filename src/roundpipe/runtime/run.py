@@ -311,7 +311,7 @@ class Run:
 
         Can be called again: a second call completes a first call that was interrupted.
         """
-        # A caller may keep the exception. Its finished frames must not keep device memory alive.
+        # The user may keep the exception. Clear its finished frames, which would keep device memory alive.
         traceback.clear_frames(error.__traceback__)
         with self.monitor:
             if self._failure_is_known:

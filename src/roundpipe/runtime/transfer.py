@@ -50,7 +50,7 @@ class Bundle:
         if isinstance(value, torch.Tensor):
             return cls((value,), _ALONE, _LEAF)
         leaves, spec = tree_flatten(value)
-        # By identity: two views of the same memory are two tensors, and autograd treats them so.
+        # Tensors are compared by identity: like autograd, this treats two views of the same memory as two tensors.
         position_of: dict[int, int] = {}
         tensors: list[torch.Tensor] = []
         packed = []
@@ -225,7 +225,7 @@ class Transfer:
         return copies
 
     def down(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
-        """Host copies of device tensors, made after the compute issued so far, and an event for their completion."""
+        """Host copies of device tensors as the compute issued so far leaves them, and the event that completes them."""
         device, stream = self._device, StreamKind.ACTIVATIONS_DOWN
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
         copies = [
