@@ -1,7 +1,7 @@
 """Run options: a user's overlay of optional fields, and the resolved config in which every option has a value.
 
-A RoundPipeRunConfig is validated when the user constructs it; everything made from validated configs is trusted.
-Knows no inputs and no layers: split specs and execute plans are validated where they meet them.
+A RoundPipeRunConfig is validated when the user constructs it. Configs derived from validated ones are not checked
+again. Knows no inputs and no layers: each call checks its split specs and execute plans against them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class LossReduction(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class RoundPipeRunConfig:
-    """Options of a call, or a model's defaults for its calls. A field that is None inherits its value.
+    """Options of a call, or a model's defaults for its calls.
+
+    A field that is None in a call's config is taken from the model's config, then from the defaults below.
 
     requires_grad: whether a forward call keeps what backward needs. Default: torch's grad mode.
     output_device: the device of the outputs. Default: the CPU.
@@ -127,7 +129,7 @@ class ResolvedRunConfig:
     split_label: Any
     merge_output: Any
     execute_plan: ModelExecutePlan | None
-    keep_logits: bool | None = None  # None: the call decides
+    keep_logits: bool | None = None  # None: each call decides by the size of its logits
     whole_batch_loss: bool | None = None  # None: True in calls without loss_fn
     loss_reduction: LossReduction = LossReduction.SUM
 
@@ -140,7 +142,7 @@ def resolve(call: RoundPipeRunConfig, model: RoundPipeRunConfig, num_devices: in
     return ResolvedRunConfig(
         requires_grad=torch.is_grad_enabled() if chosen.requires_grad is None else chosen.requires_grad,
         output_device=torch.device("cpu" if chosen.output_device is None else chosen.output_device),
-        preserve_rng_state=chosen.preserve_rng_state is not False,  # None: True
+        preserve_rng_state=chosen.preserve_rng_state is not False,  # None means True
         recompute_grain=RecomputeGrain(chosen.recompute_grain or RecomputeGrain.STAGE),
         # With one more microbatch than devices, no device waits for the others in balanced schedules.
         num_microbatch=chosen.num_microbatch or num_devices + 1,

@@ -1,4 +1,4 @@
-"""Context of the running user code: its layer and phase, its iteration, and whether it runs on the optimizer side.
+"""Context of the running user code: its layer and phase, its iteration, and whether it is inside an `OptimizerCtx`.
 
 Functions such as `doing_recompute` read the context; the runtime and the optimizer thread set it around layers, loss_fn
 and step_fn. All state is in context variables, so each thread has its own. Knows no devices, stores or schedules.
@@ -32,9 +32,10 @@ class LayerPhase(enum.Enum):
 
 @dataclasses.dataclass
 class LayerRun:
-    """One execution of one layer on one microbatch. `save_for_recompute` and its kin refer to it while it is entered.
+    """One execution of one layer on one microbatch.
 
-    recompute_data: for RECOMPUTE, the data that the forward saved; set by a FORWARD that saves data.
+    While it is entered, `save_for_recompute`, `get_recompute_data` and `doing_recompute` refer to it.
+    recompute_data: in the phase FORWARD the data that the layer saves; in the phase RECOMPUTE the data saved before.
     """
 
     phase: LayerPhase
@@ -71,7 +72,7 @@ _layer_run: ContextVar[LayerRun | None] = ContextVar("roundpipe_layer_run", defa
 _iteration: ContextVar[Iteration | None] = ContextVar("roundpipe_iteration", default=None)
 _gradient_hook: ContextVar[bool] = ContextVar("roundpipe_gradient_hook", default=False)
 _optimizer_side: ContextVar[bool] = ContextVar("roundpipe_optimizer_side", default=False)
-_step_observers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the whole process, unlike the variables above
+_step_observers: weakref.WeakSet[Any] = weakref.WeakSet()  # one set for the process, not per thread
 
 
 @contextlib.contextmanager
@@ -97,7 +98,7 @@ def in_gradient_hook() -> bool:
 
 
 def current_iteration() -> Iteration | None:
-    """Return the iteration of the loss_fn or step_fn that runs on this thread; None outside of both."""
+    """Return the iteration of the layer, loss_fn or step_fn that runs on this thread; None outside of these."""
     return _iteration.get()
 
 

@@ -16,7 +16,7 @@
     ├── UsageError (RuntimeError)       a call was made in the wrong place or order
     └── ClosedError (RuntimeError)      a model or device pool is closed already
 
-Exceptions from the user's code (layers, loss_fn, step_fn) keep their type; `add_note` adds where they happened. Knows
+Exceptions from the user's code (layers, loss_fn, step_fn) keep their type; a note says where they happened. Knows
 nothing of the rest of the package.
 """
 
@@ -72,7 +72,7 @@ class ModelChangedError(RoundPipeError, RuntimeError):
 class StaleGraphError(RoundPipeError, RuntimeError):
     """Backward cannot run through a forward call.
 
-    Its weights have changed since, it has run backward already, or a second derivative was requested.
+    The weights have changed since the forward, its backward ran already, or a second derivative was requested.
     """
 
 

@@ -45,7 +45,7 @@ class Timeline:
         """Return the seconds in which the device computed; overlapping spans count once."""
         busy_s = 0.0
         covered_until_s = self.start_s
-        for span in self._of(device):  # by start, so each span adds only its part after `covered_until_s`
+        for span in self._of(device):  # sorted by start: each span adds only its part after `covered_until_s`
             busy_s += max(0.0, span.end_s - max(span.start_s, covered_until_s))
             covered_until_s = max(covered_until_s, span.end_s)
         return busy_s

@@ -1,1 +1,1 @@
-"""What users touch: RoundPipe, and the engine behind it."""
+"""The classes that users call, RoundPipe and AutoRoundPipe, and the engine that carries out their calls."""

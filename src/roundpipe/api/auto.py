@@ -1,7 +1,7 @@
 """AutoRoundPipe: the wrapper of a model whose own forward runs on the host and calls RoundPipes among its submodules.
 
-The RoundPipes inside and the parameters outside of them form one group. The outside parameters have an engine of their
-own and stay in host memory. transformers is recognised by class names and never imported.
+The RoundPipes inside and the parameters outside of them form one group. The parameters outside have a separate engine
+and stay in host memory. Models of transformers are recognised by class names; transformers is never imported.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AutoRoundPipe(ModelProxy):
         specs = parse_devices(devices) if devices is not None or not parts else parts[0]._engine.specs
         for part in parts:
             _refuse_to_join(part, specs)
-        refuse_owned(outside_of(model, parts))  # the parameters inside the parts are owned by the parts
+        refuse_owned(outside_of(model, parts))  # parameters inside the parts have their owner already
         self._open(
             model,
             {part: part for part in parts},
@@ -76,7 +76,7 @@ class AutoRoundPipe(ModelProxy):
         """An AutoRoundPipe over RoundPipes that are not in the model yet.
 
         parts: the RoundPipe that replaces each submodule until the AutoRoundPipe is closed.
-        loss: replaces the model's loss function likewise.
+        loss: replaces the model's loss function until the AutoRoundPipe is closed.
         """
         wrapped = cls.__new__(cls)
         wrapped._open(model, parts, loss, **options)
@@ -94,7 +94,7 @@ class AutoRoundPipe(ModelProxy):
         model_run_config: RoundPipeRunConfig,
         advice: str | None = None,
     ) -> None:
-        """The rest of `__init__`. `advice`: how to wrap the model better, for the log and for calls that fail."""
+        """Initialise the wrapper. `advice`: how to wrap the model better, for the log and for calls that fail."""
         if advice is not None:
             logger.warning("%s (%s): %s", name, type(model).__name__, advice)
         engine = ModelEngine(
@@ -103,7 +103,7 @@ class AutoRoundPipe(ModelProxy):
             name=name,
             pool=shared_pool(specs),
             optim_dtype=optim_dtype,
-            pin_mode=PinMode.OFF,  # these weights are never uploaded
+            pin_mode=PinMode.OFF,  # parameters outside of the parts are never uploaded
             pinner=host_pinner(specs),
         )
         for part in parts.values():
@@ -113,7 +113,7 @@ class AutoRoundPipe(ModelProxy):
         if loss is not None:
             loss.put_into(model)
         for store in engine.group.stores:
-            store.is_read_on_host = True  # stores of parts, too: code between the parts may read any parameter
+            store.is_read_on_host = True  # in all stores: code between the parts may read any parameter
         super().__init__(
             model,
             model,
@@ -125,7 +125,7 @@ class AutoRoundPipe(ModelProxy):
             model_run_config=model_run_config,
         )
 
-    # Training.
+    # Calls for training and inference.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward on the calling thread; RoundPipes inside it run on the devices."""
@@ -138,7 +138,7 @@ class AutoRoundPipe(ModelProxy):
         try:
             with merging_late():
                 return forward(lambda: merged_now(self.model(*args, **kwargs)))
-        # Errors of these types may come from code on the CPU between the parts; then the advice helps.
+        # Errors of these types may come from code on the CPU between the parts. The advice may help to avoid them.
         except (ConfigError, TypeError, RuntimeError) as error:
             if self._advice is not None:
                 add_note(error, f"{self.name}: {self._advice}")
@@ -203,9 +203,10 @@ def _shown(specs: Sequence[DeviceSpec]) -> str:
 
 
 def outside_of(model: nn.Module, parts: Container[nn.Module]) -> nn.Module:
-    """A module with the parameters and buffers that belong to no part.
+    """A new module with the parameters and buffers that belong to no part.
 
-    It has one child per bare module, without submodules. Parameters are shared by reference.
+    It has one child, without submodules, for each bare module: a module of `model` that is neither a part nor inside
+    one. Parameters are shared by reference.
     """
     outside = nn.Module()
     for path, module in bare_modules(model, parts):
@@ -217,14 +218,14 @@ def outside_of(model: nn.Module, parts: Container[nn.Module]) -> nn.Module:
 
 
 def _exchange(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Replace each key of `replacements` by its value wherever it is a child of a bare module."""
+    """Replace each submodule of `model` that is a key of `replacements` by the value of that key."""
     for _, module in list(bare_modules(model, replacements)):
         for name, child in module._modules.items():
             if child is not None and child in replacements:
                 module._modules[name] = replacements[child]
 
 
-# The loss of a model of transformers.
+# Running the loss function of a model of transformers on a device.
 
 
 class LossModule(nn.Module):
@@ -251,7 +252,7 @@ class DeviceLoss:
         return self._run(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Copies and pickles of the model contain the plain loss function."""
+        """Return the plain loss function: copies and pickles of the model contain it instead of this object."""
         return copy.deepcopy(self._plain, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

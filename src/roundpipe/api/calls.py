@@ -59,7 +59,7 @@ def split_inputs(
 ) -> MicrobatchInputs:
     """Check a user's arguments and split them into microbatches. Runs the user's split functions, if there are any."""
     if config.merge_output is not None and not isinstance(config.merge_output, bool):
-        check_merge_output(config.merge_output)  # now, because merging comes after the whole call
+        check_merge_output(config.merge_output)  # checked early: merging happens after the whole run
     # Values that a user's function splits may contain anything; the function's results are checked later.
     split_by_us = [] if callable(config.split_input) else [args, kwargs]
     split_by_us += [] if callable(config.split_label) else [label]
@@ -125,7 +125,7 @@ def new_call(
 ) -> Call:
     """A complete Call. `schedule`: all tasks of the user's call; its backward tasks decide which inputs are saved."""
     loss_fn, parcels = request.loss_fn, inputs.parcels
-    signature: Hashable = None  # only training calls are compared: see Recovery.all_are_proven
+    signature: Hashable = None  # set for training calls only, which Recovery.is_proven compares
     if loss_fn is not None and not is_probe:
         shapes = tuple(tuple((t.shape, t.dtype) for t in parcel.bundle.tensors) for parcel in parcels)
         signature = (tasks, costs.tail, request.config.recompute_grain, shapes)
@@ -144,7 +144,7 @@ def new_call(
 
 
 def _new_recall(store: LayerStore, request: Request, schedule: Sequence[StageTask]) -> Recall:
-    """The settings, buffers and random seeds of a call, as they are now."""
+    """The Recall of a new call, with the present settings and buffers of the layers."""
     config, layers = request.config, store.layers
     recomputed = [task.layers for task in schedule if task.kind is TaskKind.BACKWARD]
     # A backward task recomputes its stage from the stage's input, or each layer from the layer's input.
@@ -154,7 +154,7 @@ def _new_recall(store: LayerStore, request: Request, schedule: Sequence[StageTas
         ambient=Ambient.capture(),
         preserve_rng_state=config.preserve_rng_state,
         grain=config.recompute_grain,
-        # Copies: what the user or another call changes later must not reach the backward pass of this call.
+        # These are copies: later changes by the user or by another call must not affect this call's backward pass.
         settings=[LayerSettings.of(layer) for layer in layers],
         frozen_buffers={layer.layer_id: [b.frozen() for b in layer.buffers] for layer in layers if layer.buffers},
         save_points=frozenset(i for stage in recomputed for i in (stage if by_layer else stage[:1])),
@@ -163,7 +163,7 @@ def _new_recall(store: LayerStore, request: Request, schedule: Sequence[StageTas
 
 
 def _label_bundles(batches: MicrobatchInputs) -> list[Bundle]:
-    """The labels of all microbatches, with their tensors filled."""
+    """The labels of all microbatches as bundles. Waits until their tensors are filled."""
     bundles = [Bundle.pack(unwrapped(label, wait=True)[0]) for label in batches.labels]
     tensors = [tensor for bundle in bundles for tensor in bundle.tensors]
     for tensor in tensors:
@@ -194,7 +194,7 @@ def unwrapped(value: Any, *, wait: bool = False) -> tuple[Any, tuple[Event, ...]
     return bare, ()
 
 
-# Results.
+# Turning the results of a run into what the user gets.
 
 
 def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
@@ -233,7 +233,7 @@ def merged(outputs: Sequence[Parcel], config: ResolvedRunConfig, shares: LossSha
 
 
 def _on_output_device(parcel: Parcel, config: ResolvedRunConfig) -> Any:
-    """The value of an output. Tensors for the CPU may not be filled yet; those for other devices are."""
+    """The output of one microbatch on the output device. If that is the CPU, its tensors may not be filled yet."""
     if config.output_device.type == "cpu":
         return parcel.bundle.unpack()
     for event in parcel.events:

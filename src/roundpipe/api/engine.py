@@ -1,7 +1,8 @@
 """Carries out the calls of one wrapped model: splits inputs, plans, runs, and returns results.
 
-Owns the model's store, its planner and its share of the device pool. What models stepped together have in common is
-their Group's. Knows neither the wrapper that the user holds nor how a layer runs on a device.
+Owns the model's store, its planner and its share of the device pool. Models that are stepped together share a Group,
+which owns their call lock, steps and failures. Knows neither the wrapper that the user holds nor how a layer runs on a
+device.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord, PinMode
 from roundpipe.timeline import Timeline
 
 logger = logging.getLogger("roundpipe")
-_PROBE_SEED = 0  # a probe must not draw from the user's generator, and its random values do not matter
+# Seed of every probe. Drawing a seed from the user's generator would change the user's sequence of random numbers.
+_PROBE_SEED = 0
 _LossFn = Callable[[Any, Any], Any]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -55,8 +57,9 @@ _T = TypeVar("_T")
 def _call(
     *, of_group: bool
 ) -> Callable[[Callable[Concatenate[ModelEngine, _P], _T]], Callable[Concatenate[ModelEngine, _P], _T]]:
-    """Make a method a call: it holds the group's call lock, and earlier failures are raised before it runs.
+    """Return a decorator that makes a method one of the calls of the API.
 
+    The method then runs with the group's call lock held. Failures of earlier calls are raised before the method runs.
     of_group: the call concerns the parameters and gradients of all members, not only this model's.
     """
 
@@ -105,14 +108,14 @@ class ModelEngine:
             layers, names, optim_dtype=optim_dtype, pin_mode=pin_mode, pinner=pinner, monitor=pool.monitor
         )
         self.group = Group(name, self, PlainLoop)
-        self.is_joined = False  # whether the group is that of another model
+        self.is_joined = False  # whether this model has moved into the group of another model
         self.is_unreachable = False
         self.num_writes = 0
         self._pool = pool
         self._planner = Planner(self.store, pool, name)
-        self._last_run: Run | None = None  # for timeline()
+        self._last_run: Run | None = None  # the most recent run, whose times timeline() returns
 
-    # Training.
+    # Calls for training and inference.
 
     @_call(of_group=False)
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig) -> Any:
@@ -132,7 +135,7 @@ class ModelEngine:
         return_outputs: bool,
         config: ResolvedRunConfig,
     ) -> Any:
-        """Run forward, loss and backward of a batch; return the loss, and the outputs if they are wanted."""
+        """Run forward, loss and backward of a batch; return the loss, or (loss, outputs) if `return_outputs`."""
         if not config.requires_grad:
             raise UsageError(
                 "forward_backward() needs gradients, but they are off (torch.no_grad() or requires_grad=False); "
@@ -144,12 +147,12 @@ class ModelEngine:
 
     @_call(of_group=True)
     def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
-        """Hand `step_fn` to the optimizer thread; wait until it has run unless `is_async`."""
+        """Pass `step_fn` to the optimizer thread. Unless `is_async`, wait until it has run."""
         group, stepper = self.group, self.group.stepper
         group.expect_step(is_exact=not is_async)
         announce_step(stepper.iteration)
-        # A synchronous step gains time if it starts before all gradients have landed. An asynchronous one has the whole
-        # next iteration and need not.
+        # A synchronous step ends earlier if it may start before all gradients have landed. An asynchronous step runs
+        # beside the whole next iteration, so it can wait for all gradients.
         may_overlap = not is_async and group.recovery.all_are_proven()
         job = stepper.issue(step_fn, is_async, may_overlap)
         try:
@@ -167,7 +170,7 @@ class ModelEngine:
 
     @_call(of_group=True)
     def synchronize(self) -> None:
-        """Wait for everything; then parameters hold the newest weights and `.grad` the gathered gradients."""
+        """Wait for all runs and steps. Parameters then hold the newest weights, and `.grad` the gathered gradients."""
         self.group.show_newest()
         self.group.end_host_graphs()
 
@@ -178,7 +181,7 @@ class ModelEngine:
         for store in group.stores:
             store.wait_until_landed(stepper.generation)
         group.recovery.raise_failures("gradients were dropped")
-        stepper.wait_until_idle()  # a running step still uses gradients of the copies
+        stepper.wait_until_idle()  # a running step still reads the gradients of the optimizer's copies
         group.recovery.drop_gradients(stepper.generation)
         for store in group.stores:
             for copy in store.masters.existing():
@@ -188,7 +191,7 @@ class ModelEngine:
     def host_forward(self, forward: Callable[[], Any]) -> Any:
         """Return `forward()`, which runs on the host, calls other members and reads this model's parameters.
 
-        Unlike other calls this one does not adopt gradients in `.grad`: autograd goes on summing into them, in its own
+        Unlike other calls, this call leaves the gradients in `.grad`: autograd keeps adding to them there, in its own
         order, until a step takes them.
         """
         group = self.group
@@ -200,15 +203,18 @@ class ModelEngine:
                 group.check_training()
             return group.recovery.undoing_buffers(group.stores, lambda: group.lock.run_user_code(forward))
 
-    # Around training.
+    # Weights, gradients, optimizer's copies and measurements.
 
     @_call(of_group=True)
     def wait_for_visible_weights(self) -> None:
-        """Wait until all parameters in host memory are of one version: the version that calls read now."""
+        """Wait until all parameters in host memory hold the version of the weights that calls read now."""
         self.group.stepper.show_visible()
 
     def show_gradients_without_copies(self) -> None:
-        """Fill `.grad` of the parameters if no optimizer copies exist: code that clips gradients looks there."""
+        """Write the gathered gradients to `.grad` of the parameters, if the optimizer's copies do not exist.
+
+        Without copies, code that clips gradients reads `.grad` of the parameters.
+        """
         group = self.group
         is_busy = group.is_closed or group.lock.is_held() or current_iteration() is not None
         if is_busy or any(store.masters.exist for store in group.stores) or not group.recovery.has_gradients():
@@ -227,7 +233,7 @@ class ModelEngine:
             group.raise_inherited(self.name)
         owned = self._owned_records(named)
         wanted = [(name, *owned[id(param)]) for name, param in named if param.requires_grad]
-        # In step_fn the calling thread is the optimizer's, which may make copies without entering a call.
+        # step_fn runs on the optimizer thread, which may make copies without holding the call lock.
         if any(record.master is None for _, _, record in wanted) and not group.stepper.is_current_thread():
             with group.call_lock(self.name) as is_outermost:
                 group.begin_call(self.name, is_outermost, group.members)
@@ -239,7 +245,7 @@ class ModelEngine:
     def _owned_records(
         self, named: Sequence[tuple[str, nn.Parameter]]
     ) -> dict[int, tuple[LayerStore, ParameterRecord]]:
-        """Store and record of each parameter, by its id."""
+        """Map the id() of each parameter of the group to its store and record. Raises if one of `named` is missing."""
         owned = {id(record.param): (store, record) for store in self.group.stores for record in store.parameters}
         for name, param in named:
             if id(param) not in owned:
@@ -266,7 +272,7 @@ class ModelEngine:
         return self._last_run is not None or self.group.stepper.steps_issued > 0
 
     def join(self, lead: ModelEngine) -> None:
-        """Move into the group of `lead`. Only before the first call."""
+        """Move this model into the group of `lead`. Must be called before the first call of this model."""
         assert not self.is_joined
         assert not self.was_used
         alone, self.group, self.is_joined = self.group, lead.group, True
@@ -275,14 +281,14 @@ class ModelEngine:
         alone.dissolve()
 
     def follow_user(self, *, adopts_gradients: bool = True) -> None:
-        """Adopt values that the user wrote into parameters and `.grad`; refuse a model that was rebuilt."""
+        """Adopt values that the user wrote into parameters and `.grad`. Raises if the model's structure has changed."""
         self.learn()
         store = self.store
         store.check_unchanged()
         written = store.written_by_user()
         if written:
             self.num_writes += 1
-            self.group.recovery.wait_for_runs()  # their uploads may read the memory that is about to change
+            self.group.recovery.wait_for_runs()  # uploads of these runs may read the memory that changes below
             self.group.stepper.wait_until_idle()
             store.adopt_written(written)
         touched = store.gradients.touched_by_user() if adopts_gradients else []
@@ -291,7 +297,7 @@ class ModelEngine:
             store.gradients.adopt_touched(touched)
 
     def learn(self) -> None:
-        """Let the planner evaluate the runs of this model that have finished, and forget them."""
+        """Pass the measurements of this model's finished runs to the planner, and forget these runs."""
         for run in self.group.recovery.take_finished(self.store):
             self._planner.learn(run)
 
@@ -305,7 +311,10 @@ class ModelEngine:
         self.group.close(self.name)
 
     def abort(self) -> None:
-        """Close the group without finishing anything, once none of its models can be reached any more."""
+        """Note that the user has no reference to this model any more. Close the group if this holds for all members.
+
+        Pending work of the group is cancelled, not finished.
+        """
         self.is_unreachable = True
         self.group.abort(self.name)
 
@@ -313,12 +322,12 @@ class ModelEngine:
         """Close the store and drop all references to runs and to the device pool. Can be repeated."""
         self._last_run = None
         self.store.close()
-        # A pool closes when its last model has released it. No local variable of a call holds the pool or the planner:
-        # an exception that the user keeps also keeps the frames of calls alive.
+        # A pool closes when no model refers to it any more. Calls must not hold the pool or the planner in a local
+        # variable: an exception that the user keeps also keeps the frames of the call alive.
         for attribute in ("_pool", "_planner"):
             self.__dict__.pop(attribute, None)
 
-    # From arguments to a request.
+    # Turning arguments into a request.
 
     def _request(
         self,
@@ -329,7 +338,7 @@ class ModelEngine:
         loss_fn: _LossFn | None = None,
         wants_outputs: bool = True,
     ) -> Request:
-        """Split the arguments into microbatches and weigh their losses; make sure that the model can run them."""
+        """Split the arguments into microbatches and weigh their losses. Splits the model for a new form of call."""
         prepared = PreparedCall(args, kwargs, config)
         if self.split_model is not None:
             prepared = self.split_model.prepared(args, kwargs, config, is_for_loss_alone=not wants_outputs)
@@ -354,17 +363,17 @@ class ModelEngine:
             if unknown:
                 # Learning runs the model's modules on the host: no step may be writing their weights.
                 self.group.wait_until_quiet()
-                self.learn()  # the finished runs have measured the present layers, not those to come
+                self.learn()  # finished runs have measured the present layers, which may be replaced below
                 try:
                     has_changed = split_model.learn(unknown)
-                except BaseException:  # earlier calls of `unknown` may have changed the layers
+                except BaseException:  # the layers may have changed before learning failed
                     self._rearrange(split_model.layers)
                     raise
                 if has_changed:
                     self._rearrange(split_model.layers)
 
     def _rearrange(self, layers: Sequence[nn.Module]) -> None:
-        """Replace the layers by others over the same parameters."""
+        """Replace the store's layers by `layers`, which have the same parameters. Makes a new planner for them."""
         stepper = self.group.stepper
 
         def rearrange() -> None:
@@ -374,12 +383,13 @@ class ModelEngine:
 
         shielded(rearrange)
 
-    # From a request to a result.
+    # Carrying out a request.
 
     def _until_it_fits(self, carry_out: Callable[[Request], _T], request: Request, *, may_repeat: bool) -> _T:
-        """Return `carry_out(request)`; repeat it with a smaller plan or another split plan where that may help.
+        """Return `carry_out(request)`. Repeat it with a smaller plan if device memory runs out.
 
-        Where the call may not be repeated, it raises and the next call uses the other plan.
+        Also repeats it with a new split plan if the model did not call its blocks in the order of the old one.
+        may_repeat: if False, the error is raised and only the next call uses the new plan.
         """
         config, batches = request.config, request.batches
         while True:
@@ -389,7 +399,7 @@ class ModelEngine:
                 with torch.set_grad_enabled(config.requires_grad):
                     has_other_plan = self.split_model is not None and self.split_model.distrust(batches)
                 if not has_other_plan or not may_repeat:
-                    raise error.__cause__ or error from None  # the failure may be the model's own
+                    raise error.__cause__ or error from None  # the cause, if there is one, is an error of the model
                 logger.info("%s: splitting the model again, for this call: %s", self.name, error)
                 self._split_for(batches, config)
             except torch.OutOfMemoryError as error:
@@ -398,7 +408,7 @@ class ModelEngine:
                 logger.warning("%s: trying again with a smaller plan: %s", self.name, str(error).split(". ")[0])
 
     def _train(self, request: Request) -> Any:
-        """forward_backward: one run with forward, fused and backward tasks."""
+        """Carry out forward_backward(): one run with forward, fused and backward tasks."""
         group = self.group
         kind = CallKind.of(RunType.FUSED, request, is_exact=group.steps_are_exact)
         tasks = self._planner.schedule(kind, request, self._probe)
@@ -413,7 +423,8 @@ class ModelEngine:
             if run.buffer_results:
                 group.recovery.commit_buffers(run)
             outputs = self._merged(parcels, request) if request.wants_outputs else None
-            # The first call of its kind may still run out of memory. It can be repeated only before it has returned.
+            # If no equal run has finished before, this one may still run out of memory. The call can be repeated only
+            # before it returns, so it waits for the end of the run.
             may_not_fit = self._planner.limit_bytes is not None and not group.recovery.is_proven(run)
             if inputs.requiring_grad or may_not_fit:
                 run.wait_until_finished()
@@ -426,7 +437,7 @@ class ModelEngine:
         return self._carry_out(call, finish)
 
     def _infer(self, request: Request) -> Any:
-        """forward without grad."""
+        """Carry out forward() without grad."""
         kind = CallKind.of(RunType.INFER, request)
         tasks = self._planner.schedule(kind, request, self._probe)
         costs = self._planner.costs(kind, tasks)
@@ -440,7 +451,7 @@ class ModelEngine:
         return self._carry_out(call, finish)
 
     def _forward_with_grad(self, request: Request) -> Any:
-        """forward with grad: runs the forward tasks now; autograd runs the backward tasks through `_backward`."""
+        """Carry out forward() with grad: run the forward tasks now. Autograd later calls `_backward` for the others."""
         kind = CallKind.of(RunType.TRAIN, request)
         tasks = self._planner.schedule(kind, request, self._probe)
         forward_tasks = tuple(task for task in tasks if task.kind is TaskKind.FORWARD)
@@ -452,9 +463,9 @@ class ModelEngine:
             outputs = run.take_outputs()
             self.group.recovery.commit_buffers(run)
             with_grad = [t for p in outputs for t, flag in zip(p.bundle.tensors, p.requires_grad, strict=True) if flag]
-            # The autograd node of the outputs keeps this partial alive, so it must not refer to the run: a failed run
-            # keeps its exception, whose frames keep the outputs, and the garbage collector does not see a cycle through
-            # an autograd graph.
+            # The autograd node of the outputs keeps this partial alive, so the partial must not refer to the run. A
+            # failed run refers to its exception, whose frames refer to the outputs: that would be a cycle through an
+            # autograd graph, which the garbage collector never frees.
             backward = functools.partial(
                 self._backward,
                 kind,
@@ -483,10 +494,11 @@ class ModelEngine:
         output_flags: Sequence[tuple[bool, ...]],
         gradients: tuple[torch.Tensor | None, ...],
     ) -> list[torch.Tensor | None]:
-        """The backward pass of `_forward_with_grad`, called by autograd; returns the gradients of the inputs.
+        """Run the backward pass of `_forward_with_grad` and return the gradients of the inputs. Called by autograd.
 
         weights_read: version and `num_writes` of the weights that the forward pass has read.
-        output_flags: per microbatch, which output tensors require grad; `gradients` holds theirs, one after the other.
+        output_flags: per microbatch, which output tensors require grad.
+        gradients: one gradient for each output tensor that requires grad, microbatch after microbatch.
         """
         visible_version = self.group.stepper.visible_version
         if weights_read != (visible_version, self.num_writes):
@@ -501,7 +513,7 @@ class ModelEngine:
         def finish(run: Run) -> list[torch.Tensor | None]:
             run.wait_until_finished()
             run.check()
-            self.store.gradients.expose()  # autograd fills `.grad` in a plain model, too
+            self.store.gradients.expose()  # as in a plain model, `.grad` is filled when backward() returns
             return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
 
         try:
@@ -512,7 +524,7 @@ class ModelEngine:
 
     def _probe(self, kind: CallKind, request: Request) -> None:
         """Measure the activations of a call: see [Note: a blind planner]. Changes no state of the model."""
-        self.group.recovery.wait_for_runs()  # one of them may have measured what the plan needs
+        self.group.recovery.wait_for_runs()  # a run in progress may measure what the plan needs
         self.learn()
         if not self._planner.is_blind(kind):
             return
@@ -529,11 +541,11 @@ class ModelEngine:
         self.learn()
 
     def _merged(self, outputs: Sequence[Parcel], request: Request) -> Any:
-        """The merged outputs. Runs a merge function of the user, if there is one."""
+        """Return the merged outputs. Runs the user's merge function, if there is one."""
         return self.group.lock.run_user_code(lambda: merged(outputs, request.config, request.batches.shares))
 
     def _carry_out(self, call: Call, finish: Callable[[Run], _T]) -> _T:
-        """Start a run of the call and return `finish(run)`. A failure until then, here or on a worker, ends the run."""
+        """Start a run of the call and return `finish(run)`. Raises a failure of this thread or of a worker."""
         stepper, recovery = self.group.stepper, self.group.recovery
         run = self._last_run = Run(
             self.store,
@@ -549,26 +561,29 @@ class ModelEngine:
             run.check()
             run.announce()
             self._pool.submit(run)
-            # The workers upload weights while this waits for kernels of the user that still compute the inputs.
+            # The user's kernels may still be computing the inputs. Workers upload weights while this thread waits.
             wait_for_producers([t for p in call.inputs if isinstance(p, Parcel) for t in p.bundle.tensors])
             for microbatch, parcel in enumerate(call.inputs):
                 run.post(run.first_task_index, microbatch, parcel)
             result = finish(run)
-            run.has_returned = True  # if a Ctrl-C comes before this, the next call cleans up
+            run.has_returned = True  # after a Ctrl-C before this line, the next call cleans up
             return result
         except RunCancelled:
             pass
         except BaseException as error:
             run.fail(error)
             own = error
-        # Outside the handlers: there Python would make RunCancelled the context of the failure.
+        # This code is outside of the `except` blocks: inside, Python would make RunCancelled the failure's context.
         self._last_run = None
         recovery.raise_failures(None, own, run)
         raise AssertionError(f"{run!r} was cancelled without a failure")
 
 
 def _one_by_one(named: Sequence[tuple[str, OptimizerCopy]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the copies; each may release memory before the next one is used, as when all are saved to a file."""
+    """Yield the copies one by one. When the next one is requested, the copy before it releases memory.
+
+    This limits memory use in code that saves all copies to a file.
+    """
     for name, copy in named:
         yield name, copy
         copy.rest_between_steps()

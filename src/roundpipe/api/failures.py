@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 logger = logging.getLogger("roundpipe")
 IN_BACKGROUND = "it happened in the background after the call that caused it had returned"
-_UNWIND_S = 1.0  # longest wait of a failed call for workers that are inside user code
+_UNWIND_S = 1.0  # a failed call waits at most this long for workers that still run user code
 _STATE_RESTORED = (
     "weights, buffers and optimizer state are as before this call; gradients gathered since the last optimizer step "
     "were dropped"
@@ -52,24 +52,25 @@ def restoring_grad_mode(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class Recovery:
-    """The runs of one group that are in progress, or finished and not yet evaluated, and how to undo them."""
+    """Keeps the runs of one group until they have finished and were evaluated, and undoes the runs that fail."""
 
     def __init__(self, stepper: Stepper, monitor: Monitor, on_out_of_memory: Callable[[], None]) -> None:
-        """`on_out_of_memory`: called before an out-of-memory error of the background is raised."""
+        """`on_out_of_memory`: called before an out-of-memory error that happened in the background is raised."""
         self._stepper = stepper
         self._on_out_of_memory = on_out_of_memory
         self._monitor = monitor
         self._runs: list[Run] = []
-        self.num_runs = 0  # runs watched so far
+        self.num_runs = 0  # number of runs watched so far
         # By run number: the buffers that the run wrote, with their earlier values.
         self._written: dict[int, list[tuple[BufferRecord, torch.Tensor | None]]] = {}
         # Gradients of this and later generations must be dropped before the next call begins.
         self._drop_generation: int | None = None
-        self._failed_on_their_own: set[int] = set()  # numbers of runs that were not cancelled because of another run
+        # Numbers of failed runs, without runs that were only cancelled because another run had failed.
+        self._failed_on_their_own: set[int] = set()
         self._is_cancelling = False
         self._proven: set[Hashable] = set()  # (store, signature) of runs that finished without a failure
 
-    # Watching runs.
+    # Watching runs and cancelling those that depend on a failed run.
 
     def watch(self, run: Run) -> None:
         """Add a run that is about to start. Cancels it if an earlier run has failed and is not cleaned up yet."""
@@ -81,7 +82,7 @@ class Recovery:
                     self._cancel_dependent(other)
 
     def run_failed(self, run: Run) -> None:
-        """Cancel the steps and runs that depend on a failed run. Runs under the monitor, on any thread."""
+        """Cancel the steps and runs that depend on a failed run. Called on any thread, with the monitor held."""
         if not run.trains or self._is_cancelling or run not in self._runs:
             return
         self._failed_on_their_own.add(run.number)
@@ -105,7 +106,7 @@ class Recovery:
             run.wait_until_finished()
 
     def take_finished(self, store: LayerStore) -> list[Run]:
-        """Return the runs of one model that finished without a failure, and forget how to undo them."""
+        """Return the runs of one model that finished without a failure. Stops watching them; drops their undo data."""
         with self._monitor:
             finished = [
                 run for run in self._runs if run.store is store and run.finished and run.has_returned and not run.failed
@@ -118,14 +119,14 @@ class Recovery:
         return finished
 
     def is_proven(self, run: Run) -> bool:
-        """Whether an equal run has finished without a failure before."""
+        """Whether a run of the same model with the same signature has finished without a failure."""
         return (run.store, run.signature) in self._proven
 
     def all_are_proven(self) -> bool:
-        """Whether every unfinished run equals one that finished without a failure.
+        """Whether every unfinished run is proven: see `is_proven`.
 
-        Then an optimizer may update early layers while such a run still goes on: the run is unlikely to fail and leave
-        the update half done.
+        If so, an optimizer may update layers whose gradients are complete while a run is still in progress: a proven
+        run is unlikely to fail and leave the update half done.
         """
         with self._monitor:
             return all(run.finished or self.is_proven(run) for run in self._runs)
@@ -148,7 +149,7 @@ class Recovery:
         self._runs.clear()
         self._written.clear()
 
-    # Buffers.
+    # Writing buffers to host memory, and undoing these writes.
 
     def commit_buffers(self, run: Run) -> None:
         """Write the buffers that the run's layers changed to host memory, and remember the earlier values."""
@@ -171,12 +172,12 @@ class Recovery:
                     record.write(value)
             raise
 
-    # Failures.
+    # Cleaning up after failures and raising them.
 
     def settle_interrupted(self) -> None:
         """Clean up after calls that a Ctrl-C ended before they could clean up themselves.
 
-        Only while no call is in progress. Raises nothing: the user has got the exception that ended those calls.
+        Must be called while no call is in progress. Raises nothing: those calls have raised their exceptions already.
         """
         interrupted = [run for run in self._runs if not run.has_returned]
         if not interrupted:
@@ -189,17 +190,20 @@ class Recovery:
         self._clean_up(failed)
 
     def drop_gradients(self, generation: int) -> None:
-        """Drop what calls of this generation have gathered. After an interrupt the next call completes this."""
+        """Drop the gradients that calls of this generation have gathered.
+
+        If this is interrupted, the next call completes it.
+        """
         self._drop_generation = generation
         self._drop_overdue_gradients()
 
     def raise_failures(self, remark: str | None, own: BaseException | None = None, run: Run | None = None) -> None:
-        """Raise the failures since the last look, each once, after the state is restored.
+        """If there are new failures, restore the state, raise one of them and log the others. Each is reported once.
 
         remark: a note for the exception.
-        own: the exception that the caller met, raised even if no run has failed with it.
-        run: the run of the calling thread. With it, failures of calls that have not returned yet are raised as well;
-            without it, they are left to those calls.
+        own: the caller's own exception, which is raised even if no run has failed with it.
+        run: the run of the calling thread. If given, failures of calls that have not returned yet are raised as well;
+            if None, those calls raise them.
         """
         if self._drop_generation is not None:
             self._drop_overdue_gradients()
@@ -230,7 +234,7 @@ class Recovery:
             _raise_unchanged(of_steps[0])
 
     def log_failures(self, when: str) -> None:
-        """Log the failures that no later call can raise."""
+        """Log the failures that no later call can raise, because the models are closing. `when`: ends the message."""
         failures = [run.failure for run in self._runs if run.has_returned and run.failure is not None]
         errors = failures + self._stepper.errors
         for error in {id(error): error for error in errors if not isinstance(error, ClosedError)}.values():
@@ -239,7 +243,8 @@ class Recovery:
     def _clean_up(self, failed: Sequence[Run]) -> bool:
         """Undo what failed runs have done; returns whether gradients were lost. Takes at most `_UNWIND_S`.
 
-        Runs leave the list last: if an interrupt comes before that, the next call cleans up again.
+        Failed runs stay in `_runs` until their writes are undone. If an interrupt comes before, the next call repeats
+        the clean-up.
         """
         deadline = time.monotonic() + _UNWIND_S
         for run in failed:
@@ -258,9 +263,9 @@ class Recovery:
         return bool(trained)
 
     def _undo_writes(self, failed: Sequence[Run]) -> None:
-        """Restore buffers, the youngest write first.
+        """Restore the buffers that failed runs have written, the latest write first.
 
-        A training run before the first one that failed on its own was only cancelled: its writes stay.
+        Training runs that are older than the first run that failed on its own were only cancelled: their writes stay.
         """
         first_bad = min(self._failed_on_their_own & {run.number for run in failed}, default=0)
         for run in reversed(failed):
@@ -269,10 +274,10 @@ class Recovery:
                     record.write(before)
 
     def _drop_overdue_gradients(self, timeout_s: float | None = None) -> None:
-        """Drop gradients of `_drop_generation`, after earlier steps have taken theirs.
+        """Drop gradients of `_drop_generation` and later, after earlier steps have taken their gradients.
 
-        Steps that were issued before the failed call still run. What is left after them belongs to failed calls. After
-        a timeout `_drop_generation` stays set, and the next call continues here.
+        Steps that were issued before the failed call still run. The gradients that they leave belong to failed calls.
+        After a timeout `_drop_generation` stays set, and the next call continues here.
         """
         generation = self._drop_generation
         if generation is None:
@@ -293,9 +298,9 @@ class Recovery:
 
 
 def _raise_unchanged(error: BaseException) -> NoReturn:
-    """Raise an exception of another thread without the exception handled here as its context."""
+    """Raise an exception of another thread and keep its `__context__`, which a plain `raise` would replace."""
     context = error.__context__
     try:
         raise error
     finally:
-        BaseException.__setattr__(error, "__context__", context)  # works for frozen exception classes, too
+        BaseException.__setattr__(error, "__context__", context)  # also works for frozen exception classes

@@ -1,14 +1,15 @@
-"""What models that are stepped together share: the call lock, the optimizer steps, failures and the end.
+"""The state that models stepped together share: the call lock, the optimizer steps, failures and closing.
 
 A RoundPipe alone is a group of one. An AutoRoundPipe and the RoundPipes inside it are one group: one step updates all
-of them, a failure of one is raised by the next call of any, and they close together. Knows no layer and no device.
+of them, a failure of one model is raised by the next call of any model, and they close together. Knows no layer and no
+device.
 
 [Note: calls inside calls]
 While a call is in progress, a second call on the same thread comes from a signal handler, a finalizer or a hook. It
 would wait for work that only the interrupted call can do, or change state that the interrupted call has just read.
 Such a call is refused. Exception: a call runs some user code on the calling thread at points where its own state is
-consistent (split and merge functions, a forward on the host, autograd behind the inputs). This code runs inside
-`run_user_code`, where other calls are accepted.
+consistent (split and merge functions, a forward on the host, the autograd graph that computed the inputs). This code
+runs inside `run_user_code`, where other calls are accepted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from roundpipe.optim.stepper import Stepper
 from roundpipe.store import LayerStore, ParameterRecord
 
 logger = logging.getLogger("roundpipe")
-_MOST_FAILURES_LOGGED = 10  # by close(), which waits again after each failure of the background
+_MOST_FAILURES_LOGGED = 10  # close() logs at most so many failures, and waits for the remaining work after each
 
 
 class Member(Protocol):
@@ -40,14 +41,14 @@ class Member(Protocol):
 
     name: str
     store: LayerStore
-    num_writes: int  # counts writes into parameters other than those of our own steps
-    is_unreachable: bool  # the user has no reference to the model any more
+    num_writes: int  # how often code other than the group's steps has written into parameters
+    is_unreachable: bool  # whether the user has no reference to the model any more
 
     def follow_user(self) -> None:
-        """Adopt what the user changed since the last call; refuse a model that was rebuilt."""
+        """Adopt what the user changed since the last call. Raises if the model's structure has changed."""
 
     def learn(self) -> None:
-        """Evaluate finished runs and forget them."""
+        """Pass the measurements of finished runs to the planner, and forget these runs."""
 
     def plan_smaller(self) -> bool:
         """Plan with less device memory from now on. Returns whether a smaller plan exists."""
@@ -60,13 +61,13 @@ class OpenStep(Protocol):
     """The step of an ordinary training loop: see api.plain_loop."""
 
     def leave(self) -> None:
-        """A call begins: end views of gradients, refuse the call inside `optimizer.step()`."""
+        """Prepare for a call of a model: end views of gradients. Raises inside `optimizer.step()`."""
 
     def gradients_wanted(self) -> None:
-        """The gradient of an optimizer's copy is read outside a step."""
+        """Make gathered gradients visible in the optimizer's copies. Called when one is accessed outside a step."""
 
     def close(self) -> None:
-        """The models are being closed."""
+        """End an open step, because the models are being closed."""
 
 
 class CallLock(_thread.RLock):  # type: ignore[misc]
@@ -79,7 +80,7 @@ class CallLock(_thread.RLock):  # type: ignore[misc]
         return self._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def run_user_code(self, function: Callable[[], Any]) -> Any:
-        """Return `function()`; inside of it this thread may make other calls."""
+        """Return `function()`. While the function runs, this thread may make other calls."""
         self.runs_user_code = True
         try:
             return function()
@@ -88,7 +89,10 @@ class CallLock(_thread.RLock):  # type: ignore[misc]
 
 
 class _InnerCall(AbstractContextManager[bool]):
-    """A call inside user code of an outer call, which holds the lock. Closed to further calls while it runs."""
+    """The context of a call that user code makes inside an outer call, which holds the lock.
+
+    While the inner call is in progress, further calls on this thread are refused.
+    """
 
     def __init__(self, lock: CallLock) -> None:
         self._lock = lock
@@ -111,20 +115,20 @@ class Group:
         self.monitor = member.store.monitor
         self.lock = CallLock()
         self.stepper = Stepper(member.store)
-        self.stores: Sequence[LayerStore] = self.stepper.stores  # of all members, one list for both
+        self.stores: Sequence[LayerStore] = self.stepper.stores  # the stores of all members, in the stepper's list
         # The recovery refers to the list of members, not to the group: see `dissolve`.
         self.recovery = Recovery(self.stepper, self.monitor, functools.partial(_plan_smaller, self.members))
         self.steps_are_exact = False  # whether the last step was synchronous: a guess for the next one
         self.stop_requested = False
-        self.is_closed = False  # refuses all calls
-        self._is_shut_down = False  # all threads and memory are released
+        self.is_closed = False  # whether all calls are refused
+        self._is_shut_down = False  # whether all threads and memory are released
         self._has_warned_of_precision = False
         self._pid = os.getpid()
         self.plain_loop = open_loop(self)
         member.store.gradient_owner = self.plain_loop
 
     def add(self, member: Member) -> None:
-        """Step, fail and close `member` together with the others. Only before the first call of any of them."""
+        """Add a model, which is then stepped and closed together with the others. Call before the first call of any."""
         self.stepper.add(member.store)
         self.members.append(member)
         member.store.gradient_owner = self.plain_loop
@@ -135,13 +139,13 @@ class Group:
     def is_inherited(self) -> bool:
         """Whether this process is a forked child of the process that made the models.
 
-        The child has none of the parent's threads, and its copies of the locks may be held for ever. So nothing of the
-        group may be used.
+        The child has none of the parent's threads, and its copies of the locks may be held forever. So the child must
+        not use the group.
         """
         return os.getpid() != self._pid
 
     def raise_inherited(self, name: str) -> NoReturn:
-        """Raise the error of a call in a forked child."""
+        """Raise the UsageError for a call in a forked child."""
         raise UsageError(
             f"{name} was made in process {self._pid} and cannot be used in process {os.getpid()}, a forked "
             'child: its threads do not exist here. Wrap the model again in the child, or use the "spawn" start '
@@ -155,7 +159,7 @@ class Group:
         """
         if os.getpid() != self._pid:
             self.raise_inherited(name)
-        # A call from user code on one of our threads would wait for the task or step that runs this code.
+        # User code on a worker or on the optimizer thread is part of a task or step. A call would wait for itself.
         if threading.current_thread() is self.stepper.thread or current_iteration() is not None:
             raise UsageError(f"{name} was {verb} from inside step_fn, loss_fn or a layer; do that outside.")
         if not self.lock._is_owned():  # type: ignore[attr-defined]
@@ -169,7 +173,7 @@ class Group:
         return _InnerCall(self.lock)
 
     def begin_call(self, name: str, is_outermost: bool, members: Sequence[Member], *, ends_views: bool = True) -> None:
-        """Raise failures of the background and adopt what the user did to `members` since the last call.
+        """Raise failures that happened in the background; adopt what the user changed in `members` since the last call.
 
         ends_views: False in calls of the plain loop, which keep views of gradients and an open step as they are.
         """
@@ -187,10 +191,10 @@ class Group:
         for member in members:
             member.follow_user()
 
-    # Weights and gradients.
+    # Waiting for work, and showing weights and gradients.
 
     def expect_step(self, *, is_exact: bool) -> None:
-        """A step is about to take the gathered gradients: remove them from `.grad` of the parameters."""
+        """Prepare for a step, which takes the gathered gradients: remove them from `.grad` of the parameters."""
         for store in self.stores:
             store.gradients.conceal()
         self.steps_are_exact = is_exact
@@ -203,18 +207,18 @@ class Group:
         self.recovery.raise_failures(IN_BACKGROUND)
 
     def wait_until_quiet(self) -> None:
-        """Wait for everything; parameters then hold the weights that calls read, which may not be the newest."""
+        """Wait for all runs and steps. Parameters then hold the weights that calls read, maybe not the newest ones."""
         self.wait_for_everything()
         self.stepper.show_visible()
 
     def show_newest(self) -> None:
-        """Wait for everything, then show the newest weights in the parameters and the gathered gradients in `.grad`."""
+        """Wait for all runs and steps. Parameters then hold the newest weights, and `.grad` the gathered gradients."""
         self._settle()
         for store in self.stores:
             store.gradients.expose()
 
     def _settle(self) -> None:
-        """Wait for everything, make the newest weights visible, and forget finished runs."""
+        """Wait for all runs and steps, make the newest weights visible, and forget finished runs."""
         self.wait_for_everything()
         self.stepper.publish_latest()
         for member in self.members:
@@ -231,9 +235,9 @@ class Group:
             member.num_writes += bool(own)
 
     def end_host_graphs(self) -> None:
-        """Let autograd refuse graphs that the host made from weights which calls do not read any more.
+        """Make autograd refuse the backward of graphs that the host has built from weights that are outdated now.
 
-        So a late backward raises, as it does in PyTorch after an optimizer step in place.
+        A late backward then raises, as in PyTorch after an optimizer has changed weights in place.
         """
         version = self.stepper.visible_version
         for store in self.stores:
@@ -265,7 +269,7 @@ class Group:
                 dtype,
             )
 
-    # The end.
+    # Stopping and closing.
 
     def request_stop(self) -> None:
         """Set `stop_requested`. Takes no lock: a signal handler may interrupt any call to do this."""
@@ -274,7 +278,7 @@ class Group:
     def close(self, name: str) -> None:
         """Finish pending work, then release threads and pinned memory. Logs failures of the background.
 
-        Does nothing in a forked child, which owns none of this.
+        Does nothing in a forked child: threads and pinned memory belong to the parent process.
         """
         if self.is_inherited:
             return
@@ -286,7 +290,7 @@ class Group:
             try:
                 if is_outermost:
                     self.recovery.settle_interrupted()
-                # After an interrupted close() `is_closed` is set: then nothing more is waited for.
+                # If an earlier close() was interrupted, `is_closed` is set, and this close() waits for nothing.
                 for _ in range(0 if self.is_closed else _MOST_FAILURES_LOGGED):
                     if self._settles(name):
                         break
@@ -294,13 +298,13 @@ class Group:
                 self._shut_down(name)
 
     def abort(self, name: str) -> None:
-        """Close without finishing anything, once no member can be reached: called by finalizers and at exit."""
+        """If the user can reach no member any more, close without finishing pending work. For finalizers and exit."""
         if not self.is_inherited and not self._is_shut_down and all(member.is_unreachable for member in self.members):
             self.recovery.log_failures("when the last reference to the model was gone")
             self._shut_down(name)
 
     def _settles(self, name: str) -> bool:
-        """Wait for everything. A failure is logged; returns False then, as other work may remain behind it."""
+        """Wait for all runs and steps. If one fails, log it and return False: other work may still be pending."""
         try:
             self._settle()
         except KeyboardInterrupt:
@@ -311,7 +315,7 @@ class Group:
         return True
 
     def _shut_down(self, name: str) -> None:
-        """Cancel what still runs and release everything. Can be repeated if it was interrupted."""
+        """Cancel pending work and release all threads and memory. Can be repeated if it was interrupted."""
         self.recovery.cancel_all(ClosedError(f"{name} was closed while this was running"))
         self.is_closed = True
         self.stepper.close()

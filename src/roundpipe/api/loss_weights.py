@@ -1,8 +1,8 @@
 """Weighs the losses of a call's microbatches so that they add up to the loss of the whole batch.
 
-What loss_fn returns is weighed by rows, or not at all. The loss that a model computes itself is weighed by what it is a
-mean over: rows, or labels that count. This is found out by running the model on a few labels. Knows no device and no
-schedule.
+Results of loss_fn are weighed by rows, or not at all. The loss that a model computes itself is weighed by rows if it is
+a mean over rows, and by labels if it is a mean over the labels that count (those that are not ignored). Trials that run
+the model on a few labels find out which. Knows no device and no schedule.
 
 [Note: terms beside the mean over labels]
 The loss of a model with routers is S / n + A: S is a sum over the n labels of the call, and A, the router's loss, is a
@@ -55,17 +55,17 @@ CountTargets = Callable[[Tensor], int]
 NUM_ITEMS = "num_items_in_batch"
 _IGNORED = -100  # label of a position that does not count, as in torch's cross_entropy
 _CLOSE = 1e-3
-_MANY = 2.0**20  # a power of two: dividing by it rounds nothing
+_MANY = 2.0**20  # a power of two, so that dividing by it is exact
 _Kwargs = dict[str, Any]
 
 
 def outputs_alone(outputs: Any, labels: Any) -> Any:
-    """The loss_fn of a call without one. The model returns losses, or an output with a `loss` in it."""
+    """The loss_fn of calls without one: returns the model's outputs, which are losses or contain a `loss`."""
     return outputs
 
 
 class LossKind(enum.Enum):
-    """What the loss of a batch is. It decides how the losses of microbatches are weighed."""
+    """How the loss of a batch is formed. It decides how the losses of microbatches are weighed."""
 
     MEAN_OVER_LABELS = "a mean over labels: each microbatch is weighed by its number of labels that count"
     MEAN_OVER_ROWS = "a mean over rows, or unknown: each microbatch is weighed by its number of rows"
@@ -74,7 +74,7 @@ class LossKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class LossForm:
-    """What the trials have shown of a model's own loss, for one form of call.
+    """The result of the trials of a model's own loss, for one form of call.
 
     count: counts the labels of a loss that is a mean over labels. `labels`: the argument that holds them.
     takes_count: the model divides the sum by `num_items_in_batch` if that is given.
@@ -100,7 +100,7 @@ def weighed(
 ) -> MicrobatchInputs:
     """The microbatches of a call with the shares of their losses.
 
-    own_loss: of a model of transformers. loss_fn: None in a call of forward().
+    own_loss: describes the loss that a model of transformers computes itself. loss_fn: None in a call of forward().
     wait_until_quiet: waits until no call and no step runs; called before the model has to run on the host.
     """
     has_loss_fn = loss_fn is not None and loss_fn is not outputs_alone
@@ -144,7 +144,7 @@ def _with_own_shares(
     own_loss: OwnLoss,
     wait_until_quiet: Callable[[], None],
 ) -> MicrobatchInputs:
-    """`weighed`, where the own losses of a model of transformers add up to the loss of the batch.
+    """The result of `weighed` for a model of transformers whose own losses must add up to the loss of the batch.
 
     named: the arguments of each microbatch by name.
     """
@@ -161,7 +161,8 @@ def _with_own_shares(
         case LossKind.MEAN_OVER_LABELS:
             counts = _counts(form, named)
             divisor = sum(counts) if given is None else float(given)
-            own = tuple(count / divisor if divisor else 1.0 for count in counts)  # no label at all: NaN, as in PyTorch
+            # If no label counts, the shares are 1.0 and the loss stays NaN, as in PyTorch.
+            own = tuple(count / divisor if divisor else 1.0 for count in counts)
             if form.takes_count and given is not None:
                 batches = batches.with_kwargs({NUM_ITEMS: None})
         case LossKind.MEAN_OVER_ROWS:
@@ -189,7 +190,7 @@ def _counts(form: LossForm, named: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _num_entries(named: Sequence[Mapping[str, Any]], batches: MicrobatchInputs) -> int:
-    """The number of items in a call whose loss does not show what it counts: its labels, or its rows."""
+    """The number of labels of a call, or of rows if it has no labels. For a loss that does not show what it counts."""
     labels = [kwargs.get("labels") for kwargs in named]
     tensors = [label for label in labels if isinstance(label, torch.Tensor)]
     return sum(map(count_all, tensors)) if tensors else sum(batches.rows or (1,))
@@ -204,7 +205,7 @@ class OwnLoss:
         self._on_the_host = on_the_host or (lambda: with_torch_alone(model))
         self._parts = [module for module in model.modules() if is_pretrained(module)]
         self._forms: dict[Hashable, LossForm] = {}
-        self._loss_functions: list[Any] = []  # of `_parts`, when the forms were found
+        self._loss_functions: list[Any] = []  # the loss functions of `_parts` when the forms were found
         by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = inspect.signature(model.forward).parameters
         self._parameters = [name for name, parameter in parameters.items() if parameter.kind is by_position]
@@ -245,7 +246,7 @@ class OwnLoss:
             self._forms, self._loss_functions = {}, present
 
 
-# Trials.
+# Trials that find the form of a model's own loss.
 
 
 def count_all(labels: Tensor) -> int:
@@ -275,15 +276,15 @@ class _Trial:
         self._model_name = type(model).__name__
         self._copy, _ = private_copy(model)
         self.kwargs = {name: value for name, value in kwargs.items() if name != NUM_ITEMS}
-        self.name = "labels" if kwargs.get("shift_labels") is None else "shift_labels"  # the user has shifted them
+        # The argument with the labels. `shift_labels` holds labels that the user has shifted already.
+        self.name = "labels" if kwargs.get("shift_labels") is None else "shift_labels"
         labels = kwargs[self.name]
         self.has_countable_labels = (
             isinstance(labels, Tensor) and labels.dim() > 0 and labels.numel() > 0 and not labels.is_floating_point()
         )
         if self.has_countable_labels:
-            self.kwargs[self.name] = labels.clamp(
-                min=0
-            )  # without ignored labels the two counting rules give different numbers
+            # Without ignored labels, the two counting rules give different numbers.
+            self.kwargs[self.name] = labels.clamp(min=0)
         config = getattr(model, "config", None)
         self.makes_decoder_inputs = bool(getattr(config, "is_encoder_decoder", False))
 
@@ -300,7 +301,7 @@ class _Trial:
         return float(output[0] if isinstance(output, tuple) else output.loss)
 
     def tried(self, find: Callable[[_Trial], LossForm | None]) -> LossForm | None:
-        """`find(self)`, or None if it raises."""
+        """Return `find(self)`, or None if `find` raises."""
         try:
             return find(self)
         except OUT_OF_MEMORY:
@@ -325,26 +326,29 @@ def _divided_by_count(trial: _Trial) -> LossForm | None:
 
 
 def _mean_over_labels(trial: _Trial) -> LossForm | None:
-    """The form of a loss that is a mean over the labels that are not ignored; None if it is not."""
+    """The form of a loss that is a mean over the labels that are not ignored; None if the loss is no such mean."""
     labels = trial.labels
     options: _Kwargs = {}
     if labels.numel() < 2:  # two labels are compared, so a single sample with one label is doubled
         options = _doubled(trial.kwargs)
         labels = options[trial.name]
     if trial.makes_decoder_inputs and not {"decoder_input_ids", "decoder_inputs_embeds"} & trial.kwargs.keys():
-        options["decoder_input_ids"] = labels.clone()  # by default the model makes them of the labels, which vary here
+        options["decoder_input_ids"] = labels.clone()  # else the model makes them of the labels, which vary here
     for rule, (p, q) in _telling_pairs(labels):
         one, other, both = (
             trial.loss(**{**options, trial.name: _only(labels, positions)}) for positions in ([p], [q], [p, q])
         )
         is_mean = _is_close(2 * both, one + other) and one + other != 0
-        if is_mean and not _is_close(one, other, 1e-6):  # equal losses may depend on no label at all
+        if is_mean and not _is_close(one, other, 1e-6):  # if both are equal, the loss may not depend on labels
             return LossForm(LossKind.MEAN_OVER_LABELS, rule, labels=trial.name)
     return None
 
 
 def _telling_pairs(labels: Tensor) -> Iterator[tuple[CountTargets, tuple[int, int]]]:
-    """Counting rules with two positions in the flat labels. Only `count_all` counts the first label of a row."""
+    """Yield each counting rule with two positions in the flat labels that the rule counts.
+
+    The positions tell the rules apart: only `count_all` counts the first label of a row.
+    """
     yield count_all, (0, 1)
     if labels.dim() > 1 and labels.shape[-1] > 2:
         yield count_shifted, (1, 2)

@@ -1,18 +1,18 @@
 """Supports the ordinary training loop: `loss.backward(); optimizer.step(); optimizer.zero_grad()` outside step_fn.
 
 One PlainLoop serves the models of a group. Hooks around the `step()` of every torch optimizer find the groups whose
-parameters it holds. Knows optimizers and gradients, never runs or plans.
+parameters the optimizer holds. Knows optimizers and gradients, never runs or plans.
 
 [Note: gradients outside steps]
-When the gradient of an optimizer's copy is read, scaled, set or cleared outside a step, all copies get a view of what
-was gathered so far. The next call of a model ends the views. A gradient that was not changed stays gathered, so later
-sums do not differ; a changed one moves to its copy. `optimizer.step()` takes the views over as they are: clipping and
-unscaling before it need no float32 gradients.
+When code outside a step reads, scales, sets or clears the gradient of an optimizer's copy, the gradients of all copies
+become views of the gradients gathered so far. The next call of a model ends the views. A gradient that was not changed
+stays in the gathered sums, so later sums are the same as without a view. A changed gradient moves to its copy.
+`optimizer.step()` uses the views as they are, so clipping and unscaling before the step need no float32 gradients.
 
 [Note: an optimizer that raises]
 torch does not call the post hook if `optimizer.step()` raises. So a step remembers the frame of its `step()` call. Once
-this frame is no longer on the stack of its thread, the next call of a model ends the step. As in torch, what the
-optimizer has changed until then stays, and gradients stay until they are cleared.
+this frame is no longer on the stack of its thread, the next call of a model ends the step. As in torch, changes that
+the optimizer made before it raised stay, and gradients stay until they are cleared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from roundpipe.store.adopt import owner_of
 
 
 class PlainLoop:
-    """The gradients and the step of one group, as code outside of step_fn uses them."""
+    """Gives code outside of step_fn access to the gradients of one group, and carries out `optimizer.step()` there."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -48,16 +48,17 @@ class PlainLoop:
         self._step: HandedStep | None = None  # the open step of an optimizer on copies
         self._own: Sequence[ParameterRecord] = ()  # the model's own parameters that an optimizer is updating
         self._viewed: list[OptimizerCopy] = []
-        self._seen: object = None  # `_gathered_so_far` when the views were made
+        self._seen: object = None  # the value of `_gathered_so_far()` when the views were made
         _install_hooks()
 
-    # Gradients outside steps.
+    # Showing gradients outside of steps.
 
     @restoring_grad_mode
     def gradients_wanted(self) -> None:
-        """Show in all copies what was gathered: see [Note: gradients outside steps]. Waits for pending gradients.
+        """Make the gradients of all copies views of the gathered ones: see [Note: gradients outside steps].
 
-        Does nothing inside a step, a layer or a loss function: a step gives the copies their gradients.
+        Waits for pending gradients. Does nothing inside a step, which sets the gradients of the copies itself, and
+        inside a layer or a loss function.
         """
         group = self._group
         if group.is_closed or self._is_inside() or self._seen == self._gathered_so_far():
@@ -103,13 +104,17 @@ class PlainLoop:
             return True
         return self._group.stepper.is_current_thread() or self._group.lock.is_held()
 
-    # Steps.
+    # Steps of optimizers outside of step_fn.
 
     @restoring_grad_mode
     def before_step(self, frame: FrameType, own: Sequence[ParameterRecord]) -> None:
-        """An optimizer begins to step. `own`: the parameters it holds if they are the model's, not copies."""
+        """Open a step for an optimizer whose step() begins.
+
+        frame: the frame of the step() call.
+        own: the model's own parameters that the optimizer holds; empty if the optimizer holds copies.
+        """
         if self._calls and self._calls[-1].is_running_on_this_thread():
-            self._calls.append(_StepCall(frame))  # an optimizer that steps another one
+            self._calls.append(_StepCall(frame))  # an optimizer's step() has called another optimizer's step()
             return
         with self._group.call_lock(self._group.name) as is_outermost:
             self._begin_call(is_outermost)
@@ -119,7 +124,7 @@ class PlainLoop:
 
     @restoring_grad_mode
     def after_step(self) -> None:
-        """An optimizer has stepped; the outermost one ends the step."""
+        """Note that the step() of an optimizer has returned. End the open step if this was the outermost step()."""
         if self._calls:
             self._calls.pop()
         if not self._calls:
@@ -129,7 +134,11 @@ class PlainLoop:
 
     @restoring_grad_mode
     def run_closure(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure that the optimizer calls in its step. The step is interrupted: the closure calls the model."""
+        """Return `closure()`, which the optimizer calls inside its step() and which calls the model.
+
+        Ends the open step before the closure runs, because a model cannot be called during a step. Opens a new step
+        afterwards.
+        """
         own = self._own
         calls, self._calls = self._calls, []
         with self._group.call_lock(self._group.name) as is_outermost:
@@ -144,7 +153,10 @@ class PlainLoop:
                 self._begin_step(own)
 
     def leave(self) -> None:
-        """A call of a model begins: end the views, and a step whose optimizer has raised."""
+        """Prepare for a call of a model: end the views, and end a step whose optimizer has raised.
+
+        Raises UsageError if the step() of an optimizer is running on this thread.
+        """
         if self._calls or self._own or self._step is not None:
             self._end_forsaken_step()
         if self._calls:
@@ -156,7 +168,7 @@ class PlainLoop:
             self._end_views()
 
     def close(self) -> None:
-        """The models are being closed: end an open step."""
+        """End an open step, because the models are being closed."""
         self._viewed.clear()
         if self._step is not None and self._group.stepper.was_issued(self._step):
             self._step.end()
@@ -169,8 +181,8 @@ class PlainLoop:
     def _begin_step(self, own: Sequence[ParameterRecord]) -> None:
         """Prepare the parameters or copies for an optimizer.
 
-        An optimizer on own parameters gets the newest weights and their `.grad`. For an optimizer on copies a step is
-        issued that the optimizer thread keeps open until `_end_step`.
+        An optimizer on the model's own parameters gets the newest weights and gradients in them. For an optimizer on
+        copies, this issues a step that the optimizer thread keeps open until `_end_step`.
         """
         group = self._group
         if own:
@@ -181,15 +193,16 @@ class PlainLoop:
         group.expect_step(is_exact=True)
         self._step = step = HandedStep(group.monitor)
         group.stepper.hand_over(step)
-        if not step.wait_until_open():  # a call whose gradients it needs has failed, or the models were closed
+        # The step does not open if a call whose gradients it needs has failed, or if the models were closed.
+        if not step.wait_until_open():
             self._step = None
             self._calls.clear()
             group.recovery.raise_failures("the step was not carried out")
             raise step.error or ClosedError(f"{group.name} was closed during optimizer.step().")
-        self._viewed.clear()  # the step has taken the views over
+        self._viewed.clear()  # the step uses the views and ends them
 
     def _end_step(self) -> None:
-        """Adopt what the optimizer has changed, and raise what went wrong in the open step."""
+        """End the open step: adopt the values that the optimizer has changed, and raise the step's error, if any."""
         step, self._seen = self._step, None
         if self._own:
             self._group.adopt_written(self._own)
@@ -203,9 +216,10 @@ class PlainLoop:
         self._group.end_host_graphs()
 
     def _end_forsaken_step(self) -> None:
-        """End a step that its optimizer did not: see [Note: an optimizer that raises].
+        """End a step that is still open after its optimizer has raised: see [Note: an optimizer that raises].
 
-        Waits for an optimizer that steps on another thread. An optimizer that steps on this thread goes on.
+        If the optimizer's step() is running on another thread, waits for its end. If it is running on this thread, does
+        nothing.
         """
         monitor = self._group.monitor
         while self._calls and self._calls[-1].is_running():
@@ -245,7 +259,7 @@ _hooks: list[Any] = []
 
 
 def _install_hooks() -> None:
-    """Install the hooks once per process. They stay: an optimizer on copies of a closed model must raise."""
+    """Install the hooks once per process. They are never removed: an optimizer of a closed model must raise."""
     with _hooks_lock:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -255,7 +269,7 @@ def _install_hooks() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Hook before `optimizer.step()`: begin a step of every group that the optimizer trains.
 
-    Returns changed arguments of step() if it has a closure.
+    Returns new arguments for step() if it was called with a closure, else None.
     """
     held = _held_by(optimizer)
     if not held:
@@ -276,7 +290,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Hook after `optimizer.step()`, which torch skips if step() raises."""
-    if current_iteration() is None:  # in step_fn the step belongs to Stepper
+    if current_iteration() is None:  # inside step_fn, Stepper opens and ends the step
         for loop in _held_by(optimizer):
             loop.after_step()
 
@@ -289,7 +303,7 @@ def _held_by(optimizer: Optimizer) -> dict[PlainLoop, list[ParameterRecord]]:
     held: dict[PlainLoop, list[ParameterRecord]] = {}
     for param in _parameters_of(optimizer):
         if isinstance(param, OptimizerCopy):
-            if param.home is not None:  # None in copies that no model has made
+            if param.home is not None:  # `home` is None if no model has made this copy
                 held.setdefault(_loop_of(_home_of(param)), [])
             continue
         store = owner_of(param)
@@ -321,7 +335,7 @@ def _loop_of(store: LayerStore) -> PlainLoop:
 def _check_inside_step_fn(optimizer: Optimizer, held: dict[PlainLoop, list[ParameterRecord]]) -> None:
     """In step_fn, refuse an optimizer on a model's own parameters, or on copies of a model that is not stepped now.
 
-    Gradient hooks run inside the iteration of their call, too. There no copy is stepped.
+    This function also runs if a gradient hook calls optimizer.step(). No optimizer may step there.
     """
     for own in held.values():
         if own:
@@ -353,7 +367,7 @@ def _is_being_stepped(copy: OptimizerCopy) -> bool:
 
 
 def _refuse_mixture(optimizer: Optimizer, loop: PlainLoop, own: Sequence[ParameterRecord]) -> None:
-    """Refuse an optimizer on a model's own parameters if copies should be, or are, optimized as well."""
+    """Raise if an optimizer on a model's own parameters also holds copies, or if optim_dtype requires copies."""
     if not own:
         return
     for record in own:
@@ -375,7 +389,7 @@ def _refuse_mixture(optimizer: Optimizer, loop: PlainLoop, own: Sequence[Paramet
 
 
 def _check_memory(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, Adam | AdamW):  # RoundPipe's own optimizers need less memory and check that
+    if not isinstance(optimizer, Adam | AdamW):  # RoundPipe's optimizers check it themselves
         require_state_memory(optimizer)
 
 

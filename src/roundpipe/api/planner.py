@@ -5,7 +5,8 @@ tensor.
 
 [Note: a blind planner]
 Where device memory is limited, the planner cannot plan the first training call of a kind: it does not know how large
-the activations are. A probe runs such a call's first microbatch forward, one layer at a time, and measures them.
+the activations are. A probe runs the forward of such a call's first microbatch, one layer at a time, and measures the
+activations.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ logger = logging.getLogger("roundpipe")
 _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this share of the old plan's time
 # Calls between two reviews of a plan; the last number repeats. So reviews come at calls 2, 4, 20, 84, 148 ...
 _PAUSES = (1, 2, 16, 64)
-_ENOUGH_RUNS = 4  # after so many measured runs, times are taken only before a review of the plan
-_SHRINK, _SMALLEST_SHARE = 0.8, 0.1  # of the memory limit, after a call has run out of memory
+_ENOUGH_RUNS = 4  # after so many measured runs, only the last run before a review of the plan is measured
+# After a call has run out of memory, the share of the memory limit for calls of its kind is multiplied by _SHRINK until
+# the plan changes, or until the share is below _SMALLEST_SHARE.
+_SHRINK, _SMALLEST_SHARE = 0.8, 0.1
 
 
 class Load(NamedTuple):
@@ -98,15 +101,15 @@ class _Choice:
 
 
 class _Measured:
-    """What runs of one load have shown of the layers' costs."""
+    """The costs of the layers, as runs of one load have measured them."""
 
     def __init__(self, store: LayerStore) -> None:
         self.costs = CostModel(
             [layer.weight_bytes for layer in store.layers],
             [sum(record.weights.nbytes for record in layer.trainable) for layer in store.layers],
         )
-        self.num_learned = 0  # runs
-        self.layers_left = set(range(len(store.layers)))  # whose activations are unknown
+        self.num_learned = 0  # number of runs whose measurements are included
+        self.layers_left = set(range(len(store.layers)))  # layers whose activation sizes are unknown
 
 
 class Planner:
@@ -121,18 +124,18 @@ class Planner:
         self.limit_bytes: int | None = None  # memory of one device, read anew for each schedule
         self._measured: dict[Load, _Measured] = {}
         self._choices: dict[CallKind, _Choice] = {}
-        # Each with the state that it was computed from: see `costs`.
+        # Cache of `costs`. Each entry also has the state that it was computed from.
         self._costs: dict[tuple[CallKind, tuple[StageTask, ...]], tuple[Hashable, Costs]] = {}
-        self._memory_share: dict[CallKind, float] = {}  # of the limit, for kinds of call that ran out of memory
-        self._last_kind: CallKind | None = None  # of the last call; None if the user gave its plan
+        self._memory_share: dict[CallKind, float] = {}  # share of the limit, by kinds that ran out of memory
+        self._last_kind: CallKind | None = None  # kind of the last call; None if the user gave its plan
 
-    # Before a call.
+    # Planning a call: its schedule and costs.
 
     def schedule(
         self, kind: CallKind, request: Request, probe: Callable[[CallKind, Request], None]
     ) -> tuple[StageTask, ...]:
-        """The tasks of a call. `probe`: runs a probe of it; see [Note: a blind planner]."""
-        if self.limit_bytes is not None or not self._choices:  # a device without a limit never gets one
+        """The tasks of a call. `probe`: a function that runs a probe of the call; see [Note: a blind planner]."""
+        if self.limit_bytes is not None or not self._choices:  # no limit at the first call means no limit ever
             self.limit_bytes = self._pool.devices()[0].memory_limit_bytes()
         self._last_kind = None
         user_plan = request.config.execute_plan
@@ -158,7 +161,7 @@ class Planner:
         choice = self._choices.get(kind)
         num_learned = self._of(kind.load).num_learned
         known = min(num_learned, _ENOUGH_RUNS)
-        # Computed again only after a run was learned from, or the plan reviewed: then they can change.
+        # Costs can change only after a run was learned from or the plan was reviewed. Until then the cache is valid.
         state = (
             known,
             choice and choice.num_reviews,
@@ -176,7 +179,7 @@ class Planner:
         return costs if is_measured else dataclasses.replace(costs, is_measured=False)
 
     def is_blind(self, kind: CallKind) -> bool:
-        """Whether memory is limited and the activations of such a call are unknown."""
+        """Whether device memory is limited and the activation sizes of such calls are unknown."""
         if self.limit_bytes is None or kind.run_type is RunType.INFER:
             return False
         return bool(self._of(kind.load).layers_left)
@@ -187,10 +190,10 @@ class Planner:
         tasks = build_schedule(ModelExecutePlan.layer_by_layer(self._num_layers, run_type), run_type)
         return tuple(task for task in tasks if task.kind is not TaskKind.BACKWARD)
 
-    # After a call.
+    # Learning from runs.
 
     def learn(self, run: Run) -> None:
-        """Take over what a finished run has measured."""
+        """Add the measurements of a finished run to the cost estimates."""
         assert isinstance(run.load, Load)
         measured = self._of(run.load)
         measured.num_learned += 1
@@ -202,7 +205,10 @@ class Planner:
             measured.layers_left.discard(layer_id)
 
     def plan_smaller(self) -> bool:
-        """Plan calls of the last call's kind with less memory, as it ran out. Returns whether that is possible."""
+        """Plan later calls of the last call's kind with less memory, because that call ran out of memory.
+
+        Returns whether that is possible.
+        """
         kind, self._last_kind = self._last_kind, None
         choice = None if kind is None else self._choices.get(kind)
         if kind is None or choice is None:
@@ -226,10 +232,10 @@ class Planner:
         loads = [load for load in self._measured if load.num_microbatch == count and not load.is_inference]
         return self._profile(loads[-1] if loads else Load(count, 0))
 
-    # Choosing.
+    # Choosing plans and tails.
 
     def tail(self, kind: CallKind, tasks: Sequence[StageTask]) -> int:
-        """The number of microbatches that run backward layer by layer, where the caller waits for the update."""
+        """The tail of a call whose caller waits for the update: how many microbatches run backward layer by layer."""
         update_s = self._update_s()
         if update_s is None or self.is_blind(kind):
             return 1
@@ -241,7 +247,7 @@ class Planner:
 
     def _best_plan(self, kind: CallKind, old: _Planned | None) -> _Planned:
         """The fastest plan by prediction; the old one if it fits and the new one is hardly faster."""
-        if kind in self._memory_share and self.limit_bytes is None:  # it ran out of a memory that has no known limit
+        if kind in self._memory_share and self.limit_bytes is None:  # out of memory without a known limit
             return self._finest_plan(kind)
         profile = self._profile(kind.load, kind)
         limit = math.inf if profile.memory_limit_bytes is None else profile.memory_limit_bytes
@@ -290,7 +296,7 @@ class Planner:
         unused = max(profile.memory_limit_bytes - held, 0)
         return memory.buffer_bytes(tasks, profile.num_devices)[0] + unused // 2
 
-    # What is known.
+    # Cost estimates.
 
     def _of(self, load: Load) -> _Measured:
         if load not in self._measured:

@@ -54,19 +54,19 @@ class _Rehearsal(TorchFunctionMode):
 
 
 class ModelProxy(nn.Module):
-    """A module that reads all attributes but a few from the wrapped model, and writes them there."""
+    """A module that reads and writes its attributes in the wrapped model, except for a few of its own."""
 
     model: nn.Module  # the module that runs
-    original_model: nn.Module  # the module the user handed in
+    original_model: nn.Module  # the module that the user has wrapped
     name: str
     _engine: ModelEngine
-    _fixed: frozenset[str]  # own attributes, which the user cannot set
+    _fixed: frozenset[str]  # names of the proxy's own attributes, which the user cannot set
 
     def __init__(self, model: nn.Module, original_model: nn.Module, engine: ModelEngine, **attributes: Any) -> None:
         """`attributes`: further attributes of the proxy itself."""
         super().__init__()
         own = self.__dict__
-        own.pop("training")  # read from the wrapped model
+        own.pop("training")  # `training` is read from the wrapped model
         attributes |= {"original_model": original_model, "model": model, "name": engine.name, "_engine": engine}
         own.update(attributes, _fixed=frozenset(attributes))
         own["_finalizer"] = weakref.finalize(self, engine.abort)
@@ -79,7 +79,7 @@ class ModelProxy(nn.Module):
         self.__dict__["original_model"] = original_model
         self._share_content_of(original_model)
 
-    # Steps.
+    # Optimizer steps, stopping and closing.
 
     def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
         """Run `step_fn(*args, **kwargs)` on the optimizer thread, over the gradients gathered since the last step."""
@@ -124,7 +124,7 @@ class ModelProxy(nn.Module):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # Parameters.
+    # Parameters and the optimizer's copies of them.
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """The optimizer's copies of the parameters that require grad."""
@@ -152,7 +152,7 @@ class ModelProxy(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         return self._target().named_parameters(prefix, recurse, remove_duplicate)
 
-    # Looking like the wrapped model.
+    # Methods of nn.Module, which make the proxy look like the wrapped model.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the wrapped model, with the weights that calls read now.
@@ -184,7 +184,7 @@ class ModelProxy(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Called by load_state_dict() of a module that contains this one."""
+        """Load into the wrapped model. Called by load_state_dict() of a module that contains this one."""
         self._target()._load_from_state_dict(*args)
 
     def __getattr__(self, name: str) -> Any:
@@ -201,7 +201,7 @@ class ModelProxy(nn.Module):
                 f"{name!r} of a {type(self).__name__} cannot be set; wrap the model again with what you want."
             )
         elif name in self.__dict__:
-            super().__setattr__(name, value)  # attributes that nn.Module keeps itself, such as hooks
+            super().__setattr__(name, value)  # attributes that nn.Module keeps in the proxy, such as hooks
         else:
             setattr(self._target(), name, value)
 
@@ -214,7 +214,7 @@ class ModelProxy(nn.Module):
         return sorted({*super().__dir__(), *dir(self._target())})
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Called by .to(), .cuda(), .half() and the like: always raises."""
+        """Always raise UsageError. nn.Module calls this method in .to(), .cuda(), .half() and the like."""
         raise UsageError(
             "a RoundPipe cannot be moved or cast (.to(), .cuda(), .half(), ...): weights stay in host memory and are "
             "uploaded when needed. Cast the model before wrapping it, choose devices with devices=[...], and the "
@@ -226,7 +226,7 @@ class ModelProxy(nn.Module):
         asked: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype, _, memory_format = asked
         if device == torch.device("cpu") and dtype is None and memory_format is None:
-            return self  # already there
+            return self  # the weights are in host memory already
         return self._apply(lambda tensor: tensor)
 
     def cpu(self) -> Self:
@@ -247,14 +247,14 @@ class ModelProxy(nn.Module):
             "itself: torch.save(wrapper.original_model, file)."
         )
 
-    # Inside.
+    # Private helpers of the proxy.
 
     def _target(self) -> nn.Module:
         target: nn.Module = self.__dict__["original_model"]
         return target
 
     def _share_content_of(self, module: nn.Module) -> None:
-        """Use the dicts of `module` for parameters, buffers and submodules."""
+        """Make this proxy use the dicts in which `module` keeps its parameters, buffers and submodules."""
         for key in _CONTENT:
             self.__dict__[key] = module.__dict__[key]
 
@@ -315,14 +315,14 @@ class RoundPipe(ModelProxy):
         merges_late: bool = False,
         split_model: SplitModel | None = None,
     ) -> None:
-        """The rest of `__init__`, also for models that run as other modules than the user's.
+        """Initialise the wrapper. `model` is the module that runs, `original_model` the user's; they may differ.
 
         split_model: the model that the layers of `model` were split from, if there is one.
         """
         pin_mode = to_pin_mode(pin_model)
         specs = parse_devices(devices)
         layers = _layers_of(model)
-        refuse_owned(original_model)  # before the engine moves any weight
+        refuse_owned(original_model)  # checked before the engine moves any weight
         engine = ModelEngine(
             layers,
             names,
@@ -345,7 +345,7 @@ class RoundPipe(ModelProxy):
             _merges_late=merges_late,
         )
 
-    # Training.
+    # Calls for training and inference.
 
     def forward(
         self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(), **kwargs: Any
@@ -356,7 +356,7 @@ class RoundPipe(ModelProxy):
             args, kwargs = as_microbatches((args, kwargs), config.num_microbatch)
         try:
             outputs = self._engine.forward(args, kwargs, config)
-        finally:  # a call that failed may have split the model again, too
+        finally:  # also after a failure: the failed call may have split the model again
             if self._engine.split_model is not None:
                 self._follow_layers(self._engine.split_model)
         merges_late = self._merges_late and is_merging_late() and roundpipe_run_config.merge_output is None
@@ -401,7 +401,7 @@ class RoundPipe(ModelProxy):
             if self._engine.split_model is not None:
                 self._follow_layers(self._engine.split_model)
 
-    # Around training.
+    # Generating, saving, closing and inspecting.
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Take attributes, parameter names and state_dict keys from `original_model`."""
@@ -423,7 +423,7 @@ class RoundPipe(ModelProxy):
                 f"{self.name} cannot generate: only models of transformers that are split into layers can. Generate "
                 "with the plain model (its .model) after synchronize()."
             )
-        self._engine.wait_for_visible_weights()  # code of generate() on the host may read parameters
+        self._engine.wait_for_visible_weights()  # generate() runs code on the host, which may read parameters
         return split_model.generating(self.forward).generate(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
@@ -432,7 +432,7 @@ class RoundPipe(ModelProxy):
         return self._target().save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
     def _follow_layers(self, split_model: SplitModel) -> None:
-        """Show the layers of the split model: a call of a new form may have changed them."""
+        """Set this wrapper's layers to those of the split model, which a call of a new form may have changed."""
         layers = tuple(split_model.layers)
         if layers != self._layers:
             # `__setattr__` protects these attributes.
@@ -462,7 +462,7 @@ class RoundPipe(ModelProxy):
         return f"name={self.name!r}, layers={self.num_layers}, devices={self._engine.num_devices}"
 
     def _resolve(self, call: RoundPipeRunConfig) -> ResolvedRunConfig:
-        """Overlay the options of a call on the model's and the defaults. Refuses a model whose layers were replaced."""
+        """Return a call's options: its own, else the model's, else the defaults. Raises if layers were replaced."""
         config = resolve(call, self.model_run_config, self._engine.num_devices)
         if config.output_device.type != "cpu":
             require_device(config.output_device, "output_device")

@@ -49,7 +49,7 @@ class SplitModel:
         parameters = inspect.signature(model.forward).parameters
         by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self._parameters = [name for name, parameter in parameters.items() if parameter.kind is by_position]
-        # An adapter around a model passes arguments on that it does not know: then the inner model decides.
+        # An adapter with **kwargs passes arguments on to the inner model, whose signature then decides.
         passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         inner = next((module for module in model.modules() if is_pretrained(module)), model) if passes_on else model
         self._takes_use_cache = "use_cache" in {*parameters, *inspect.signature(inner.forward).parameters}
@@ -62,12 +62,12 @@ class SplitModel:
         """Make the model a plain module again."""
         self._splitter.take_out()
 
-    # Before a call is split into microbatches.
+    # Preparing a call before it is split into microbatches.
 
     def prepared(
         self, args: Sequence[Any], kwargs: dict[str, Any], config: ResolvedRunConfig, *, is_for_loss_alone: bool
     ) -> PreparedCall:
-        """A call with named arguments and a rule for splitting them; in one microbatch if it fills a cache.
+        """The call with its arguments by name and a rule for splitting them. A call that fills a cache is not split.
 
         is_for_loss_alone: the user gets only the loss, so large logits need not be kept.
         """
@@ -97,7 +97,7 @@ class SplitModel:
             additions[KEEPS_LOGITS] = KeepLogits.UNLESS_LARGE
         return additions
 
-    # Generating.
+    # Running the model's own generate().
 
     def generating(self, forward: Callable[..., Any]) -> Any:
         """A model like the wrapped one that calls `forward`: its own `generate` then runs on the devices."""
@@ -115,7 +115,7 @@ class SplitModel:
         stand_in.__dict__.update({name: value for name, value in inner.__dict__.items() if name != "forward"})
         return stand_in
 
-    # Before a call is planned.
+    # Making split plans before a call is planned.
 
     def unknown_calls(self, batches: MicrobatchInputs) -> list[_Arguments]:
         """The microbatches of a form of call that has no split plan yet."""
@@ -138,9 +138,9 @@ class SplitModel:
         return changed
 
     def distrust(self, batches: MicrobatchInputs) -> bool:
-        """Distinguish these calls by more than their form from now on, because their split plan was wrong.
+        """From now on, look up the split plans of such calls by more details of the arguments: their plan was wrong.
 
-        Returns False if no more details can be distinguished.
+        Returns False if there are no more details to look at.
         """
         return True in [self._splitter.distrust(*call) for call in _calls(batches)]
 

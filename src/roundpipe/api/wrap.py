@@ -103,7 +103,7 @@ def wrap_model_to_roundpipe(
     _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
     check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
     refuse_owned(model)
-    refuse_special_tensors(model)  # before splitting, which runs the model
+    refuse_special_tensors(model)  # checked before splitting, which runs the model
     options = dict(roundpipe_kwargs, name=name or call_site())
     split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
     if use_sequential_preset is not False:
@@ -119,7 +119,7 @@ def wrap_model_to_roundpipe(
     if [part.module for part in parts] == [model]:
         config = override_config.get(model, AS_USUAL).over(parts[0].config).over(model_run_config)
         return RoundPipe(model, model_run_config=config, **options)
-    # Without an explanation so far, say how a model of repeated blocks would be wrapped better.
+    # If no message or option explains why a model of repeated blocks is wrapped part by part, give advice.
     is_explained = use_sequential_preset is False or bool(split_options.example_inputs) or has_pretrained(model)
     advice = _ADVICE if not is_explained and block_paths(model) else None
     return _wrap_parts(model, parts, override_config, model_run_config, options, advice)
@@ -135,11 +135,11 @@ def _wrap_as_layers(
 ) -> RoundPipe | None:
     """A RoundPipe over the layers of the model's preset, or over those it is split into.
 
-    Returns None if the model has no preset and cannot be split; raises then if `is_required`.
+    If the model has no preset and cannot be split, raises if `is_required`, else returns None.
     """
     model_type = type(model).__name__
     preset = find_preset(model)
-    if preset is not None:  # registered by the user, so it goes before splitting
+    if preset is not None:  # the user has registered it, so it is preferred to splitting
         if not is_required:
             logger.info(
                 "%s: using the preset for %s; pass use_sequential_preset=False to do without, True to require it",
@@ -186,8 +186,8 @@ def _wrap_split(
     examples = split_options.examples()
     if not examples and not has_pretrained(model):
         raise ModelSplitError("for a model that is not one of transformers, example_inputs must be given")
-    # Checked first: the next steps allocate weights that are on the meta device, and run the model. Children go before
-    # their parents, since the layers are not known yet and each of them moves on its own.
+    # Memory is checked first: the next steps allocate weights that are on the meta device, and run the model. The
+    # layers are not known yet and each of them moves by itself, so children come before their parents here.
     _check_memory(list(reversed(list(model.modules()))), options)
     fill_from_meta(model)
     stop_checkpointing(model)
@@ -258,13 +258,13 @@ def _wrap_parts(
             advice=advice,
         )
     except BaseException:
-        for wrapped in made.values():  # then the parameters have no owner, and the user can wrap them again
+        for wrapped in made.values():  # closing releases the parameters, so that the user can wrap them again
             wrapped.close()
         raise
 
 
 def _check_memory(modules: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
-    """Raise if training does not fit into host memory. Each of `modules` counts the tensors of no earlier one."""
+    """Raise if training does not fit into host memory. A tensor is counted in the first of `modules` that has it."""
     pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
     trains = torch.is_grad_enabled()
     require_training_memory(modules, options.get("optim_dtype"), pin_mode, trains=trains, warns_of_async=False)
@@ -305,7 +305,7 @@ def _check(
 
 
 def _warn_of_one_microbatch(parts: Sequence[Part], override_config: Mapping[nn.Module, RoundPipeRunConfig]) -> None:
-    """Warn of parts that run in one microbatch because a layer has its batch in another dimension than the first."""
+    """Warn of parts that run in one microbatch because the batch dimension of a layer is not the first one."""
     found = {part.path: layer_with_batch_elsewhere(part.module) for part in parts}
     overridden = {part.path for part in parts if override_config.get(part.module, AS_USUAL).num_microbatch is not None}
     paths = [path or "the model" for path, layer in found.items() if layer is not None and path not in overridden]

@@ -56,7 +56,7 @@ class WrapRules:
     def parts(self, root: nn.Module) -> list[Part]:
         """The modules that become RoundPipes: the root alone, or submodules none of which contains another."""
         parts = self._parts(root, "")
-        # What [Note: one owner] could not resolve inside the root: a ModuleList, for example, has no forward.
+        # A parameter can still have two owners after [Note: one owner]: a root such as a ModuleList has no forward.
         shared = shared_parameter(root, parts)
         if shared is not None:
             raise OwnershipError(
@@ -133,7 +133,7 @@ def _config_of(module: nn.Module) -> RoundPipeRunConfig:
 
 
 def layer_with_batch_elsewhere(module: nn.Module) -> nn.Module | None:
-    """The first layer of torch.nn in the module that has its batch in another dimension than the first, or None.
+    """The first layer of torch.nn in the module whose batch dimension is not the first one; None if there is none.
 
     These are recurrent layers, because of their states, and layers made with batch_first=False. The function does not
     look into classes of the user: their inputs and outputs need not be those of the layers inside.
@@ -156,11 +156,11 @@ def join(path: str, name: str) -> str:
 
 
 def unique(parts: list[Part]) -> list[Part]:
-    """The parts with each module once. A module in several places merges its outputs if one of the places needs it."""
+    """The parts with each module once. A module in several places merges its outputs if one place needs them merged."""
     found: dict[nn.Module, Part] = {}
     for part in parts:
         first = found.setdefault(part.module, part)
-        if first.config.merge_output is False:  # unmerged so far: this place may need merged outputs
+        if first.config.merge_output is False:  # earlier places need no merged outputs; this one may
             found[part.module] = dataclasses.replace(part, path=first.path)
     return list(found.values())
 

@@ -28,7 +28,7 @@ _generator_locks: dict[int, threading.Lock] = {}
 _free_streams: dict[int, list[dict[StreamKind, torch.cuda.Stream]]] = {}
 _shared_guard = threading.Lock()
 _LONGEST_DELAY_CYCLES = 1_000_000  # about half a millisecond
-_MEMORY_SHARE = 0.92  # of the usable memory; the rest covers fragmentation and library workspaces
+_MEMORY_SHARE = 0.92  # share of the usable memory for plans; the rest covers fragmentation and library workspaces
 
 
 def device_count() -> int:
@@ -40,7 +40,7 @@ def synchronize_current_stream(device: torch.device) -> None:
 
 
 class CudaEvent:
-    """A torch.cuda.Event with the watchdog's wait. `where` names device and stream in its report."""
+    """A torch.cuda.Event whose waits the watchdog observes. `where`: device and stream, for the watchdog's log."""
 
     def __init__(self, event: torch.cuda.Event, where: str) -> None:
         self.raw = event
@@ -54,7 +54,7 @@ class CudaEvent:
 
 
 class CudaMark:
-    """A timed CUDA event, read relative to `origin`, which passed at `origin_s` of the host's clock."""
+    """A timed CUDA event, measured from the event `origin`, which passed at `origin_s` of the host's clock."""
 
     def __init__(self, event: torch.cuda.Event, origin: torch.cuda.Event, origin_s: float) -> None:
         self._event, self._origin, self._origin_s = event, origin, origin_s
@@ -65,7 +65,7 @@ class CudaMark:
 
 
 class CudaDevice(Device):
-    """One GPU as one worker uses it: five private streams; `share` workers divide the GPU's memory."""
+    """One GPU as one worker uses it, with five private streams. `share`: number of workers that divide its memory."""
 
     draws_on_host = False
 
@@ -163,7 +163,10 @@ class CudaDevice(Device):
 
 
 class _RandomStream(AbstractContextManager[None]):
-    """Owns the GPU's generator while it is entered. A class, because it is entered for every layer and microbatch."""
+    """While entered, holds the lock of the GPU's generator and seeds the generator; restores its state afterwards.
+
+    A class, because it is entered for every layer and microbatch and a generator function would be slower.
+    """
 
     def __init__(self, lock: threading.Lock, generator: torch.Generator, seed: int) -> None:
         self._lock, self._generator, self._seed = lock, generator, seed

@@ -19,7 +19,7 @@ from roundpipe.devices.virtual import NoPinner, VirtualDevice
 from roundpipe.errors import ArgumentTypeError, DeviceError
 
 ENVIRONMENT_VARIABLE = "ROUNDPIPE_DEVICES"
-# "cpu", "cpu*4", "cuda:0" or "cuda:0*2"
+# Matches one entry of a device list: "cpu", "cpu*4", "cuda:0" or "cuda:0*2".
 _ENTRY = re.compile(r"^\s*(?P<kind>cpu|cuda)(?::(?P<index>\d+))?\s*(?:\*\s*(?P<count>\d+))?\s*$")
 
 
@@ -32,7 +32,7 @@ class DeviceSpec:
 
 
 def parse_devices(devices: object) -> tuple[DeviceSpec, ...]:
-    """Return the devices that a `devices=` argument names; None: see `default_specs`."""
+    """Return the devices that a `devices=` argument names; for None, those of `default_specs`."""
     if devices is None:
         return default_specs()
     entries = devices.split(",") if isinstance(devices, str) else devices

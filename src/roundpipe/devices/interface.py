@@ -104,7 +104,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def poison(self, buffer: torch.Tensor, stream: StreamKind) -> None:
-        """Fill `buffer` with NaN on `stream`, before `stream` rewrites it. CUDA devices do so under stress only."""
+        """Fill `buffer` with NaN on `stream`, before `stream` rewrites it. On CUDA only if ROUNDPIPE_STRESS is set."""
 
     @abc.abstractmethod
     def mark(self) -> Mark:

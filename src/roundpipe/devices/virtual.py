@@ -47,7 +47,7 @@ class _CopyStream:
             try:
                 action()
             finally:
-                self.ran += 1  # also after a failure: a failed action must not run twice
+                self.ran += 1  # counted even if the action failed: it must not run twice
 
 
 class VirtualEvent:

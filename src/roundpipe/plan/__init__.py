@@ -1,7 +1,7 @@
 """Decides which device runs which layers when: layer costs, execute plans, schedules and their simulation.
 
-Pure functions of plain values, without tensors and threads. Reading order: cost, partition, execute_plan, schedule,
-memory, simulator, search.
+Pure functions of plain values, without tensors and threads. Reading order: cost, partition, execute_plan, predict,
+search.
 """
 
 from roundpipe.plan.cost import CostModel, LayerCost, ModelProfile, Phase

@@ -52,9 +52,9 @@ class ModelExecutePlan:
     """The stages of a model as two lists of layer ranges.
 
     ``fwd_plan`` runs from the first layers to the last, ``bwd_plan`` from the last to the first. Inside a range layers
-    ascend. ``infer`` uses ``fwd_plan`` only. ``train`` needs both lists over all layers. ``fused``: ``bwd_plan[0]`` is
-    the fused stage. It starts where ``fwd_plan`` ends and runs forward, loss and backward of the last layers together;
-    the other ranges of ``bwd_plan`` run backward only.
+    ascend. The run type decides how the lists are used. ``infer`` uses ``fwd_plan`` only. ``train`` needs both lists
+    over all layers. In ``fused``, ``bwd_plan[0]`` is the fused stage: it starts where ``fwd_plan`` ends and runs
+    forward, loss and backward of the last layers together. The other ranges of ``bwd_plan`` run backward only.
     """
 
     __hash__ = None  # type: ignore[assignment]  # users may change the lists
@@ -115,7 +115,7 @@ class ModelExecutePlan:
     def _check_fused(self, num_layers: int) -> None:
         """Raise a `PlanError` unless this is a plan for ``FUSED``: see the docstring of the class."""
         _check_form("fwd_plan", self.fwd_plan, num_layers)
-        # The fused stage is not part of fwd_plan: it takes all layers after it.
+        # The fused stage takes all layers that come after those of fwd_plan.
         fused_start = self.fwd_plan[-1].stop if self.fwd_plan else 0
         _check_cover("fwd_plan", self.fwd_plan, range(fused_start), _Order.ASCENDING)
         if fused_start == num_layers:
@@ -195,7 +195,7 @@ class ModelExecutePlan:
                 "bound"
             )
         limits = _limits_bytes(kind, profiles, model_memory_limit)
-        # packers_of[model][pass]
+        # Indexed as packers_of[model][pass].
         packers_of = [_packers(kind, profile, limit) for profile, limit in zip(profiles, limits, strict=True)]
         # Each pass is balanced separately: stages of the forward pass of ``train`` never run beside backward stages.
         passes = [balance(packers, num_stages, upper_threshold) for packers in zip(*packers_of, strict=True)]
@@ -390,7 +390,7 @@ class StageTask:
 
     @functools.cached_property
     def name(self) -> str:
-        """F0, FB3, B7: computed once, because every microbatch notes it."""
+        """The name of the task, such as F0, FB3 or B7. Cached, because every microbatch records it."""
         return f"{self.kind.value}{self.index}"
 
     def __str__(self) -> str:

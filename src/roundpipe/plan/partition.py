@@ -38,7 +38,7 @@ class Partition:
 
     @property
     def bwd_plan(self) -> list[range]:
-        """The backward list of an execute plan: the fused stage first, then from the last layers to the first."""
+        """The ``bwd_plan`` of an execute plan: the fused stage, then backward stages from last layers to first."""
         return [*([self.fused] if self.fused is not None else []), *reversed(self.bwd)]
 
 
@@ -168,10 +168,10 @@ class PassPacker:
 
 
 def lower_bound_s(packers: Sequence[PassPacker], num_stages: int) -> float:
-    """Return a time below which the slowest of ``num_stages`` stages (of all passes together) cannot be.
+    """Return a lower bound for the time of the slowest stage, if all passes together have ``num_stages`` stages.
 
-    It is the larger of the slowest layer and the total time divided by ``num_stages``. The total depends on the size
-    of the fused stages, because fused layers are not recomputed; the time bound in turn limits that size.
+    The bound is the larger of the slowest layer and the total time divided by ``num_stages``. The total depends on the
+    size of the fused stages, because fused layers are not recomputed. The time bound in turn limits that size.
     """
     # Each possible fused time is tried as the time bound: between two of them the total does not change.
     by_total_s = min(
@@ -186,8 +186,8 @@ def tightest(
 ) -> list[Partition] | None:
     """Return partitions with at most ``num_stages`` stages in total whose slowest stage is as fast as possible.
 
-    Return ``None`` if no such partition is within ``max_s``. ``min_s`` is any bound that no partition can meet: the
-    search starts there. ``precision`` is the allowed relative error.
+    Return ``None`` if no such partition is within ``max_s``. The search covers the range from ``min_s`` to ``max_s``:
+    ``min_s`` is a lower bound for the slowest stage of every partition. ``precision`` is the allowed relative error.
     """
     partitions = _pack_within(packers, num_stages, max_s)
     if partitions is None:

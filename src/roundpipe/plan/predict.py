@@ -108,12 +108,12 @@ class StageMemory:
             return 1
         if limit_bytes is None:
             return self._num_microbatch
-        each = self.tail_bytes(tasks, 2)  # each further microbatch of the tail
+        each = self.tail_bytes(tasks, 2)  # bytes of each further microbatch of the tail
         room = limit_bytes - self.peak_bytes(tasks, num_devices)
         return self._num_microbatch if each == 0 else min(self._num_microbatch, 1 + max(room // each, 0))
 
     def tail_bytes(self, tasks: Sequence[StageTask], tail: int) -> int:
-        """Return the activation bytes of a tail's microbatches without the one that `peak_bytes` counts."""
+        """Return the activation bytes of a tail, without those of the one microbatch that `peak_bytes` counts."""
         fused = next((task for task in tasks if task.kind is TaskKind.FUSED), None)
         return 0 if fused is None else (tail - 1) * self._activation_bytes(TaskKind.FUSED, fused.layers[:-1])
 
@@ -172,8 +172,8 @@ def simulate(
     first_device: int = 0,
 ) -> Timeline:
     """Return the timeline of one call on idle devices, named ``dev0``, ``dev1``, ... [Note: schedule rules]."""
-    free_s = [0.0] * num_devices  # when each device is free
-    ready_s = [0.0] * num_microbatch  # when the input of each microbatch is ready
+    free_s = [0.0] * num_devices  # the time at which each device becomes free
+    ready_s = [0.0] * num_microbatch  # the time at which each microbatch's input is ready
     spans: list[Span] = []
     for task, device in zip(tasks, deal(tasks, first_device, num_devices), strict=True):
         seconds = task_seconds(task, costs)
@@ -194,8 +194,8 @@ def steady_step_s(
 
     Call k + 1 starts when call k has returned. A call with a fused task returns when that task is done, because its
     losses are then known; its backward tasks overlap with the first tasks of call k + 1. Other calls return when all
-    their tasks are done. Call k + 1 also waits for all tasks of call k - 1: the update after those tasks made its
-    weights (asynchronous steps).
+    their tasks are done. Call k + 1 also waits for all tasks of call k - 1: with asynchronous steps, it reads the
+    weights that were updated after call k - 1.
     """
     seconds = [task_seconds(task, costs) for task in tasks]
     returns_after = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.FUSED), len(tasks) - 1)
@@ -211,7 +211,7 @@ def _cycle_mean_s(seconds: Sequence[float], returns_after: int, num_microbatch: 
     The state before a call is how long each device is still busy. When a state repeats, the calls between the two
     occurrences form a cycle.
     """
-    unit_s = sum(seconds) or 1.0  # states are compared relative to it, rounded to 9 digits
+    unit_s = sum(seconds) or 1.0  # states are divided by this unit and rounded to 9 digits for comparison
     busy_s = [0.0] * num_devices
     seen = {tuple(busy_s): 0}
     issued_s = [0.0]
@@ -235,7 +235,7 @@ def _run_call(
     num_devices = len(busy_s)
     free_s = list(busy_s)
     ready_s = [0.0] * num_microbatch
-    returned_s = max(busy_s)  # wait for all tasks of the call before
+    returned_s = max(busy_s)  # at the earliest when all tasks of the previous call are done
     for place, task_s in enumerate(seconds):
         device = place % num_devices
         ready_s = [start_s + task_s for start_s in _starts(ready_s, free_s[device], task_s)]

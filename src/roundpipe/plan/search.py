@@ -7,8 +7,9 @@ A step is *exact* if the call waits for the optimizer's update; otherwise the up
 exact steps on one device this file predicts how much of the update runs beside the backward pass.
 
 [Note: gradients become final] A layer's gradients are final when its last microbatch has run backward. In a backward
-stage that is when the stage ends. In the fused stage it is the end of the call, unless the last microbatches (the tail)
-run backward together, layer by layer. The optimizer updates one layer after the other as their gradients become final.
+stage that is during the stage's last microbatch. The same holds for a fused stage without a tail. With a tail (last
+microbatches that run backward together, layer by layer), the gradients of the last layers are final earlier. The
+optimizer updates one layer after the other as their gradients become final.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ RUNNING_SHARES = (1 / 2, 2 / 3, 5 / 6)
 # Relative precision of balancing, far below the error of the cost estimates.
 PRECISION = 0.005
 
-_MAX_FUSED_SIZES = 32  # sizes of the fused stage that `fastest_exact` tries
-_MAX_TAILS = 8  # tail lengths that `best_tail` tries
-_MIN_TAIL_GAIN = 0.01  # a longer tail takes memory, so it must shorten the step by this share
+_MAX_FUSED_SIZES = 32  # `fastest_exact` tries at most so many sizes of the fused stage
+_MAX_TAILS = 8  # `best_tail` tries at most so many tail lengths
+_MIN_TAIL_GAIN = 0.01  # a longer tail takes more memory, so it must shorten the step at least by this share
 
 
 def choose_plan(run_type: RunType, profile: ModelProfile, grain: Grain = "stage") -> ModelExecutePlan:
-    """Return the plan with the shortest steady step; of predicted ties the one with the fewest tasks.
+    """Return the plan with the shortest predicted step of repeated calls; among ties, the one with the fewest tasks.
 
     Forward and backward of ``TRAIN`` are separate calls, so they are chosen separately.
     """
@@ -76,7 +77,8 @@ def exact_step_s(
     grain: Grain = "stage",
 ) -> float:
     """Return the seconds from the start of a call to the end of its update. [Note: gradients become final]"""
-    now_s = updated_s = 0.0  # when the device and the optimizer are done so far
+    # Times at which the device and the optimizer have finished the tasks and layers so far.
+    now_s = updated_s = 0.0
     for task in tasks:
         for layer_id, seconds in _final_gradients(task, costs, num_microbatch, tail, grain):
             now_s += seconds
@@ -94,7 +96,7 @@ def best_tail(
     longest: int,
     grain: Grain = "stage",
 ) -> tuple[int, float]:
-    """Return the tail with the shortest exact step and that step's seconds; of equal tails the shortest."""
+    """Return the tail with the shortest exact step, and that step's seconds. Among ties, the shortest tail wins."""
     if longest <= _MAX_TAILS:
         candidates = list(range(1, longest + 1))
     else:
@@ -110,7 +112,10 @@ def best_tail(
 def _final_gradients(
     task: StageTask, costs: Sequence[LayerCost], num_microbatch: int, tail: int, grain: Grain
 ) -> Iterator[tuple[int | None, float]]:
-    """Yield the task's time in consecutive pieces: the layer whose gradients are final after it (or None), seconds."""
+    """Yield the task's time in consecutive pieces of (layer, seconds).
+
+    The gradients of the layer are final after the piece. The layer is None if no gradients become final.
+    """
     layers = costs[task.layers.start : task.layers.stop]
     forward_s = sum(cost.forward_s for cost in layers)
     backward_s = sum(cost.backward_s for cost in layers)
@@ -142,11 +147,11 @@ class _Search:
         self._memory = StageMemory(profile.layers, grain, profile.num_microbatch)
         self._num_layers = len(profile.layers)
         self._limit_bytes = math.inf if profile.memory_limit_bytes is None else profile.memory_limit_bytes
-        self._unbounded = self._packer(None)  # ignores memory
+        self._unbounded = self._packer(None)  # packs stages without a memory bound
         self._finest = self._unbounded.finest()
 
     def fastest(self) -> Partition:
-        """Return the partition with the shortest steady step that fits into memory.
+        """Return the partition that fits into memory and has the shortest step by `steady_step_s`.
 
         Candidates are balanced partitions of several stage counts without a memory bound. Stage counts whose partition
         does not fit are tried again within each division of memory.
@@ -221,7 +226,7 @@ class _Search:
         return step_s
 
     def _balanced(self, packer: PassPacker, counts: Iterable[int]) -> list[Partition]:
-        """Return for each stage count the partition with the fastest slowest stage, without repetitions."""
+        """Return, for each stage count, the partition whose slowest stage is fastest. Equal partitions appear once."""
         coarsest = packer.pack(math.inf)
         least_s = packer.total_s(coarsest)  # the coarsest partition has the least recomputation
         found = {coarsest: None}
@@ -249,7 +254,8 @@ class _Search:
     def _packer(self, running_share: float | None) -> PassPacker:
         """Return a packer without a memory bound (None), or one for a division of memory.
 
-        A stage then takes at most `running_share` of the memory, and its weights fit into the rest while they arrive.
+        With a division, a stage takes at most `running_share` of the memory while it runs. Its weights fit into the
+        rest, because they arrive while the previous stage runs.
         """
         layers, memory = self._profile.layers, self._memory
         seconds = {
@@ -281,7 +287,7 @@ class _Search:
         """Return forward and backward stages for a given fused stage.
 
         The fused stage's weights arrive while the last forward stage runs, and the first backward stage's weights
-        arrive while the fused stage runs. These two neighbours are split until both fit into memory together.
+        arrive while the fused stage runs. Each of these two neighbours is split until it fits beside the fused stage.
         """
         assert packer.fwd is not None
         assert packer.bwd is not None
@@ -323,7 +329,10 @@ def _ends(stages: Sequence[range]) -> list[range]:
 
 
 def _shrink_last(stages: tuple[range, ...], fits: Sequence[bool]) -> tuple[range, ...]:
-    """Split the last stage so that its second part is the largest of its `_ends` that fits, at least one layer."""
+    """Split the last stage in two, so that the second part is as large as fits, and at least one layer.
+
+    fits: for each part in `_ends(stages)`, whether it fits.
+    """
     if not stages or fits[0]:
         return stages
     last = stages[-1]

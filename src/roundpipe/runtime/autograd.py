@@ -1,4 +1,4 @@
-"""Where the pipeline meets autograd: graphs of layers and stages, the node of a whole forward, gradient hooks.
+"""Connects the pipeline to autograd: graphs of layers and stages, the node of a whole forward, gradient hooks.
 
 Knows tensors and their graphs, never tasks, devices or weights.
 
@@ -8,20 +8,20 @@ backward walks the layers in reverse, and the runtime observes each layer by its
 in one graph per stage and microbatch: one call of the autograd engine instead of one per layer, which on CUDA saves a
 hand-over between two threads each time. Both ways compute the same bits. A gradient that crosses from one layer to the
 one before it is the same tensor in both, and autograd adds up the gradients of a tensor in the same order: it runs the
-nodes that were created last first.
+nodes in the reverse order of their creation.
 
 [Note: layers are done in order]
 `StageGraph` tells when the backward has left a layer, by a hook on the outputs of the layer before it. The hook runs
 when autograd starts the node that made such an output. Autograd always starts the ready node that was created last, and
 accumulates into parameters before anything else. All nodes of later layers were created later, so all of them, and
 the gradients of their parameters, are done. This holds for graphs on one device only, because nodes on another device
-run on another thread, and for layers that do not call autograd themselves, because that runs the hooks, too. The first
-run of a layer shows both: `stays_on_device` and `GradientWatch`.
+run on another thread, and for layers that do not call autograd themselves, because such a call also runs the hooks.
+`stays_on_device` and `GradientWatch` check both conditions in the first run of a layer.
 
 [Note: gradient hooks]
-A run takes the gradient hooks that the user has registered on parameters when it is made: removing one during a
-backward does not change that backward. Replicas register the hooks on their stand-ins while they are bound, so autograd
-runs them as in a plain model, once per microbatch.
+When a run is made, it stores the gradient hooks that the user has registered on parameters by then: removing a hook
+during a backward does not change that backward. Replicas register the hooks on their stand-ins while they are bound, so
+autograd runs them as in a plain model, once per microbatch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Backward = Callable[[tuple[torch.Tensor | None, ...]], Sequence[torch.Tensor | N
 
 
 class Leaves:
-    """The tensors of a value as leaves of a new graph. `gradients` holds theirs once the graph's backward has run."""
+    """The tensors of a value as leaves of a new graph. `gradients` holds the leaves' gradients after its backward."""
 
     def __init__(self, bundle: Bundle, flags: Sequence[bool]) -> None:
         """`flags`: which tensors require grad."""
@@ -70,7 +70,7 @@ class Leaves:
         return self._bundle.unpack()
 
     def were_changed(self) -> bool:
-        """Return whether some tensor was changed in place since the construction."""
+        """Return whether one of the tensors was changed in place since this object was constructed."""
         before = zip(self.tensors, self._versions, strict=True)
         changed = {position for position, (tensor, version) in enumerate(before) if tensor._version != version}
         if changed & self._bundle.sharing_memory:
@@ -84,8 +84,8 @@ class Leaves:
 class _Boundary(torch.autograd.Function):
     """Separates a leaf from the tensor that a layer gets: autograd forbids changing a leaf in place.
 
-    Its backward stores the gradient as it arrives. `leaf.grad` might get other strides, and kernels that read it would
-    then sum in another order.
+    The backward of this function stores the gradient as it arrives. A gradient in `leaf.grad` might have other strides,
+    and kernels that read it would then sum in another order.
     """
 
     @staticmethod
@@ -112,13 +112,13 @@ class StageGraph:
         self._is_in_backward = False
 
     def watch(self, position: int, outputs: Iterable[torch.Tensor]) -> None:
-        """Notice when gradients reach the outputs of the layer at `position`: the layers after it are done then."""
+        """Register hooks on the outputs of the layer at `position`. When they run, all later layers are done."""
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(functools.partial(self._reached, position))
 
     def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None = None) -> None:
-        """Run the backward from `roots`, and report the layers that no gradient passes at its end."""
+        """Run the backward from `roots`. Afterwards, report the layers as done that no gradient has reached."""
         self._is_in_backward = True
         if roots:
             torch.autograd.backward(roots, gradients)
@@ -131,7 +131,7 @@ class StageGraph:
 
 
 class GradientWatch:
-    """Notices whether gradients reach any of `tensors` before `end()`: whether a forward calls autograd itself."""
+    """Detects whether a forward calls autograd itself: whether gradients reach any of `tensors` before `end()`."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._saw_gradient = False
@@ -147,7 +147,7 @@ class GradientWatch:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a nested value; one that occurs twice comes twice."""
+    """Return the tensors of a nested value. A tensor that occurs twice is returned twice."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -178,10 +178,10 @@ def attach(
     """
     if not outputs:
         return ()
-    # Parameters are no inputs of the node, so something else must make its outputs require grad.
+    # Parameters are no inputs of the node. The anchor is one, so that the outputs require grad even if no input does.
     anchor = torch.empty(0, requires_grad=True)
-    # A strided output is a view of memory that is still being filled. `data` shares the memory but not the version
-    # counter, by which autograd would take the filling for a write in place.
+    # A download may still be filling the memory that a strided output is a view of. `data` shares the memory but not
+    # the version counter, so autograd does not take the download for a write in place.
     attached = _Pipeline.apply(backward, tuple(output.data for output in outputs), anchor, *inputs)
     return tuple(attached)
 
@@ -220,9 +220,9 @@ class ParameterHooks:
     """The hooks of one parameter, each kind in the order of registration."""
 
     record: ParameterRecord
-    position: int  # among the parameters of its layer
-    on_gradient: tuple[Hook, ...]  # register_hook
-    after_accumulation: tuple[Hook, ...]  # register_post_accumulate_grad_hook
+    position: int  # index among the parameters of its layer
+    on_gradient: tuple[Hook, ...]  # registered with register_hook
+    after_accumulation: tuple[Hook, ...]  # registered with register_post_accumulate_grad_hook
 
     def attach(self, stand_in: nn.Parameter) -> list[RemovableHandle]:
         """Register the hooks on a stand-in, which also gets the attributes of the user's parameter."""

@@ -1,4 +1,4 @@
-"""The way of a layer's gradients from autograd to the host's sums.
+"""Moves a layer's gradients from autograd on a device to the sums in host memory.
 
 LayerGradients gathers the gradients of all microbatches in one flat device buffer and downloads it (device thread).
 LandingThread adds what was downloaded to the host's sums, in the order that the store prescribes.
@@ -37,7 +37,7 @@ class _TrainedParameters:
 
     @staticmethod
     def of(replica: Replica) -> _TrainedParameters:
-        """Made once per replica and set of trained parameters, because a task asks for them at every layer."""
+        """Return the object for the parameters of the replica that train now. Cached, because every task needs it."""
         cache: dict[tuple[bool, ...], _TrainedParameters] = vars(replica).setdefault("_trained_parameters", {})
         flags = tuple(map(operator.attrgetter("requires_grad"), replica.parameters))
         found = cache.get(flags)
@@ -53,7 +53,7 @@ class LayerGradients:
         """`replica` is bound: its parameters have the shapes and requires_grad flags of this task."""
         self._trained = _TrainedParameters.of(replica)
         self._buffers = buffers
-        self._buffer: torch.Tensor | None = None  # taken when the first gradient is there
+        self._buffer: torch.Tensor | None = None  # allocated when the first gradient exists
         self._gathered: list[torch.Tensor | None] = []  # `.grad` of each parameter after the last `gather`
 
     def gather(self) -> None:
@@ -105,9 +105,10 @@ class Landing:
     """The downloaded gradients of one layer and run, which are to be added to the host's sums."""
 
     def __init__(self, run: Run, layer_id: int, sent: Download | None) -> None:
-        """`sent` is None if the layer has no gradients; the layer's turn passes all the same."""
+        """`sent`: the download; None if the layer has no gradients. The landing then only passes the layer's turn."""
         self.run, self.layer_id = run, layer_id
-        self.gradients: list[HostGradient] = [] if sent is None else sent[0]  # those that this landing still owns
+        # The gradients whose buffers this landing must still release.
+        self.gradients: list[HostGradient] = [] if sent is None else sent[0]
         self.arrived: Event | None = None if sent is None else sent[1]
 
 
@@ -127,7 +128,7 @@ class LandingThread:
             self._monitor.changed()
 
     def stop(self) -> None:
-        """Let the thread end when no landing may be added any more."""
+        """Ask the thread to end as soon as none of the submitted landings may be added."""
         with self._monitor:
             self._stopping = True
             self._monitor.changed()
@@ -140,15 +141,15 @@ class LandingThread:
                 add_note(error, f"while landing gradients of layer {landing.layer_id}")
                 landing.run.fail(error)
             finally:
-                for gradient in landing.gradients:  # of a run that failed
+                for gradient in landing.gradients:  # only a failed run has any left
                     gradient.release()
                 landing.run.landing_done()
                 del landing  # an idle thread must not keep a run alive
 
     def _next(self) -> Landing | None:
-        """The first landing that may be added now; one that may not does not hold up the others.
+        """Wait for a landing that may be added now and return it; return None when the thread is to stop.
 
-        None when the thread is to stop.
+        A landing whose turn has not come does not block the landings after it.
         """
         with self._monitor:
             self._monitor.idle_until(lambda: self._stopping or any(map(_may_land, self._waiting)))
@@ -164,7 +165,8 @@ def _may_land(landing: Landing) -> bool:
 def _land(landing: Landing) -> None:
     run, store = landing.run, landing.run.store
     if landing.arrived is not None:
-        landing.arrived.wait()  # also for a failed run: the download must not write into a buffer that is used again
+        # Wait even if the run has failed: the download must not write into a buffer that was given to another landing.
+        landing.arrived.wait()
     store.gradients.add(_complete_parts(landing), lambda: run.failed)
     store.landed(run, landing.layer_id, run.generation)
 
@@ -185,7 +187,8 @@ def _complete_parts(landing: Landing) -> list[HostGradient]:
             continue
         parts = run.shared_parts.setdefault(record, {})
         gradient = by_record.get(record)
-        parts[landing.layer_id] = None if gradient is None else gradient.tensor.clone()  # outlives the landing buffer
+        # A clone, because the landing buffer may be reused before the other parts arrive.
+        parts[landing.layer_id] = None if gradient is None else gradient.tensor.clone()
         if gradient is not None:
             gradients.remove(gradient)
             gradient.release()

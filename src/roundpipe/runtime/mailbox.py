@@ -1,4 +1,4 @@
-"""The values of one task: inputs, values saved for recomputation, outputs, gradients, and the buffers of its layers.
+"""Moves the values of one task: inputs, values saved for recomputation, outputs, gradients, and buffers of layers.
 
 Values for a task on the same device stay in device memory; all others go through host memory. Knows parcels and
 transfers, never schedules.
@@ -41,10 +41,10 @@ class StageMail:
         self._place = place
         position = task.index - run.first_task_index
         self._is_last = position == len(run.tasks) - 1
-        # With one device, or a round that returns to this device, the next task finds the value in device memory.
+        # If the next task runs on the same device, it finds the value in device memory.
         self._next_is_here = not self._is_last and run.workers[position] == run.workers[position + 1]
 
-    # Forward.
+    # Values of the forward pass.
 
     def receive(self, microbatch: int) -> tuple[Bundle, tuple[bool, ...]]:
         """Wait for the input of the task's first layer: the value, and which of its tensors require grad."""
@@ -79,7 +79,7 @@ class StageMail:
         bundle = self._run.labels[microbatch]
         return bundle.with_tensors(self._transfer.up(bundle.tensors, ())).unpack()
 
-    # Saved for recomputation.
+    # Values saved for recomputation.
 
     def save_input(self, layer_id: int, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         """Download a layer's input, from which its recomputation starts."""
@@ -88,7 +88,7 @@ class StageMail:
         self._recall.inputs[layer_id, microbatch] = Parcel(host, flags, (event,))
 
     def save_layer_data(self, layer_id: int, microbatch: int, saved: Bundle) -> None:
-        """Download what the layer passed to save_for_recompute."""
+        """Download the data that the layer passed to save_for_recompute."""
         host, event = self._transfer.down_bundle(saved)
         self._recall.layer_data[layer_id, microbatch] = Parcel(host, (), (event,))
 
@@ -99,7 +99,10 @@ class StageMail:
         return self._on_device(parcel), parcel.requires_grad
 
     def recalled_data(self, layer_id: int, microbatch: int) -> tuple[Any, ...] | None:
-        """What the layer passed to save_for_recompute, on the device; None if nothing. The host copy is freed."""
+        """The data that the layer passed to save_for_recompute, on the device; None if there is none.
+
+        The host copy is freed.
+        """
         parcel = self._recall.layer_data.pop((layer_id, microbatch), None)
         if parcel is None:
             return None
@@ -110,7 +113,7 @@ class StageMail:
         """Free a saved input without reading it; returns its number of tensors."""
         return len(self._recall.inputs.pop((layer_id, microbatch)).bundle.tensors)
 
-    # Backward.
+    # Gradients of the backward pass.
 
     def receive_gradients(self, microbatch: int) -> Gradients:
         """Wait for the gradients of the outputs of the task's last layer."""
@@ -174,7 +177,7 @@ class StageBuffers:
     def before_forward(self, replica: Replica, microbatch: int, phase: LayerPhase) -> None:
         """Prepare the buffers for one forward, and remember their versions to detect writes.
 
-        Only layers that have written a buffer in this call pay for saving and restoring per microbatch.
+        Saves and restores buffers per microbatch only for layers that have written a buffer in this call.
         """
         if not replica.record.buffers:
             return
@@ -189,7 +192,7 @@ class StageBuffers:
         self._before = [(b, -1 if b is None else b._version) for b in replica.get_buffers()]
 
     def after_forward(self, replica: Replica, microbatch: int, phase: LayerPhase) -> None:
-        """Detect writes, and after the last microbatch download the buffers of a layer that wrote any."""
+        """Detect writes to buffers. After the last microbatch, download the buffers of a layer that wrote to any."""
         if not replica.record.buffers or phase is LayerPhase.RECOMPUTE:
             return
         layer_id = replica.record.layer_id
@@ -210,7 +213,7 @@ class StageBuffers:
 
     def _as_forward_saw_them(self, layer_id: int, microbatch: int) -> _Tensors:
         saved = self._recall.buffers_before.pop((layer_id, microbatch), None)
-        if saved is None:  # no earlier microbatch had written
+        if saved is None:  # no earlier microbatch had written a buffer
             return [None if b is None else b.clone() for b in self._as_call_began[layer_id]]
         return self._up(saved.tensors, saved)
 

@@ -1,4 +1,4 @@
-"""The devices of a process, one worker thread for each, and the round in which tasks are dealt to them.
+"""The devices of a process, one worker thread for each, and the round-robin order in which tasks are dealt to them.
 
 Models that name the same devices share one pool. It opens at first use and closes when the last model that uses it is
 gone, or at exit. A worker runs its device's tasks in the order they were dealt. A task that fails makes its run fail;
@@ -86,7 +86,7 @@ class Worker:
                 add_note(error, self._runner.place.note())
             run.fail(error)
         finally:
-            self._runner.place = None  # it holds the run
+            self._runner.place = None  # the place holds the run
             self._tidy_up(run, task)
 
     def _tidy_up(self, run: Run, task: StageTask) -> None:
@@ -137,7 +137,7 @@ class DevicePool:
         return [worker.device for worker in self._opened().workers]
 
     def submit(self, run: Run) -> None:
-        """Deal the run's tasks: task i to device (g0 + i) mod N, all of them under one lock.
+        """Deal the run's tasks round-robin, starting after the device of the previous run's last task, under one lock.
 
         [Note: no deadlock] Every queue holds tasks in the order they were dealt, and a task only waits for tasks dealt
         before it. So the oldest unfinished task can always run.
@@ -181,7 +181,7 @@ class _OpenPool:
         self._landing = LandingThread(pool.monitor)
         self.workers = [Worker(device, self._landing) for device in open_devices(pool.specs)]
         self.is_running = False
-        # Also at exit: a daemon thread must not run while the interpreter is torn down.
+        # The finalizer also runs at exit: a daemon thread must not run while the interpreter is torn down.
         self.finalizer = weakref.finalize(pool, _stop, os.getpid(), pool.monitor, self._landing, self.workers)
         self.finalizer.atexit = True
 
@@ -199,9 +199,10 @@ def _stop(pid: int, monitor: Monitor, landing: LandingThread, workers: list[Work
     for worker in workers:
         worker.stop()
         if not has_started(worker.thread):
-            worker.device.close()  # its thread would do this at its end
+            worker.device.close()  # a thread that was started does this at its end
     landing.stop()
-    if monitor.is_held():  # a finalizer may run on any thread at any point, and the threads need the monitor to end
+    # A finalizer may run while its thread holds the monitor. The workers need the monitor to end: do not wait for them.
+    if monitor.is_held():
         return
     end_threads([*(worker.thread for worker in workers), landing.thread], _JOIN_S)
 

@@ -1,9 +1,9 @@
 """Layers on one device: replicas of their modules, and images of their weights.
 
-A replica is the user's code, hooks and settings over device tensors. Its modules are shallow copies, so hooks and
+A replica runs the user's code, hooks and settings on device tensors. Its modules are shallow copies, so hooks and
 attributes are the user's own. Its parameters are stand-ins: `bind` points them to an image that a task uploaded,
-`unbind` releases it. Buffers are set for each microbatch. Images are uploaded ahead of need into buffers that are used
-again; a task's image of a layer exists from its upload until the task no longer needs the layer.
+`unbind` releases the image. Buffers are set for each microbatch. Images are uploaded before they are needed, into
+reusable device buffers. A task's image of a layer exists from its upload until the task no longer needs the layer.
 
 Called on one worker's thread, or on autograd's thread while the worker waits for it.
 
@@ -38,16 +38,19 @@ from roundpipe.store import LayerRecord, LayerStore, Layout
 
 @dataclasses.dataclass
 class Behaviour:
-    """What forwards of a layer have shown with certain training flags. Until the first one the worst is assumed."""
+    """Observed properties of a layer's forwards, for one set of training flags.
+
+    The defaults assume the worst case; they apply before the first forward.
+    """
 
     is_known: bool = False
     changes_input: bool = True
     draws_on_host: bool = True
-    writes_buffers: bool | None = None  # None: not known
-    returns_own_memory: bool = True  # outputs lie in its weights or buffers, which the task does not keep
-    # Of forwards with grad; None before the first one.
-    leaves_device: bool | None = None  # its autograd graph has nodes on another device
-    calls_autograd: bool | None = None  # its forward computes gradients
+    writes_buffers: bool | None = None  # None: unknown
+    returns_own_memory: bool = True  # outputs share memory with weights or buffers, which are overwritten later
+    # The next two are observed in forwards with grad; None before the first one.
+    leaves_device: bool | None = None  # whether the layer's autograd graph has nodes on another device
+    calls_autograd: bool | None = None  # whether the layer's forward computes gradients
 
     @property
     def suits_one_graph(self) -> bool:
@@ -69,22 +72,22 @@ class Replica:
             record.module,
             parameter=lambda param: stand_ins.get(id(param), param),
             unwrap=_uncompiled,
-            not_followed=frozenset({"training"}),  # set by `bind`
+            not_followed=frozenset({"training"}),  # `bind` sets it
         )
         copies = {id(pair.original): pair.copy for pair in self._pairs}
-        # In the order of LayerSettings.training. The store refuses models whose modules have changed.
+        # The order is that of LayerSettings.training. It stays valid: the store refuses models whose modules changed.
         self._modules = [copies[id(_uncompiled(module))] for module in record.modules]
         self._buffer_homes = [(copies[id(buffer.owner)], buffer.key) for buffer in record.buffers]
         self._device_type = device.type
-        self.behaviour = Behaviour()  # with the training flags it is bound with
-        self.has_run = False  # since attributes were last written back
+        self.behaviour = Behaviour()  # for the training flags of the last `bind`
+        self.has_run = False  # whether it has run since attributes were last written back
         self._image_address = 0
         self._hook_handles: list[RemovableHandle] = []
 
     def behaviour_with(self, settings: LayerSettings) -> Behaviour:
-        """Return what is known of the layer with these training flags. Devices of one type share it.
+        """Return the behaviour of the layer with these training flags. Devices of one type share the object.
 
-        Two workers may note the same forward behaviour at the same time. Each only sets flags, so no lock is needed.
+        Two workers may write to it at the same time. Each only sets flags, so no lock is needed.
         """
         key = self._device_type, settings.training
         known: Behaviour | None = self.record.observed.get(key)
@@ -125,7 +128,7 @@ class Replica:
             module._buffers[key] = None
 
     def note_forward(self, *, changed_input: bool, drew_on_host: bool | None, returned_own_memory: bool) -> None:
-        """Remember what a forward did. `drew_on_host` is None where that was not watched."""
+        """Update the behaviour after a forward. `drew_on_host` is None if draws on the host were not watched."""
         known = self.behaviour
         if changed_input:
             self.refuse_new_change_of_input()
@@ -136,7 +139,10 @@ class Replica:
         known.is_known = True
 
     def refuse_new_change_of_input(self) -> None:
-        """Raise if a layer that never changed its input in place has now done so: its input may be copied late."""
+        """Raise if the layer, which had never changed its input in place, has now done so.
+
+        A queued download may still have to read the input, and this task has not made the layer wait for it.
+        """
         if self.behaviour.is_known and not self.behaviour.changes_input:
             raise UsageError(
                 f"layer {self.record.layer_id} changed its input in place, which it had not done before; a layer must "
@@ -157,9 +163,9 @@ class Replica:
         return [module._buffers.get(key) for module, key in self._buffer_homes]
 
     def copy_own_memory(self, bundle: Bundle) -> tuple[Bundle, bool]:
-        """Return the bundle with copies of tensors in the layer's weights or buffers, and whether there are any.
+        """Return the bundle with copies of the tensors that share memory with the layer's weights or buffers.
 
-        Weights and buffers may be overwritten once the task is done with the layer.
+        Also returns whether there are any. Weights and buffers may be overwritten once the task is done with the layer.
         """
         own = {b.untyped_storage().data_ptr() for b in self.get_buffers() if b is not None} | {self._image_address}
         own.discard(0)
@@ -205,12 +211,12 @@ class LayerImages:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._buffers = DeviceBuffers(device, StreamKind.WEIGHTS_UP, StreamKind.COMPUTE)
-        self._tasks: dict[tuple[int, int], _TaskImages] = {}  # by numbers of run and task
-        self._layouts: dict[Layout, Layout] = {}  # equal layouts as one object
+        self._tasks: dict[tuple[int, int], _TaskImages] = {}  # by (run number, task index)
+        self._layouts: dict[Layout, Layout] = {}  # maps each layout to one object for all equal layouts
         self._replicas: weakref.WeakKeyDictionary[LayerStore, dict[int, Replica]] = weakref.WeakKeyDictionary()
 
     def replica(self, store: LayerStore, layer_id: int) -> Replica:
-        """Return the layer's module on this device, made at first use and when the store has got other layers."""
+        """Return the layer's replica on this device. Made at first use, and again after the store's layers changed."""
         of_store = self._replicas.setdefault(store, {})
         known = of_store.get(layer_id)
         if known is None or known.record is not store.layers[layer_id]:
@@ -238,7 +244,7 @@ class LayerImages:
             self._upload(run, of_task, layer_id, place)
 
     def ready(self, run: Run, task: StageTask, replica: Replica, place: Place) -> list[torch.Tensor]:
-        """Return the layer's weights; compute queued from now on waits for the upload of this layer and no other."""
+        """Return the layer's weights. Compute that is queued later waits for the upload of this layer only."""
         of_task, layer_id = self._of(run, task), replica.record.layer_id
         if layer_id not in of_task.images:
             if not run.store.weights.wait_for(layer_id, run.version, lambda: run.failed):
@@ -251,14 +257,14 @@ class LayerImages:
         return views_of(image.buffer, replica.image_layout)
 
     def finish(self, run: Run, task: StageTask) -> None:
-        """The task is done or dropped: its buffers are free once compute has passed this point."""
+        """Free the buffers of a task that is done or dropped, as soon as the compute stream has passed this point."""
         of_task = self._of(run, task)
         for layer_id in list(of_task.images):
             self.finish_layer(run, task, layer_id)
         del self._tasks[run.number, task.index]
 
     def finish_layer(self, run: Run, task: StageTask, layer_id: int) -> None:
-        """The task no longer needs this layer: its buffer is free once compute has passed this point."""
+        """Free the buffer of a layer that the task no longer needs, once the compute stream has passed this point."""
         image = self._of(run, task).images.pop(layer_id)
         self._buffers.give(image.buffer, [self._device.record(StreamKind.COMPUTE), image.uploaded])
 

@@ -40,14 +40,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def draw_call_seed() -> int:
-    """Draw one number from torch's default generator on the calling thread: `torch.manual_seed` repeats a call."""
+    """Draw the seed of a call from torch's default generator, so that `torch.manual_seed` makes calls repeatable."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 def stream_seed(call_seed: int, layer_id: int, microbatch: int, is_new: bool) -> int:
     """Return the seed (63 bits) of one layer and microbatch, which depends on every bit of the arguments (splitmix64).
 
-    is_new: gives a recomputation that must not repeat the forward's numbers a different seed.
+    is_new: True for a recomputation that must not repeat the forward's numbers; it gets a different seed.
     """
     state = call_seed & _MASK
     for part in (layer_id, microbatch, int(is_new)):
@@ -67,7 +67,7 @@ class _Autocast:
 
 @dataclasses.dataclass(frozen=True)
 class Ambient:
-    """Settings of the thread that made a call which decide what its kernels compute; workers take them over."""
+    """Settings of the calling thread that affect the results of kernels. Workers compute with the same settings."""
 
     autocasts: tuple[_Autocast, ...]
     cache_enabled: bool
@@ -253,7 +253,7 @@ class ProcessRandomStream:
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         _stream.reset(self._token)
-        if self._before is not None and kind is None:  # an exception of the layer takes precedence
+        if self._before is not None and kind is None:  # an exception of the layer is not replaced by this check
             _refuse_unrouted_use(*self._before)
 
     def generator(self, module: str) -> Any:
@@ -302,7 +302,7 @@ def _route(module: types.ModuleType) -> None:
             for name, value in list(vars(other).items()):
                 if id(value) in routed:
                     vars(other)[name] = routed[id(value)]
-    _shared[module.__name__] = shared  # last: `route_shared_generators` returns early when it is set
+    _shared[module.__name__] = shared  # set last: it makes `route_shared_generators` return early
 
 
 def _kind_of_generator(module: types.ModuleType) -> Any:
@@ -318,7 +318,7 @@ def _routed(shared_function: Callable[..., Any], module: str, name: str, method:
         stream = _stream.get()
         if stream is not None:
             return getattr(stream.generator(module), method)(*args, **kwargs)
-        _outside[0] += 1  # before and after the draw: a watched stream may exit in between
+        _outside[0] += 1  # counted before and after the draw: a watched stream may exit in between
         try:
             return shared_function(*args, **kwargs)
         finally:

@@ -80,10 +80,10 @@ class HostValues:
 
 @dataclasses.dataclass(frozen=True)
 class LayerSettings:
-    """Settings of a layer when a call began. Its recomputation uses them, whatever the user has changed since."""
+    """Settings of a layer when a call began. Recomputations use them even if the user has changed settings since."""
 
-    requires_grad: tuple[bool, ...]  # by parameter of the record
-    training: tuple[bool, ...]  # by module
+    requires_grad: tuple[bool, ...]  # one flag per parameter of the layer
+    training: tuple[bool, ...]  # one flag per module of the layer
 
     @classmethod
     def of(cls, record: LayerRecord) -> LayerSettings:
@@ -118,17 +118,17 @@ class Recall:
     loss_shares: LossShares
     inputs: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
     layer_data: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
-    # By (layer, microbatch): buffers that an earlier microbatch of the same call had changed before this forward.
+    # By (layer, microbatch): the buffers before this forward, if earlier microbatches of the call have changed them.
     buffers_before: dict[tuple[int, int], HostValues] = dataclasses.field(default_factory=dict)
     writes_buffers: set[int] = dataclasses.field(default_factory=set)  # layers that wrote a buffer in this call
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the planner settles for a schedule.
+    """The planner's decisions for one schedule.
 
     load: key of the cost estimates that the run's measurements improve.
-    is_measured: whether the devices take the times of its layers.
+    is_measured: whether the run measures the times of its layers.
     tail: number of microbatches at the end of a fused stage that run backward layer by layer.
     weight_room_bytes: device memory for weights, the schedule's own buffers included; 0 if memory is unlimited.
     """
@@ -147,7 +147,7 @@ class Call:
 
     inputs: what the first task receives, one entry per microbatch.
     forward_phase: the phase that layers see in tasks of kind F.
-    labels, loss_fn: of fused tasks; labels has one entry per microbatch.
+    labels, loss_fn: used by fused tasks. `labels` has one entry per microbatch.
     wants_outputs: whether a fused task sends the model's outputs to the caller.
     signature: equal for calls that do the same work on tensors of the same shapes; None if calls are not compared.
     is_probe: the run only measures activations: it changes no gradient, buffer or attribute.
@@ -203,7 +203,9 @@ class Run:
         iteration: Iteration,
         on_failure: Callable[[Run], None],
     ) -> None:
-        """`version`: of the weights that layers read. `on_failure`: called once, under the monitor."""
+        """version: number of the set of weights that layers read.
+        on_failure: called once if the run fails, with the monitor held.
+        """
         self.number = next(_run_numbers)
         self.store = store
         self.monitor = store.monitor
@@ -226,19 +228,19 @@ class Run:
         self.is_measured = call.costs.is_measured
         self.tail = call.costs.tail
         self.weight_room_bytes = call.costs.weight_room_bytes
-        self.workers: tuple[int, ...] = ()  # device of each task, known when the pool deals the tasks
+        self.workers: tuple[int, ...] = ()  # device index of each task, set when the pool deals the tasks
 
         # Layers whose parameters get gradients in this run.
         settings = call.recall.settings
         backward = [] if call.is_probe else [task for task in call.tasks if task.kind is not TaskKind.FORWARD]
         self.landing_layers = frozenset(i for task in backward for i in task.layers if settings[i].trains)
         self.trains = bool(self.landing_layers)
-        # For a parameter of several layers: those layers, and the gradients that have arrived from some of them.
+        # For each parameter that several layers share: these layers, and the gradients that have arrived, by layer.
         self.contributors = self._layers_of_shared_parameters()
         self.shared_parts: dict[ParameterRecord, dict[int, torch.Tensor | None]] = {}
         self.parameter_hooks = self._gradient_hooks()
 
-        self.losses: dict[int, tuple[bool, HostValues]] = {}  # by microbatch; the flag: loss_fn returned a sequence
+        self.losses: dict[int, tuple[bool, HostValues]] = {}  # by microbatch; True: loss_fn returned a sequence
         self.outputs: dict[int, Parcel] = {}
         self.input_gradients: dict[int, GradientParcel] = {}
         self.buffer_results: dict[int, HostValues] = {}
@@ -246,8 +248,8 @@ class Run:
         self.activation_bytes: dict[int, tuple[int, int]] = {}
         self.spans: list[TaskSpan] = []
         self.failure: BaseException | None = None
-        self.has_returned = False  # the user has got the result of the call
-        self._failure_is_known = False  # `fail` has completed
+        self.has_returned = False  # whether the call has returned its result to the user
+        self._failure_is_known = False  # whether `fail` has completed
         self._mail: dict[tuple[int, int], Parcel | GradientParcel] = {}
         self._tasks_left = len(self.tasks)
         self._landings_left = len(self.landing_layers)
@@ -281,7 +283,7 @@ class Run:
                 layers.setdefault(record, []).append(layer_id)
         return {record: ids for record, ids in layers.items() if len(ids) > 1}
 
-    # Values between tasks.
+    # Passing values between tasks.
 
     def post(self, task_index: int, microbatch: int, parcel: Parcel | GradientParcel) -> None:
         """Store the input of a task for `take`."""
@@ -298,7 +300,7 @@ class Run:
             self.check()
             return self._mail.pop(key)
 
-    # The end of a run.
+    # Ending a run, with or without a failure.
 
     @property
     def failed(self) -> bool:
@@ -307,16 +309,16 @@ class Run:
     def fail(self, error: BaseException) -> None:
         """Record the first failure and wake all threads that wait for this run.
 
-        Every part can be repeated: a second call completes one that was interrupted.
+        Can be called again: a second call completes a first call that was interrupted.
         """
-        # A caller may keep the exception. Its finished frames must not keep device memory alive.
+        # The user may keep the exception. Clear its finished frames, which would keep device memory alive.
         traceback.clear_frames(error.__traceback__)
         with self.monitor:
             if self._failure_is_known:
                 return
             if self.failure is None:
                 self.failure = error
-            # Before store.cancel: after it the optimizer would take the gradients of this run for complete.
+            # This comes before store.cancel: after that, the optimizer would take this run's gradients for complete.
             self._on_failure(self)
             self._mail.clear()
             self.store.cancel(self)
@@ -338,10 +340,10 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether no thread uses the run any more. A failed run does not wait for its landings."""
+        """Whether all tasks have ended and all gradients have landed. In a failed run the landings do not count."""
         return self._tasks_left == 0 and (self.failed or self._landings_left == 0)
 
-    # What a caller waits for.
+    # Waiting for results.
 
     def wait_for_losses(self) -> None:
         with self.monitor:
@@ -371,7 +373,7 @@ class Run:
 
 @dataclasses.dataclass
 class Place:
-    """The position of a worker in its run, kept up to date for the notes of exceptions."""
+    """The position of a worker in its run. Exceptions of the worker get a note with this position."""
 
     run: Run
     task: StageTask
@@ -386,14 +388,18 @@ class Place:
         return f"while running {self.task} of {self.run!r}: {layer}{microbatch}{self.phase} on {self.device_name}"
 
 
-# Measuring takes time on the worker, which launches no kernels meanwhile. The first microbatches show enough.
+# How many microbatches of a task are measured: for time, and for memory. Measuring delays the launch of kernels.
 TIMED_MICROBATCHES = 3
 SIZED_MICROBATCHES = 1
-_LOSS_BACKWARD_FACTOR = 2  # everything that a loss keeps gets a gradient, and passes one on
+# Estimate: for each byte that the loss keeps, its backward holds one byte of incoming and one of outgoing gradients.
+_LOSS_BACKWARD_FACTOR = 2
 
 
 class LayerMeasurement:
-    """Measures the time and device memory of one layer, or of the loss, from its construction to one of the `end_*`."""
+    """Measures the time and device memory of one layer or of the loss.
+
+    The measurement starts with the construction and ends with one of the `end_*` methods.
+    """
 
     def __init__(self, run: Run, device: Device, *, with_memory: bool) -> None:
         self._run, self._device = run, device
@@ -412,13 +418,13 @@ class LayerMeasurement:
         self._run.measurements.append(Measurement(layer_id, Phase.BACKWARD, self._start, self._device.mark()))
 
     def loss_computed(self) -> None:
-        """The loss exists and its backward follows."""
+        """Note the memory that the loss keeps. Called between the forward and the backward of the loss."""
         self._loss_bytes = self._bytes_taken() or 0
 
     def end_loss(self, last_layer: int) -> None:
-        """The loss's backward is done: count the most it took as kept by the last layer.
+        """Add the peak memory of the loss and its backward to the activation bytes of the last layer.
 
-        The most is known where it exceeds every earlier peak, and estimated otherwise.
+        This peak is measured if it exceeds every earlier peak of the device, and estimated otherwise.
         """
         now = None if self._memory is None else self._device.memory_use()
         if now is None or self._memory is None or last_layer not in self._run.activation_bytes:
@@ -430,6 +436,6 @@ class LayerMeasurement:
         self._run.activation_bytes[last_layer] = (kept + most, input_bytes)
 
     def _bytes_taken(self) -> int | None:
-        """Return the device memory that is in use now and was not at the start; None where it is not measured."""
+        """Return the increase of used device memory since the start, in bytes; None if memory is not measured."""
         now = None if self._memory is None else self._device.memory_use()
         return None if now is None or self._memory is None else max(now.current - self._memory.current, 0)

@@ -1,16 +1,16 @@
 """Runs one stage task on one device: for every microbatch the layers' forward, loss, recomputation and backward.
 
-Knows layers and tensors. Mailbox moves values between tasks, StageBuffers keeps the buffers of layers, LayerImages
-their weights, and LayerStore decides when weights may be read.
+Knows layers and tensors. StageMail moves values between tasks, StageBuffers sets and saves the buffers of layers,
+LayerImages uploads their weights, and LayerStore decides when weights may be read.
 
 [Note: forward keeps the grad mode]
-A forward that will be recomputed runs with grad enabled too, and its graph is dropped layer by layer: code that asks
-for the grad mode (fused kernels, checkpoints) takes the same path both times.
+A forward that will be recomputed later also runs with grad enabled, although the graph of each layer is dropped at
+once. So code that checks the grad mode (fused kernels, checkpoints) takes the same path in forward and recomputation.
 
 [Note: tail]
-The last microbatches of a fused task may run all their forwards first and then go backward layer by layer, each
-layer for all of them. Each layer adds up the same gradients in the same order, but the gradients of the last layers are
-complete early, so that an optimizer that waits for them works during the rest of the backward.
+The last microbatches of a fused task, its tail, may run all their forwards first. Then the layers run backward from the
+last to the first, each for all microbatches of the tail. The sums of gradients and their order do not change, but the
+gradients of the last layers are complete earlier: an optimizer can update these layers during the rest of the backward.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class StageRunner:
     def __init__(
         self, device: Device, landing: LandingThread, images: LayerImages, prefetch_next: Callable[[bool], None]
     ) -> None:
-        """prefetch_next: starts uploads for the task after the present one; True: only within the memory left over."""
+        """prefetch_next: starts the uploads of the next task. Its argument is `within_room` of LayerImages.prefetch."""
         self.device = device
         self.landing = landing
         self.images = images
         self.prefetch_next = prefetch_next
         self.transfer = Transfer(device)
         self.gradient_buffers = DeviceBuffers(device, StreamKind.COMPUTE, StreamKind.GRADS_DOWN)
-        self.place: Place | None = None  # of the present or the last task
+        self.place: Place | None = None  # position in the present task, or in the last one
 
     def release_unused(self) -> None:
         self.images.release_unused()
@@ -71,11 +71,11 @@ class _Layer(NamedTuple):
     replica: Replica
     gradients: LayerGradients
     has_buffers: bool
-    is_last: bool  # of the model
+    is_last: bool  # whether it is the last layer of the model
 
 
 class _Frame(NamedTuple):
-    """The forward of a layer in its own graph, kept for its backward."""
+    """One forward of a layer in its own graph, kept for the layer's backward."""
 
     layer: _Layer
     leaves: Leaves
@@ -97,7 +97,7 @@ class _Task:
         self._buffers = StageBuffers(run, runner.transfer)
         self._autocast = self._recall.ambient.take_over()
         self._replicas = {i: runner.images.replica(run.store, i) for i in task.layers}
-        self._layers: dict[int, _Layer] = {}  # those that are bound
+        self._layers: dict[int, _Layer] = {}  # the layers that are bound now, by id
         self._runs_in_one_graph = False
         self._is_last_microbatch = False
         self._is_timed = self._is_sized = False  # whether the present microbatch is measured
@@ -116,7 +116,8 @@ class _Task:
             if in_tail:
                 self._run_tail(in_tail)
         finally:
-            # It holds the losses, whose graph calls this task back: a cycle through autograd is never collected.
+            # Break a reference cycle: the callback holds the losses, whose graph refers to this task. The garbage
+            # collector never frees a cycle through an autograd graph.
             self._loss_backward_done = None
             for layer in self._layers.values():
                 layer.replica.unbind()
@@ -146,12 +147,12 @@ class _Task:
                     else:
                         self._fused_layer_by_layer(microbatch, bundle, flags)
             case TaskKind.BACKWARD:
-                # Gradients arrive last: the values that the forward saved are there already.
+                # The values that the forward saved are available before the gradients: wait only for the gradients.
                 gradients = self._mail.receive_gradients(microbatch)
                 with self._timed(microbatch):
                     self._backward_task(microbatch, gradients)
 
-    # The kinds of task.
+    # One microbatch of a task, by kind of task.
 
     def _forward_task(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         for layer_id in self._task.layers:
@@ -188,7 +189,7 @@ class _Task:
         del value
         if measured is not None:
             measured.loss_computed()
-        # The caller may go on as soon as it has the losses: send them when their backward has run, not the layers'.
+        # The caller waits for the losses only: send them when the backward of the loss has run, before the layers'.
         self._loss_backward_done = functools.partial(self._mail.send_losses, microbatch, losses)
         self._place.layer_id, self._place.phase = None, "loss backward"
         graph.backward(losses.tensors)
@@ -245,12 +246,13 @@ class _Task:
         ]
         self._mail.send_gradients(microbatch, [None] * counts[0])
 
-    # The tail.
+    # Running the tail of a fused task.
 
     def _tail(self) -> range:
-        """Return the microbatches at the end of a fused task that go backward together; see [Note: tail].
+        """Return the microbatches of the tail; see [Note: tail].
 
-        None where a layer may write buffers: one microbatch would change what another has saved.
+        The range is empty if a layer may write buffers: one microbatch would change buffers that the graph of another
+        one has saved.
         """
         count = self._run.num_microbatch
         has_one = self._task.kind is TaskKind.FUSED and self._run.tail > 1
@@ -268,7 +270,7 @@ class _Task:
                 frames, bundle, flags = self._forward_layers(microbatch, bundle, flags, LayerPhase.FUSED)
                 of_outputs = self._loss_and_backward(microbatch, bundle, flags)
                 del bundle
-                # The last layer at once: its outputs, often the largest tensors of all, need not be kept.
+                # The last layer runs backward at once, so that its outputs, often the largest tensors, are not kept.
                 gradients[microbatch] = self._backward_layer(frames.pop(), of_outputs)
                 stacks[microbatch] = frames
             if microbatch == microbatches.start == 0:
@@ -282,7 +284,7 @@ class _Task:
         for microbatch in microbatches:
             self._mail.send_gradients(microbatch, gradients[microbatch])
 
-    # Layers in one graph.
+    # Running all layers of a stage in one autograd graph.
 
     def _can_run_in_one_graph(self) -> bool:
         """Return whether the behaviour of all layers is known and lets them share a graph."""
@@ -319,7 +321,7 @@ class _Task:
         return value
 
     def _layer_done(self, position: int) -> None:
-        """The backward has left the layer at `position` of the stage (or the loss, if it is after the last one).
+        """Finish the layer at `position` of the stage, which the backward has passed. The last position is the loss.
 
         On CUDA this runs on autograd's thread, while the worker waits for the backward.
         """
@@ -329,12 +331,12 @@ class _Task:
                 measured.end_loss(layers[-1])
             if self._loss_backward_done is not None:
                 self._loss_backward_done()
-                self._loss_backward_done = None  # it holds the losses
+                self._loss_backward_done = None  # the callback holds the losses
         else:
             layer_id = layers[position]
             if measured is not None:
                 measured.end_backward(layer_id)
-            # In between, autograd adds to the gradients where they are.
+            # In the microbatches between the first and the last one, autograd adds to the gathered gradients in place.
             if self._is_last_microbatch or self._place.microbatch == 0:
                 self._layers[layer_id].gradients.gather()
             if self._is_last_microbatch:
@@ -358,7 +360,7 @@ class _Task:
                         "on one device, or do this from the first call on."
                     )
 
-    # Layers in their own graphs.
+    # Running each layer in its own autograd graph.
 
     def _forward_layers(
         self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...], phase: LayerPhase
@@ -373,7 +375,7 @@ class _Task:
     def _forward_layer(
         self, layer_id: int, microbatch: int, bundle: Bundle, flags: Sequence[bool], phase: LayerPhase
     ) -> _Frame:
-        """Run a layer in its own graph and learn its behaviour."""
+        """Run a layer in its own graph and note its behaviour; see `Behaviour`."""
         layer = self._layers.get(layer_id) or self._bind(layer_id)
         replica, behaviour = layer.replica, layer.replica.behaviour
         self._place.layer_id, self._place.phase = layer_id, "recompute" if phase is LayerPhase.RECOMPUTE else "forward"
@@ -414,7 +416,7 @@ class _Task:
         return gradients
 
     def _backward_layer(self, frame: _Frame, gradients: Gradients) -> Gradients:
-        """Return the gradients of the layer's inputs; those of its parameters gather in the replica."""
+        """Run the backward of a layer, gather the gradients of its parameters, and return those of its inputs."""
         layer_id = frame.layer.layer_id
         self._place.layer_id, self._place.phase = layer_id, "backward"
         roots = _roots(layer_id, frame.outputs.tensors, gradients)
@@ -429,7 +431,7 @@ class _Task:
             self._release_layer(layer_id)
         return frame.leaves.gradients
 
-    # One layer.
+    # Preparing, calling and releasing one layer.
 
     def _bind(self, layer_id: int) -> _Layer:
         """Prepare a layer for this task: its weights, buffers, hooks and gradients."""
@@ -452,7 +454,7 @@ class _Task:
     def _call(
         self, layer: _Layer, microbatch: int, phase: LayerPhase, value: Any
     ) -> tuple[Any, HostRandomStream | None]:
-        """Return what the layer returns, and its random stream on the host (None: it does not draw there)."""
+        """Return what the layer returns, and its random stream on the host (None if it draws no numbers there)."""
         replica, recall = layer.replica, self._recall
         is_recomputed = phase is LayerPhase.RECOMPUTE
         # The first layer gets the call's arguments, every other one the output of the layer before it.
@@ -478,7 +480,7 @@ class _Task:
         return output, host
 
     def _send_parameter_gradients(self, layer_id: int) -> None:
-        """Start the download of a layer's gradients, which all microbatches have been added to."""
+        """Start the download of a layer's parameter gradients, after those of all microbatches were added up."""
         if layer_id not in self._run.landing_layers:
             return
         self._place.layer_id, self._place.phase = layer_id, "gradient download"
@@ -491,10 +493,10 @@ class _Task:
         self._images.finish_layer(self._run, self._task, layer_id)
         self._runner.prefetch_next(True)
 
-    # The loss.
+    # Running the loss.
 
     def _loss_and_backward(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> Gradients:
-        """Run loss_fn in its own graph and its backward; return the gradients of the model's outputs."""
+        """Run loss_fn and its backward in a separate graph; return the gradients of the model's outputs."""
         if self._run.wants_outputs:
             self._place.layer_id, self._place.phase = None, "output download"
             self._mail.send_outputs(microbatch, bundle, flags)
@@ -533,7 +535,7 @@ class _Task:
 
     @contextlib.contextmanager
     def _timed(self, microbatch: int) -> Iterator[None]:
-        """Note for the timeline when the device worked on a microbatch; entered once its input is there."""
+        """Record for the timeline when the device works on a microbatch. Entered after the input has arrived."""
         start: Mark = self._device.mark()
         yield
         self._run.spans.append(TaskSpan(self._device.name, self._task.name, microbatch, start, self._device.mark()))
@@ -553,7 +555,7 @@ def _roots(
 
 
 def checked_losses(value: Any) -> list[torch.Tensor]:
-    """Return the losses as a list; raise what loss_fn returned if they cannot be differentiated."""
+    """Return the result of loss_fn as a list of losses; raise if backward cannot start from all of them."""
     if isinstance(value, Mapping) and value.get("loss") is None:
         raise ArgumentTypeError(
             f"there is no loss in the {type(value).__name__} with {', '.join(map(str, value))}: give the model labels, "

@@ -1,4 +1,4 @@
-"""Nested values as bundles of tensors, copies between host memory and one device, and the device's buffers.
+"""Bundles of the tensors in nested values, copies between host memory and one device, and reusable device buffers.
 
 A Bundle is a nested value as a flat tuple of distinct tensors and the structure of the nest. A tensor that occurs twice
 in a value occurs once in the bundle. This keeps aliasing, and the order in which autograd sums the tensor's gradients,
@@ -50,7 +50,7 @@ class Bundle:
         if isinstance(value, torch.Tensor):
             return cls((value,), _ALONE, _LEAF)
         leaves, spec = tree_flatten(value)
-        # By identity: two views of the same memory are two tensors, and autograd treats them so.
+        # Tensors are compared by identity: like autograd, this treats two views of the same memory as two tensors.
         position_of: dict[int, int] = {}
         tensors: list[torch.Tensor] = []
         packed = []
@@ -138,7 +138,10 @@ class DeviceBuffers:
         self._total_bytes = 0
 
     def take(self, num_bytes: int, room_bytes: int = 0) -> torch.Tensor:
-        """A buffer that the writer stream may fill. `room_bytes`: all buffers may grow to this size without waiting."""
+        """A buffer that the writer stream may fill.
+
+        room_bytes: while all buffers together stay within this size, allocate a new one instead of waiting for events.
+        """
         free = self._free[num_bytes]
         may_grow = self._total_bytes + num_bytes <= room_bytes
         # free[0] was given back first, so its events are the first to pass.
@@ -146,7 +149,7 @@ class DeviceBuffers:
             try:
                 return self._allocate(num_bytes)
             except torch.OutOfMemoryError:
-                # Free buffers of other sizes may be all that is missing.
+                # Memory is short: releasing the free buffers of other sizes may be enough.
                 self.release_unused()
                 return self._allocate(num_bytes)
         buffer, free_after = free.popleft()
@@ -199,11 +202,14 @@ class Transfer:
         self._device = device
 
     def up(self, tensors: Sequence[torch.Tensor], after: Sequence[Event]) -> list[torch.Tensor]:
-        """Copies of host tensors on the device; the compute stream waits for them. `after`: events that fill them."""
+        """Copies of host tensors on the device. The compute stream waits for the copies.
+
+        after: events that pass when the host tensors are filled.
+        """
         device, stream = self._device, StreamKind.ACTIVATIONS_UP
         if not tensors:
             return []
-        for event in after:  # may be events of another device, whose downloads fill these tensors
+        for event in after:  # an event may belong to another device, whose download fills a tensor
             device.stream_wait(stream, event)
         copies = [
             _copy_of(
@@ -219,7 +225,7 @@ class Transfer:
         return copies
 
     def down(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Event]:
-        """Host copies of device tensors as compute leaves them now; they are complete once the event has passed."""
+        """Host copies of device tensors as the compute issued so far leaves them, and the event that completes them."""
         device, stream = self._device, StreamKind.ACTIVATIONS_DOWN
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
         copies = [
