@@ -42,7 +42,8 @@ class Discovery:
 def record_events(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Event], Any]:
     """Call `run`; returns the start and end of each forward of the model's modules, and the result of `run`.
 
-    Replaces the modules' forwards during the run. So direct calls of `module.forward`, which run no hooks, are recorded.
+    Replaces the modules' forwards during the run, so that direct calls of `module.forward` are recorded. Hooks would
+    miss such calls.
     """
     events: list[Event] = []
 
@@ -79,8 +80,8 @@ def discover(model: nn.Module, events: Sequence[Event], *, in_one: bool = False)
     while True:
         taps = _taps(events, called, ancestors)
         tapped = {tap.path for tap in taps} | called
-        # The code may call a module as a whole and also call a submodule of it directly. Stubs cannot be nested, so such
-        # a module is opened: its submodules become taps instead of the module.
+        # The code may call a module as a whole and also call a submodule of it directly. Stubs cannot be nested, so
+        # such a module is opened: its submodules become taps instead of the module.
         opened = {path for path in tapped - called if inside[path] & tapped}
         if not opened:
             return Discovery(tuple(calls), tuple(taps))
