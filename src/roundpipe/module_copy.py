@@ -157,7 +157,7 @@ class ModulePair:
     def changed_parts(self) -> list[str]:
         """Return the names of the original's parameters and submodules that changed since the copy was made.
 
-        A change is an addition, a replacement or a removal.
+        A change is an addition, a replacement, a removal, or another order.
         """
         parts = _parts_of(self.original)
         if self._parts_seen.matches(parts):
@@ -215,7 +215,7 @@ def _parts_of(module: nn.Module) -> dict[str, Any]:
 def translated(value: Any, original: nn.Module, copy: nn.Module, exchanged: Mapping[int, Any]) -> Any:
     """Return the value of an attribute for the copy: exchanged modules and parameters replace those of the original.
 
-    Looks into lists, tuples and dicts, one level deep. A method bound to the original becomes a method bound to the copy.
+    Looks into lists, tuples and dicts, one level deep. A method bound to the original is bound to the copy instead.
     """
     if isinstance(value, types.MethodType) and value.__self__ is original:
         return types.MethodType(value.__func__, copy)

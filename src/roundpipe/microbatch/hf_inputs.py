@@ -107,8 +107,8 @@ class Items:
     """How the items of one kind, and the parts of these items (such as patches), are split into microbatches."""
 
     whole: AxisSplit  # the split of a value with one entry per item
-    # Splits of values with one entry per part of an item. A key is the name of the input that has the number of parts of
-    # each item.
+    # Splits of values with one entry per part of an item. A key is the name of the input that has the number of parts
+    # of each item.
     parts: Mapping[str, AxisSplit]
 
     def split_of(self, name: str, value: Any) -> AxisSplit | None:

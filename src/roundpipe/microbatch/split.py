@@ -366,8 +366,8 @@ def _natural_count(leaves: Sequence[RuledLeaf], num_microbatch: int) -> int:
 def _batch_size(leaves: Iterable[RuledLeaf]) -> int | None:
     """Return the batch size: the common size of all tensors to split, along the dimension to split.
 
-    Returns None if no tensor determines the batch size. Automatic tensors of size 1 do not determine it, because they are
-    replicated if the batch is larger.
+    Returns None if no tensor determines the batch size. Automatic tensors of size 1 do not determine it, because they
+    are replicated if the batch is larger.
     """
     counted = [leaf for leaf in leaves if leaf.rule is Rule.CHUNK or (leaf.rule is Rule.AUTO and leaf.size != 1)]
     if not counted:
@@ -525,11 +525,11 @@ def _rows(
 ) -> Rows | None:
     """Return how many rows each microbatch has, judging by its label or, failing that, by its inputs.
 
-    Losses that are means over rows are weighted by these numbers, so the numbers are never guessed. If the values of the
-    call disagree, or if no value was split, the result is None.
+    Losses that are means over rows are weighted by these numbers, so the numbers are never guessed. If the values of
+    the call disagree, or if no value was split, the result is None.
     """
-    # The label comes first: losses are means over the label's rows, and the rows of inputs may be something else, such as
-    # patches of images.
+    # The label comes first: losses are means over the label's rows, and the rows of inputs may be something else, such
+    # as patches of images.
     for parts in (("label",), ("args", "kwargs")):
         if isinstance(split_input, CountedSplit) and "kwargs" in parts:
             return split_input.rows(kwargs, count)
