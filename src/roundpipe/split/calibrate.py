@@ -206,7 +206,7 @@ class _Calibration:
         return StubTree(copy, stubs, lambda module: True, everything, self._ghosts).root
 
     def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of the inputs: the model may write into them."""
+        """Return copies of the inputs, because the model may write into them."""
         return fresh((self._args, self._kwargs))  # type: ignore[no-any-return]
 
 

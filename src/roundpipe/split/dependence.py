@@ -253,7 +253,7 @@ class Dependence:
         return expected
 
     def note_late_changes(self, point: int) -> None:
-        """Add `point` to `plan.copying` if its code changes a tensor in place after `Replay.made` got it."""
+        """Add `point` to `plan.copying` if its code changes a tensor in place after it was added to `Replay.made`."""
         replay = Replay(self._planned(), point, self._state_at(point), torch.device("cpu"))
         with torch.no_grad():
             replay.run(self._tree)

@@ -18,7 +18,8 @@ from roundpipe.errors import ModelSplitError
 from roundpipe.split.determinism import Forward, other_forwards
 from roundpipe.split.plan import TapCall
 
-_SMALLEST_SHARE = 0.05  # elements of a list are no blocks if it has a smaller share of the largest list's parameters
+# A list whose number of parameters, relative to that of the largest list, is below this share gives no blocks.
+_SMALLEST_SHARE = 0.05
 _LARGEST_IN_ONE = 4 * 2**30  # upper limit, in bytes, of the weights of a layer that contains several blocks
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

@@ -189,7 +189,8 @@ def _kept(value: Any, state: State, key: tuple[Any, ...]) -> Any:
 
     key: the first part of the keys under which the tensors are stored; the last part is the position of the leaf.
     """
-    if type(value) is dict and type(value.get("ret")) is torch.Tensor and value.get("side") == {}:  # the common case
+    # A fast path for the common case: the block returned one tensor and has no side effects.
+    if type(value) is dict and type(value.get("ret")) is torch.Tensor and value.get("side") == {}:
         state[(*key, 0)] = value["ret"]
         return {"ret": Outline.of(value["ret"]), "side": {}}
     position = -1

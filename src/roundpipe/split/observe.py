@@ -45,7 +45,7 @@ def call_block(
     positions in the list of all dicts and lists among the arguments.
     captures: see `wanted_captures`. has_containers: False if the arguments contain no dict or list.
     """
-    if not has_containers and not captures:  # the common case
+    if not has_containers and not captures:  # a fast path for the common case
         return {"ret": block(*args, **kwargs), "side": {}}, {}
     containers = _containers(args, kwargs) if has_containers else []
     before = [content_of(container) for container in containers]

@@ -172,7 +172,7 @@ class Ledger:
 
     @classmethod
     def begin(cls, plan: SplitPlan, placed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[State, Ledger]:
-        """Return the state and ledger of a call before its first segment."""
+        """Return the state and ledger with which a call of the model starts."""
         state: State = {}
 
         def keep(leaf: Any) -> Any:

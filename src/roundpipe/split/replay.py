@@ -209,7 +209,7 @@ class Replay:
         if self._last_named is None or not self._last_named.are(kwargs):
             self._last_named = _Recorded(kwargs, self._key_of)
         first: _Recorded | _RecordedTensor
-        if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case
+        if len(args) == 1 and type(args[0]) is torch.Tensor:  # a fast path for the common case
             first = _RecordedTensor(args[0], self._key_of(args[0]))
         else:
             first = _Recorded(args, self._key_of)
@@ -229,7 +229,7 @@ class Replay:
     def _markers(self, k: int, outline: CallOutline, arguments: list[Any]) -> Any:
         """Return a value like that of `call_block` for call k, with a marker for each tensor that is no argument."""
         returned = outline.value["ret"]
-        # The common case: one new tensor, no side effects.
+        # A fast path for the common case: the block returned one new tensor and has no side effects.
         if type(returned) is Outline and not outline.value["side"] and outline.same_as[0] is None:
             like = outline.like[0]
             shaped = returned if like is None else Outline.of(arguments[like])
@@ -295,7 +295,8 @@ class Replay:
 
         value: the output with an Outline in place of each tensor. key_of: returns the key of the leaf at a position.
         """
-        if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:  # the common case
+        # A fast path for the common case: the block returned one tensor and has no side effects.
+        if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:
             return {"ret": self._recall(key_of(0), value["ret"]), "side": {}}
         position = -1
 
