@@ -58,7 +58,7 @@ KINDS = (
 )
 BATCH_NAMES = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_inputs_embeds")
 CODEBOOK_NAMES = ("input_ids", "decoder_input_ids", "labels")
-ITEM_COUNT_NAMES = ("images_per_sample", "batch_num_images")  # the number of items of each sample
+ITEM_COUNT_NAMES = ("images_per_sample", "batch_num_images")  # inputs with the number of items of each sample
 # Inputs that every microbatch gets whole.
 WHOLE_NAMES = ("cache_position", "logits_to_keep", "head_mask", "decoder_head_mask", "cross_attn_head_mask")
 SIZE_WORDS = ("grid", "sizes", "shapes")  # words in the names of tables with the size of each item
@@ -151,7 +151,7 @@ class ModelInputSplit(CountedSplit):
 
     def __init__(self, config: Any) -> None:
         self._config = config
-        self.__qualname__ = split_model_inputs.__qualname__  # for the notes on exceptions
+        self.__qualname__ = split_model_inputs.__qualname__  # notes on exceptions show this name
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
         pieces = split_model_inputs(kwargs, num_microbatch, self._config)
@@ -225,7 +225,7 @@ def _axis_split(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]
         return None
     if name.startswith("cu_seq"):
         batch.refuse(name, value, "it marks the samples of a packed sequence, not of rows")
-    has_axes = name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3  # [3, samples, tokens]
+    has_axes = name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3  # shape [3, samples, tokens]
     if has_axes and value.shape[1] in (1, batch.size):
         return None if value.shape[1] == 1 else batch.rows.times(1, dim=1)
     kind = _kind_of(name)
@@ -354,7 +354,7 @@ def _kind_of(name: str) -> Kind | None:
 
 
 def _size_tables(members: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the size tables: tensors with one number, height and width, or time, height and width per item."""
+    """Return the size tables: tensors that have, per item, a number, (height, width) or (time, height, width)."""
     return {
         name: value
         for name, value in members.items()

@@ -374,7 +374,7 @@ class LateMerge(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function on the merged tensors; functions that need no values do not merge."""
+        """Run a torch function on the merged tensors. A function that needs no values does not cause the merge."""
         kwargs = kwargs or {}
         # After the merge, in-place operations may have changed the merged tensor, so attributes are read from it.
         # The hash is always that of the LateMerge, because the LateMerge may be a key in a dict of the user.

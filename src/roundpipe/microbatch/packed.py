@@ -39,7 +39,7 @@ class RoundPipePackedData(list[Any]):
 
     If it is passed to a RoundPipe, its elements become the call's microbatches, and the host does not wait for them.
     `packed[a:b]`, `packed.copy()` and `packed + other` are plain lists without events, as for any list subclass. Call
-    `synchronize()` before using them. `copy.copy`, `copy.deepcopy` and pickling synchronize automatically.
+    `packed.synchronize()` before making one. `copy.copy`, `copy.deepcopy` and pickling synchronize automatically.
     """
 
     def __init__(self, values: Iterable[Any] = (), events: Sequence[ArrivalEvent | None] = ()) -> None:
@@ -80,6 +80,6 @@ class RoundPipePackedData(list[Any]):
         self._pending, self._awaited = [], []
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Copy and pickle the values without events, which are valid in this process only."""
+        """Copy or pickle the values. The events are left out, because they are valid in this process only."""
         self.synchronize()
         return (type(self), (list(self),))

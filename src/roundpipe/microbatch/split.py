@@ -542,7 +542,7 @@ def _rows(
 
 
 def _rows_of_leaves(leaves: Iterable[RuledLeaf], count: int) -> set[Rows]:
-    """Return the distinct numbers of rows per microbatch that the split and packed leaves have."""
+    """Return the row counts of all split and packed leaves, as a set. A row count has one entry per microbatch."""
     found = set()
     for leaf in leaves:
         # An automatic tensor of size 1 is replicated if there are several microbatches. It then shows no rows.
@@ -554,7 +554,7 @@ def _rows_of_leaves(leaves: Iterable[RuledLeaf], count: int) -> set[Rows]:
 
 
 def _rows_of_pieces(pieces: Sequence[Any]) -> set[Rows]:
-    """Return the distinct numbers of rows per microbatch that the tensors from a split function have."""
+    """Return the row counts of all tensors that a split function returned, as a set."""
     by_path: dict[str, list[Any]] = {}
     for piece in pieces:
         for path, leaf in leaves_with_path(piece, ""):
@@ -563,13 +563,13 @@ def _rows_of_pieces(pieces: Sequence[Any]) -> set[Rows]:
 
 
 def _rows_of_tensors(values: Sequence[Any]) -> set[Rows]:
-    """Return a set with the rows of one leaf in all microbatches.
+    """Return a set with the row counts of one leaf, whose value in each microbatch is in `values`.
 
     The set is empty if the leaf is not a tensor, or if all microbatches have the same tensor.
     """
     tensors = [value.value if isinstance(value, Arriving) else value for value in values]
     if not all(isinstance(tensor, torch.Tensor) and tensor.dim() > 0 for tensor in tensors):
         return set()
-    if len(tensors) > 1 and all(tensor is tensors[0] for tensor in tensors):  # replicated
+    if len(tensors) > 1 and all(tensor is tensors[0] for tensor in tensors):  # a replicated tensor shows no rows
         return set()
     return {tuple(len(tensor) for tensor in tensors)}

@@ -101,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits_bytes: int,
         grad_mode: bool,
     ) -> Tensor:
-        # The only synchronisation with the device: the host needs the number of rows to make chunks.
+        # nonzero() is the only synchronisation with the device: the host needs the number of rows to make chunks.
         counted = (targets != ignore_index).nonzero().squeeze(1)
         loss_sum = hidden.new_zeros((), dtype=_loss_dtype(hidden.dtype))
         chunks = _chunks(counted, 2 * loss_sum.element_size() * weight.shape[0], logits_bytes)
@@ -146,7 +146,7 @@ def _run_chunk(
 ) -> None:
     """Add the losses of the rows at `positions` to `loss_sum`, and their gradients to `gradients`.
 
-    A separate function, so that all tensors of a chunk are freed before the next chunk begins.
+    This is a separate function, so that all tensors of a chunk are freed before the next chunk begins.
     """
     hidden, weight, bias = head
     rows, row_targets = hidden.index_select(0, positions), targets.index_select(0, positions)
@@ -396,7 +396,7 @@ def find_head(
 
 
 def _gives(fused: HeadLoss, module: nn.Module, hidden: torch.Tensor, given: dict[str, Any], loss: torch.Tensor) -> bool:
-    """Whether the fused computation gives `loss`."""
+    """Whether the fused computation gives `loss`, up to rounding."""
     fused.call_head(module, (hidden,), {})
     with torch.no_grad():
         found = fused.loss((), given)

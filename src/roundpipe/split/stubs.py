@@ -23,7 +23,8 @@ from roundpipe.module_copy import ModulePair, copy_tree
 from roundpipe.split.transformers import is_pretrained
 from roundpipe.split.values import Outline, placeholder
 
-PATH = "stub_path"  # attribute of stubs and of copied modules above stubs: the module's path in the model
+# Name of an attribute of stubs and of copied modules. Its value is the path of the module in the model.
+PATH = "stub_path"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # classes without a forward: the model's code uses only their elements
 
 
@@ -138,7 +139,7 @@ class StubTree(nn.Module):
         ]
 
     def refresh(self) -> None:
-        """Copy attributes that the user changed on the model's modules since the last time.
+        """Copy attributes that the user changed on the model's modules since the last refresh to the tree's modules.
 
         Raises ModelChangedError if the user added, replaced or removed a parameter or submodule.
         """
@@ -154,7 +155,7 @@ class StubTree(nn.Module):
                 _stub_loss(pair)  # sync may have overwritten the stub with the user's loss function
 
     def fill_in(self, device: torch.device) -> None:
-        """Set placeholders on `device` for the missing parameters; results that depend on one are NaN."""
+        """Set placeholders on `device` for the missing parameters. Results that depend on a placeholder are NaN."""
         for missing in self.missing:
             own = self.root.get_submodule(missing.path).__dict__
             present = own.get(missing.name)

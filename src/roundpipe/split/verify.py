@@ -45,8 +45,8 @@ def verify(
 ) -> tuple[dict[str, tuple[str, ...]], bool]:
     """Raise ModelSplitError if the layers of the plan do not compute what the model computes.
 
-    Returns, by path of a block or tap, the paths of its tokenwise modules; and whether the head can be fused with the
-    loss.
+    Returns two values: a dict from the path of a block or tap to the paths of its tokenwise modules, and whether the
+    head can be fused with the loss.
     """
     with torch.random.fork_rng(devices=()), own_generators(), torch.set_grad_enabled(with_grad):
         layers, copy, placed = _layers(model, plan)
