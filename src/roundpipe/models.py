@@ -24,7 +24,10 @@ def register(model_class: type[nn.Module], convert: _ConvertT) -> _ConvertT: ...
 @overload
 def register(model_class: type[nn.Module], convert: None = None) -> Callable[[_ConvertT], _ConvertT]: ...
 def register(model_class: type[nn.Module], convert: Convert | None = None) -> Any:
-    """Register `convert` as the preset of `model_class`, replacing an earlier one. Without `convert`: a decorator."""
+    """Register `convert` as the preset of `model_class`; replaces an earlier preset of this class.
+
+    Without `convert`, returns a decorator that registers the decorated function.
+    """
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise ArgumentTypeError(f"a preset must be registered for a subclass of nn.Module, got {model_class!r}.")
     if convert is None:

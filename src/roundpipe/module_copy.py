@@ -1,13 +1,15 @@
 """Shallow copies of module trees: the same code, hooks and settings over other parameters, buffers or submodules.
 
-A copy shares every attribute with its original except the modules and parameters that were exchanged. A `ModulePair`
-keeps the attributes of a copied module equal to its original's. Knows nn.Module and tensors: no devices and no models.
+A copy shares every attribute with its original except the modules, parameters and buffers that were exchanged. A
+`ModulePair` keeps the attributes of a copied module equal to those of its original. Knows nn.Module and tensors: no
+devices and no models.
 
 [Note: attributes of a copy]
-Original to copy: `sync` copies every attribute that changed on the original (a dropout rate, a hook).
-Copy to original: a forward pass may set attributes on the copy. Plain values (a counter, a flag) are copied to the
-original by `write_back`, or reverted by `drop_changes`, for example after a recomputation, which must not count twice.
-Other values (a cache of device tensors) stay on the copy and survive both.
+From original to copy: `sync` copies every attribute that changed on the original (a dropout rate, a hook).
+From copy to original: a forward pass may set attributes on the copy. If they are plain values (a counter, a flag),
+`write_back` copies them to the original, and `drop_changes` reverts them. After a recomputation, for example, a counter
+must be reverted, because the forward pass has counted already. Attributes with other values (a cache of device tensors)
+stay on the copy; neither method touches them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# Never copied as attributes. nn.Module manages the first three, and compiled code is bound to the original's tensors.
+# Attributes that are never copied. nn.Module manages the first three. The last one is compiled code, which is bound to
+# the original's tensors.
 _OWN = frozenset(("_parameters", "_buffers", "_modules", "_compiled_call_impl"))
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _MISSING = object()
@@ -38,28 +41,29 @@ def copy_tree(
     """Copy the tree; returns the root of the copy and a pair (original, copy) for each copied module.
 
     stand_in: returns the module to use in place of a module and everything below it, or None to copy the module.
-    parameter: returns the parameter to use in place of one, or None to leave it out.
+    parameter: returns the parameter to use in place of a given parameter, or None to leave the parameter out.
     buffer: returns the tensor to use in place of a buffer.
-    unwrap: returns the module to copy in place of a wrapper around it; the wrapper is left out of the copy.
-    not_followed: names of attributes that copies neither get nor follow.
-    A module, parameter or buffer that occurs several times in the tree is one object in the copy, too.
+    unwrap: given a wrapper module, returns the module inside, which is copied without the wrapper. Returns any other
+        module unchanged.
+    not_followed: names of attributes that are not copied, neither now nor by `ModulePair.sync`.
+    A module, parameter or buffer that occurs several times in the tree is also a single object in the copy.
     """
-    exchanged: dict[int, Any] = {}  # by id of a module or parameter
-    buffers: dict[int, torch.Tensor] = {}  # by id of a buffer
+    exchanged: dict[int, Any] = {}  # by id of an original module or parameter: what the copy uses instead
+    buffers: dict[int, torch.Tensor] = {}  # by id of an original buffer: the tensor that the copy uses instead
     pairs: list[ModulePair] = []
 
     def copied(module: nn.Module) -> nn.Module:
         module = unwrap(module)
         if id(module) not in exchanged:
             instead = stand_in(module)
-            # Not `instead or ...`: an empty ModuleList is a valid stand-in, and false.
+            # Compare with None, because an empty ModuleList is a valid stand-in although its truth value is False.
             exchanged[id(module)] = copy(module) if instead is None else instead
         found: nn.Module = exchanged[id(module)]
         return found
 
     def copy(module: nn.Module) -> nn.Module:
         new = module.__class__.__new__(module.__class__)
-        exchanged[id(module)] = new  # before the children, which may refer back to their parent
+        exchanged[id(module)] = new  # set before the children are copied, because they may refer back to this module
         new.__dict__["_parameters"] = _exchanged_parameters(module, parameter, exchanged)
         new.__dict__["_buffers"] = {
             name: None if held is None else buffers.setdefault(id(held), buffer(held))
@@ -71,7 +75,7 @@ def copy_tree(
         return new
 
     result = copied(root)
-    # Attributes may refer to any module of the tree, so they are copied when all modules exist.
+    # Attributes may refer to any module of the tree, so they are copied last, when all modules exist.
     for pair in pairs:
         pair.sync()
     return result, pairs
@@ -98,21 +102,26 @@ class ModulePair:
     def __init__(
         self, original: nn.Module, copy: nn.Module, exchanged: Mapping[int, Any], not_followed: frozenset[str]
     ) -> None:
-        """exchanged: by id of a module or parameter, what the copy uses in its place."""
+        """Create a pair; copies no attribute yet.
+
+        exchanged: by id of an original module or parameter, what the copy uses instead.
+        not_followed: names of attributes that are never copied.
+        """
         self.original, self.copy = original, copy
         self._exchanged = exchanged
         self._not_followed = _OWN | not_followed
-        self._synced: dict[str, Any] = {}  # attributes of the original when they were last copied
-        self._given: dict[str, Any] = {}  # the same as the copy got them
+        self._synced: dict[str, Any] = {}  # the original's attributes, as they were when last copied
+        self._given: dict[str, Any] = {}  # the same attributes with the values that the copy got, see `translated`
         # Holds references to the parameters and submodules, so that their ids in `exchanged` are not reused.
         self._parts = _parts_of(original)
         self._parts_seen = _Snapshot(self._parts)
-        # The attributes of the original after the last sync, and those of the copy when it last had no changes. Dropped
-        # when `_synced` or `_given` change: a flag that is set, written back and reset would match an old snapshot.
+        # Snapshots of the attributes of the original after the last sync, and of the copy when it last had no changes.
+        # They are dropped when `_synced` or `_given` change. Otherwise a flag that is set, written back and then reset
+        # would match an old snapshot.
         self._original_seen = self._copy_seen = _NEVER_SEEN
 
     def sync(self) -> bool:
-        """Original to copy: copy the attributes that changed on the original since the last time.
+        """Copy the attributes that changed on the original since the last sync to the copy.
 
         Returns whether anything changed. An attribute deleted on the original is deleted on the copy.
         """
@@ -130,7 +139,7 @@ class ModulePair:
         return True
 
     def write_back(self) -> None:
-        """Copy to original: write the plain values that a forward pass set on the copy to the original."""
+        """Copy the plain values that a forward pass set on the copy to the original."""
         changes = self._changes()
         if changes:
             for content in (self._synced, self._given, self.original.__dict__):
@@ -146,7 +155,10 @@ class ModulePair:
                 del self.copy.__dict__[name]
 
     def changed_parts(self) -> list[str]:
-        """Names of parameters and submodules of the original that were added, replaced or removed since the copy."""
+        """Return the names of the original's parameters and submodules that changed since the copy was made.
+
+        A change is an addition, a replacement, a removal, or another order.
+        """
         parts = _parts_of(self.original)
         if self._parts_seen.matches(parts):
             return []
@@ -155,7 +167,7 @@ class ModulePair:
         return sorted(changed) or ["the order of its parts"]
 
     def _changes(self) -> dict[str, Any]:
-        """Plain values on the copy that are not those of the last sync or write_back."""
+        """Return the plain values that were set on the copy since the last sync or write_back, by attribute name."""
         own, given = self.copy.__dict__, self._given
         if self._copy_seen.matches(own):
             return {}
@@ -165,8 +177,9 @@ class ModulePair:
             if given.get(name, _MISSING) is not value and name not in self._not_followed and isinstance(value, _PLAIN)
         }
         if not changes:
-            # A snapshot must not keep device tensors alive that a forward pass replaces, so it holds plain values and
-            # values that `given` holds anyway. A module with other values is compared in full each time.
+            # A snapshot must not keep device tensors alive after a forward pass has replaced them. So it contains only
+            # plain values and values that are referenced elsewhere, and _MISSING for others. A module with other values
+            # never matches its snapshot and is compared in full each time.
             own = {
                 name: value
                 if isinstance(value, _PLAIN) or name in self._not_followed or given.get(name, _MISSING) is value
@@ -178,9 +191,9 @@ class ModulePair:
 
 
 class _Snapshot:
-    """The names and objects of a dict at one moment. Comparing takes one or two microseconds for a module.
+    """The keys and values of a dict at one moment. Comparing the attributes of a module takes one or two microseconds.
 
-    Holds references, so that a new object cannot have the id of an old one.
+    A snapshot holds references to the values, so a new object cannot have the id of an old one.
     """
 
     __slots__ = ("_names", "_values")
@@ -192,7 +205,7 @@ class _Snapshot:
         return tuple(content) == self._names and all(map(operator.is_, content.values(), self._values))
 
 
-_NEVER_SEEN = _Snapshot({})  # a module's attributes are never empty
+_NEVER_SEEN = _Snapshot({})  # matches no module, because a module always has attributes
 
 
 def _parts_of(module: nn.Module) -> dict[str, Any]:
@@ -200,9 +213,9 @@ def _parts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def translated(value: Any, original: nn.Module, copy: nn.Module, exchanged: Mapping[int, Any]) -> Any:
-    """Return an attribute for the copy: the copy's modules and parameters take the place of the original's.
+    """Return the value of an attribute for the copy: exchanged modules and parameters replace those of the original.
 
-    Looks into lists, tuples and dicts, one level deep. A method bound to the original is bound to the copy.
+    Looks into lists, tuples and dicts, one level deep. A method bound to the original is bound to the copy instead.
     """
     if isinstance(value, types.MethodType) and value.__self__ is original:
         return types.MethodType(value.__func__, copy)

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Chunk`, `Reducer` and `Replicate` at their first use: see `roundpipe.microbatch.specs`."""
+    """Import `Chunk`, `Reducer` and `Replicate` only at their first use; `roundpipe.microbatch.specs` says why."""
     if name in ("Chunk", "Reducer", "Replicate"):
         return getattr(specs, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,11 +12,12 @@ of items), per part of an item, or per codebook:
     pixel_values     [patches, features]     as many entries per item as its row of the grid says
     labels (Dia)     [samples * codebooks]   as many entries per sample as there are codebooks
 
-[Note: placeholders] input_ids contain placeholder tokens. A model replaces the placeholders of a kind by the features
-of its items, in order, sample after sample. So the items of a sample are those whose features fill its placeholders
-exactly. The number of placeholders per item is inferred: it is proportional to the item's size in a table such as
-`image_grid_thw`, or it is one unbroken run of tokens, or it is the same for all items. An assignment is used only if it
-fills the placeholders of every sample exactly. If it is wrong nevertheless, transformers raises, because it compares
+[Note: placeholders] input_ids contain placeholder tokens for each kind of item. A model replaces the placeholders of a
+kind by the features of the items of this kind, in order, sample after sample. So the items of a sample are those whose
+features fill the sample's placeholders exactly. The number of placeholders per item is inferred in one of three ways:
+it is proportional to the item's size in a table such as `image_grid_thw`, or an item has one unbroken run of
+placeholders, or all items have the same number. An assignment of items to samples is used only if the items fill the
+placeholders of every sample exactly. If the assignment is wrong nevertheless, transformers raises, because it compares
 the numbers of features and placeholders.
 """
 
@@ -43,10 +44,10 @@ class Kind:
 
     name: str
     words: tuple[str, ...]
-    token_type: int  # of its placeholders in mm_token_type_ids
-    item_dims: (
-        int  # a tensor with one entry per item has at most so many; one with more is [samples, items padded, ...]
-    )
+    token_type: int  # the value in mm_token_type_ids that marks the placeholders of this kind
+    # A tensor with one entry per item has at most this many dimensions. A tensor with more has the layout
+    # [samples, items, ...], where the items of each sample are padded to the same number.
+    item_dims: int
 
 
 # An input belongs to the first kind with a matching word: `image_sizes_videos` belongs to videos.
@@ -57,11 +58,12 @@ KINDS = (
 )
 BATCH_NAMES = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "decoder_inputs_embeds")
 CODEBOOK_NAMES = ("input_ids", "decoder_input_ids", "labels")
-ITEM_COUNT_NAMES = ("images_per_sample", "batch_num_images")  # the number of items of each sample
+ITEM_COUNT_NAMES = ("images_per_sample", "batch_num_images")  # inputs with the number of items of each sample
 # Inputs that every microbatch gets whole.
 WHOLE_NAMES = ("cache_position", "logits_to_keep", "head_mask", "decoder_head_mask", "cross_attn_head_mask")
-SIZE_WORDS = ("grid", "sizes", "shapes")  # names of tables with the size of each item
-PATCH_SIZE_WORDS = ("grid", "target", "embed")  # size tables in patches or tokens; others may be in original pixels
+SIZE_WORDS = ("grid", "sizes", "shapes")  # words in the names of tables with the size of each item
+# Words in the names of size tables in patches or tokens. The numbers in other size tables may be pixels.
+PATCH_SIZE_WORDS = ("grid", "target", "embed")
 ADVICE = "Say how to split this call with split_input=..., or run it with num_microbatch=1"
 
 
@@ -83,7 +85,7 @@ class AxisSplit:
 
 @dataclass(frozen=True)
 class Batch:
-    """The keyword arguments of a call, its number of samples, and how many of them each microbatch gets."""
+    """The keyword arguments of a call, its number of samples `size`, and how many samples each microbatch gets."""
 
     kwargs: Mapping[str, Any]
     config: Any
@@ -102,10 +104,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Items:
-    """The split of the items of one kind, and of their parts, such as patches."""
+    """How the items of one kind, and the parts of these items (such as patches), are split into microbatches."""
 
-    whole: AxisSplit
-    parts: Mapping[str, AxisSplit]  # by the name of the input with the number of parts of each item
+    whole: AxisSplit  # the split of a value with one entry per item
+    # Splits of values with one entry per part of an item. A key is the name of the input that has the number of parts
+    # of each item.
+    parts: Mapping[str, AxisSplit]
 
     def split_of(self, name: str, value: Any) -> AxisSplit | None:
         """Return the split of a value with one entry per item or per part of an item; None if it has neither."""
@@ -117,7 +121,7 @@ class Items:
         for part in self.parts.values():
             if length == part.total:
                 return part
-            # Some models put all patches side by side into one wide picture.
+            # Some models take all patches side by side in one wide picture, so the last dimension is split.
             is_wide = length == 1 and isinstance(value, Tensor) and name.startswith("pixel_values")
             if is_wide and part.total and value.shape[-1] % part.total == 0:
                 return part.times(value.shape[-1] // part.total, dim=value.dim() - 1)
@@ -147,7 +151,7 @@ class ModelInputSplit(CountedSplit):
 
     def __init__(self, config: Any) -> None:
         self._config = config
-        self.__qualname__ = split_model_inputs.__qualname__  # for the notes on exceptions
+        self.__qualname__ = split_model_inputs.__qualname__  # notes on exceptions show this name
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any:
         pieces = split_model_inputs(kwargs, num_microbatch, self._config)
@@ -160,8 +164,8 @@ class ModelInputSplit(CountedSplit):
 def _batch_size(kwargs: Mapping[str, Any]) -> int:
     """Return the number of samples.
 
-    It is the smallest length of the text inputs, because some have one row per codebook. Without text inputs it is the
-    number of items or, failing that, the common length of all tensors.
+    With text inputs it is the smallest of their lengths, because some text inputs have one row per codebook. Without
+    text inputs it is the number of items. If there are no size tables either, it is the common length of all tensors.
     """
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor) and value.dim() > 0}
     text = [len(tensors[name]) for name in BATCH_NAMES if name in tensors]
@@ -176,7 +180,10 @@ def _batch_size(kwargs: Mapping[str, Any]) -> int:
 
 
 def _pieces(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]) -> list[dict[str, Any]]:
-    """Return one argument in each microbatch: the whole value, a piece of it, or no entry if the piece is empty."""
+    """Return, for each microbatch, a dict with the argument `name`: the whole value or a piece of it.
+
+    The dict is empty if the microbatch's piece is empty.
+    """
     if not isinstance(value, Tensor) and not _has_entries(name, value, batch):
         return [{name: piece} for piece in _nested_pieces(name, value, batch)]
     if (split := _axis_split(name, value, batch, items)) is None:
@@ -203,7 +210,7 @@ def _has_entries(name: str, value: Any, batch: Batch) -> bool:
 
 
 def _nested_pieces(name: str, value: Any, batch: Batch) -> list[Any]:
-    """Return a container in each microbatch: its tensors are split by rows, other leaves are replicated."""
+    """Return one container per microbatch: tensors in the container are split by rows, other leaves are replicated."""
     tree = RuledTree.of(value, None, name)
     for leaf in tree.leaves:
         if leaf.rule is Rule.PACKED or (leaf.rule is Rule.AUTO and leaf.size not in (1, batch.size)):
@@ -212,13 +219,13 @@ def _nested_pieces(name: str, value: Any, batch: Batch) -> list[Any]:
 
 
 def _axis_split(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]) -> AxisSplit | None:
-    """Return how to split a tensor or list; None: every microbatch gets the whole value."""
+    """Return how to split a tensor or list; None if every microbatch gets the whole value."""
     length = _length(value)
     if length is None or name in WHOLE_NAMES:
         return None
     if name.startswith("cu_seq"):
         batch.refuse(name, value, "it marks the samples of a packed sequence, not of rows")
-    has_axes = name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3  # [3, samples, tokens]
+    has_axes = name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3  # shape [3, samples, tokens]
     if has_axes and value.shape[1] in (1, batch.size):
         return None if value.shape[1] == 1 else batch.rows.times(1, dim=1)
     kind = _kind_of(name)
@@ -230,7 +237,7 @@ def _axis_split(name: str, value: Any, batch: Batch, items: Mapping[Kind, Items]
         return batch.rows.times(length // batch.size)
     if length == 1:
         return None
-    # The name shows no kind: accept a split by items only if the length matches exactly one.
+    # The name does not show the kind of item. Split by items only if the length matches the items of exactly one split.
     splits = {split for found in items.values() if kind is None and (split := found.split_of(name, value))}
     if len(splits) != 1:
         known = ["samples", *(f"the {found.whole.total} {kind.name}(s)" for kind, found in items.items())]
@@ -264,14 +271,14 @@ def _find_items(kind: Kind, batch: Batch) -> Items | None:
 
 
 def _items_per_sample(kind: Kind, num_items: int, mask: Tensor | None, batch: Batch) -> Sequence[int] | None:
-    """Return the number of items of each sample; None if it cannot be determined. [Note: placeholders]"""
+    """Return the number of items of each sample; None if it cannot be determined. See [Note: placeholders]."""
     for name in ITEM_COUNT_NAMES:
         if kind.name in name and name in batch.kwargs and sum(batch.kwargs[name]) == num_items:
             return [int(number) for number in batch.kwargs[name]]
     members = _members(kind, batch.kwargs)
     num_dims = max((member.dim() for member in members.values() if isinstance(member, Tensor)), default=0)
     has_padding = num_dims > kind.item_dims and not _size_tables(members)
-    # As many items as samples, and every sample has a placeholder: each sample has exactly one item.
+    # If there are as many items as samples, and every sample has a placeholder, each sample has exactly one item.
     if num_items == batch.size and (mask is None or mask.any(1).all() or has_padding):
         return [1] * batch.size
     if mask is None:
@@ -280,9 +287,12 @@ def _items_per_sample(kind: Kind, num_items: int, mask: Tensor | None, batch: Ba
 
 
 def _assignments(members: Mapping[str, Any], mask: Tensor, num_items: int) -> Iterator[Sequence[int] | None]:
-    """Yield assignments of the items to the samples, the most reliable first; None for an impossible one."""
+    """Yield possible numbers of items per sample, the most reliable first. Yields None where a method fails.
+
+    mask: marks the placeholders in the tokens of each sample.
+    """
     tokens = mask.sum(1).tolist()
-    # Unbroken runs of placeholders: a run starts at a placeholder without one before it.
+    # The number of unbroken runs of placeholders. A run starts where the token before is not a placeholder.
     num_runs = (mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)).tolist()
     merge_sizes = [int(size) for name in members if name.endswith("merge_sizes") for size in members[name]]
     weights = {
@@ -297,9 +307,10 @@ def _assignments(members: Mapping[str, Any], mask: Tensor, num_items: int) -> It
 
 
 def _deal(tokens: Sequence[int], weights: Sequence[int]) -> list[int] | None:
-    """Return the items of each sample if an item's tokens are proportional to its weight.
+    """Return the number of items of each sample if the number of an item's tokens is proportional to its weight.
 
-    None if an item would have a fraction of a token, or if it would extend over two samples.
+    tokens: the number of placeholder tokens of each sample. weights: the weight of each item.
+    Returns None if an item would have a fraction of a token, or if its tokens would extend over two samples.
     """
     num_tokens, weight = sum(tokens), sum(weights)
     if not weight or any(item * num_tokens % weight for item in weights):
@@ -343,7 +354,7 @@ def _kind_of(name: str) -> Kind | None:
 
 
 def _size_tables(members: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the size tables: tensors with one number, height and width, or time, height and width per item."""
+    """Return the size tables: tensors that have, per item, a number, (height, width) or (time, height, width)."""
     return {
         name: value
         for name, value in members.items()
@@ -370,12 +381,12 @@ def _has(name: str, words: Sequence[str]) -> bool:
 
 
 def _length(value: Any) -> int | None:
-    """Return the entries along the first dimension of a tensor or list; None for other values."""
+    """Return the number of entries of a tensor (along its first dimension) or list; None for other values."""
     if isinstance(value, Tensor):
         return len(value) if value.dim() > 0 else None
     return len(value) if type(value) in (list, tuple) else None
 
 
 def _runs(values: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
-    """Return consecutive slices of these sizes."""
+    """Return consecutive slices of `values` with the given sizes."""
     return [values[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -1,12 +1,12 @@
 """Merges the outputs of the microbatches: immediately, as packed data, or late.
 
-`merge_outputs` reads the values, so they must have arrived. `pack_outputs` returns them with their events and does not
-wait. Knows no devices and not how the inputs were split.
+`merge_outputs` reads the values, so they must have arrived. `pack_outputs` returns the values with their events and
+does not wait. Knows no devices, and does not know how the inputs were split.
 
 A `LateMerge` is a tensor that is merged from its microbatches at the first read. Inside the forward of an
-AutoRoundPipe, each RoundPipe passes its outputs to the next one as microbatches, so the next one need not wait. The
-user's code between two RoundPipes expects tensors: it may add a skip connection, pool, or read a shape. A LateMerge is
-a tensor for that code and microbatches for the next RoundPipe.
+AutoRoundPipe, each RoundPipe passes its outputs to the next RoundPipe as microbatches, so the next one need not wait.
+The user's code between two RoundPipes expects tensors: it may add a skip connection, pool, or read a shape. The user's
+code can use a LateMerge as a tensor, and the next RoundPipe can take the microbatches from it.
 
 [Note: one path for gradients] A LateMerge is the output of `_Join`, whose inputs are the microbatches. The first torch
 function that needs values gets `merged()`, an ordinary tensor that `_Materialise` computes from the LateMerge. All
@@ -47,22 +47,23 @@ from roundpipe.microbatch.split import LossShares, weighted
 if TYPE_CHECKING:
     from roundpipe.microbatch.specs import Reducer
 
-LeafMerge = Callable[[Sequence[Any], str], Any]
-ROOT = "output"
-_OTHER_LOSS = re.compile(rf"{ROOT}\['\w+_loss'\]")  # such as a router's aux_loss: a mean over rows, like the loss
+LeafMerge = Callable[[Sequence[Any], str], Any]  # takes a leaf's value in each microbatch and the leaf's path
+ROOT = "output"  # the path of the whole output in messages
+# Paths of further losses in the output, such as the aux_loss of a router. Like the loss, they are means over rows.
+_OTHER_LOSS = re.compile(rf"{ROOT}\['\w+_loss'\]")
 
 
 def merge_outputs(outputs: Sequence[Any], merge_output: Any = None, shares: LossShares = LossShares()) -> Any:
-    """Merge the outputs of all microbatches, in order, as `merge_output` says (None, True: automatic).
+    """Merge the outputs of all microbatches, in order, as `merge_output` says. None and True mean automatic.
 
-    `shares`: the factors of the losses in an automatic merge. The caller has checked `merge_output`.
+    shares: the factors of the losses in an automatic merge. The caller must have checked `merge_output`.
     """
     if not outputs:
         raise MergeError("there are no microbatch outputs to merge; a call has at least one microbatch")
     if is_custom_function(merge_output):
         with noting_function("merge_output", merge_output):
             return merge_output(list(outputs))
-    if merge_output is False:  # the values have arrived, so they need no events
+    if merge_output is False:  # the values have arrived already, so no value needs an event
         return pack_outputs(outputs, [None] * len(outputs))
     return _merge(outputs, None if merge_output is True else merge_output, ROOT, _AutomaticMerge(shares))
 
@@ -89,7 +90,7 @@ class _AutomaticMerge:
         _check_all_tensors(values, path)
         if any(value.dim() > 0 for value in values):
             return _concatenate(values, 0, path)
-        if not all(value.is_floating_point() for value in values):  # integer, bool and complex: no loss
+        if not all(value.is_floating_point() for value in values):  # integers, bools and complex numbers are no losses
             return _mean(values, path)
         if path == f"{ROOT}[{self._shares.place!r}]":  # the model's own loss
             shares = self._shares.merged
@@ -116,7 +117,7 @@ def _merge_with_tree(values: Sequence[Any], spec: Any, path: str, automatic: Lea
     node = open_node(values[0])
     parts = None if node is None else children_as_spec(node, spec)
     if node is None or parts is None:
-        check_merge_output(spec)  # an invalid spec has a clearer message than one that does not match
+        check_merge_output(spec)  # if the spec is invalid, this raises a clearer message than the one below
         raise MergeError(
             f"the merge spec for {path} does not match it: the spec is {outline(spec)}, the output is "
             f"{outline(values[0])}. Give every entry its own Chunk(dim), Replicate or Reducer, or None for automatic"
@@ -139,7 +140,10 @@ def _merge_alike(values: Sequence[Any], path: str, merge_leaf: LeafMerge) -> Any
 
 
 def _columns(node: Node, values: Sequence[Any], path: str) -> list[tuple[Any, ...]]:
-    """Return for each child of `node` (the node of the first value) its values in all microbatches."""
+    """Return, for each child of `node`, the child's values in all microbatches.
+
+    node: the opened value of the first microbatch. values: the same place in the output of each microbatch.
+    """
     rows = []
     for index, value in enumerate(values):
         row = children_if_alike(node, value)
@@ -157,7 +161,11 @@ def _structure_error(first: Any, other: Any, index: int, path: str) -> MergeErro
 
 
 def _merge_chunked(values: Sequence[Any], dim: int, path: str, automatic: LeafMerge) -> Any:
-    """Apply Chunk: a single leaf must be a tensor; in a subtree, tensors are concatenated, other leaves automatic."""
+    """Merge values whose spec is Chunk(dim).
+
+    A single leaf must be a tensor. In a subtree, tensors with dimensions are concatenated along `dim`, and `automatic`
+    merges all other leaves.
+    """
 
     def merge_leaf(leaves: Sequence[Any], place: str) -> Any:
         has_dims = isinstance(leaves[0], torch.Tensor) and leaves[0].dim() > 0
@@ -179,7 +187,7 @@ def _concatenate(values: Sequence[Any], dim: int, path: str) -> torch.Tensor:
             f"{path} cannot be concatenated along dim {dim}: its shape {tuple(first.shape)} has {first.dim()} "
             "dimension(s); choose one of them, or use Reducer(init_value, fn)"
         )
-    dim = dim % first.dim()  # a negative dim means the same for tensors of equal rank only
+    dim = dim % first.dim()  # make dim non-negative: a negative dim depends on the rank of the tensor
     # All dimensions but `dim` must be equal; None marks a tensor of a different rank.
     rests = {(*value.shape[:dim], *value.shape[dim + 1 :]) if value.dim() == first.dim() else None for value in values}
     if len(rests) > 1:
@@ -200,7 +208,7 @@ def _mean(values: Sequence[torch.Tensor], path: str) -> torch.Tensor:
 
 
 def _sum(values: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
-    """Return the weighted sum in the order of the microbatches: the same rounding as in forward_backward."""
+    """Return the weighted sum. Adds in the order of the microbatches, so that it is rounded as in forward_backward."""
     pairs = zip(values, shares, strict=True)
     return reduce(torch.add, [value if share == 1 else weighted(value, share) for value, share in pairs])
 
@@ -214,7 +222,7 @@ def _reduce(values: Sequence[Any], reducer: Reducer, path: str) -> Any:
 
 
 def _check_all_tensors(values: Sequence[Any], path: str) -> None:
-    """Raise if one microbatch returned a tensor and a different one did not."""
+    """Raise if some microbatches returned a tensor and others did not."""
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor) is not isinstance(values[0], torch.Tensor):
             raise _structure_error(values[0], value, index, path)
@@ -233,7 +241,7 @@ def _first_if_equal(values: Sequence[Any], path: str) -> Any:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Return whether two values are equal. NaN equals NaN; == may return a tensor or an array."""
+    """Return whether two values are equal. NaN equals NaN. Supports values whose == returns a tensor or an array."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) != isinstance(right, torch.Tensor):
@@ -244,7 +252,7 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 def _all_true(compare: Callable[[], Any]) -> bool:
-    """Return whether a comparison is true for all elements; values whose comparison raises are not equal."""
+    """Return whether the result of `compare` is true for all elements; False if `compare` raises."""
     try:
         answer = compare()
         return bool(answer.all()) if hasattr(answer, "all") else bool(answer)
@@ -255,7 +263,7 @@ def _all_true(compare: Callable[[], Any]) -> bool:
 _is_merging_late: ContextVar[bool] = ContextVar("roundpipe_is_merging_late", default=False)
 _ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse")
 _METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "__len__", "__hash__")
-# Attributes and functions that need no values, so reading them does not merge.
+# Attributes and functions that need no values, so a LateMerge is not merged when they are used.
 _WITHOUT_VALUES = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
@@ -281,7 +289,10 @@ def is_merging_late() -> bool:
 
 
 def merge_late(outputs: Any) -> Any:
-    """Return outputs with tensors in place of packed leaves. Tensors with rows are merged late, other leaves now."""
+    """Return the outputs with a LateMerge in place of each packed leaf of tensors with rows.
+
+    All other packed leaves are merged immediately.
+    """
     return pytree.tree_map(_merge_leaf_late, outputs, is_leaf=lambda node: isinstance(node, RoundPipePackedData))
 
 
@@ -293,7 +304,8 @@ def merged_now(value: Any) -> Any:
 def as_microbatches(value: Any, num_microbatch: int) -> Any:
     """Return a RoundPipe's inputs with packed data or an ordinary tensor in place of each LateMerge.
 
-    Packed data needs a LateMerge that was not read yet and that has `num_microbatch` microbatches.
+    A LateMerge is replaced by packed data if it was not read yet and has `num_microbatch` microbatches. Otherwise it is
+    replaced by its merged tensor.
     """
     return pytree.tree_map(
         lambda leaf: leaf.microbatches(num_microbatch) if isinstance(leaf, LateMerge) else leaf, value
@@ -301,10 +313,10 @@ def as_microbatches(value: Any, num_microbatch: int) -> Any:
 
 
 def _merge_leaf_late(leaf: Any) -> Any:
-    """Return a LateMerge, or the merged value if it cannot be merged late."""
+    """Return a LateMerge of packed data, or the merged value if a late merge is not possible. Keeps other leaves."""
     if not isinstance(leaf, RoundPipePackedData):
         return leaf
-    if not _have_rows(leaf):  # cannot be merged late: a LateMerge needs the shape of the merged tensor
+    if not _have_rows(leaf):  # a LateMerge must know the shape of the merged tensor, so a late merge is not possible
         leaf.synchronize()
         return merge_outputs(list(leaf))
     late: LateMerge = _Join.apply(leaf, *leaf)
@@ -319,11 +331,11 @@ def _have_rows(values: Sequence[Any]) -> bool:
 
 
 class LateMerge(torch.Tensor):
-    """A tensor that is merged from its microbatches at the first read. [Note: one path for gradients]"""
+    """A tensor that is merged from its microbatches at the first read. See [Note: one path for gradients]."""
 
     _packed: RoundPipePackedData | None  # the microbatches, until they are merged
-    _merged: torch.Tensor | None  # the merged tensor with autograd history
-    _whole: torch.Tensor | None  # the values of `_merged` without autograd history
+    _merged: torch.Tensor | None  # the merged tensor with autograd history; None until `merged()` is called
+    _whole: torch.Tensor | None  # the merged values without autograd history; None until `whole()` is called
 
     @staticmethod
     def __new__(cls, packed: RoundPipePackedData) -> LateMerge:
@@ -344,7 +356,7 @@ class LateMerge(torch.Tensor):
         return self._merged
 
     def microbatches(self, num_microbatch: int) -> RoundPipePackedData | torch.Tensor:
-        """Return the microbatches if there are `num_microbatch` and none was read yet; else the merged tensor."""
+        """Return the microbatches if there are `num_microbatch` and they are not merged yet; else the merged tensor."""
         packed = self._packed
         return packed if packed is not None and len(packed) == num_microbatch else self.merged()
 
@@ -356,16 +368,16 @@ class LateMerge(torch.Tensor):
             with torch.inference_mode(False), torch.no_grad():
                 self._whole = torch.cat(
                     list(self._packed)
-                )  # copies also a single microbatch: in-place writes must not reach it
+                )  # cat copies even a single microbatch, so in-place writes do not change it
             self._packed = None
         return self._whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function on the merged tensors; functions that need no values do not merge."""
+        """Run a torch function on the merged tensors. A function that needs no values does not cause the merge."""
         kwargs = kwargs or {}
         # After the merge, in-place operations may have changed the merged tensor, so attributes are read from it.
-        # The hash stays that of the LateMerge: it may be a key in a dict of the user.
+        # The hash is always that of the LateMerge, because the LateMerge may be a key in a dict of the user.
         own = args[0] if args and func in _WITHOUT_VALUES else None
         if isinstance(own, LateMerge) and (own._merged is None or func is torch.Tensor.__hash__):
             with torch._C.DisableTorchFunctionSubclass():
@@ -376,7 +388,10 @@ class LateMerge(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator that bypassed `__torch_function__` on the values; autograd has recorded it already."""
+        """Run an operator that bypassed `__torch_function__` on the merged values.
+
+        The values need no autograd history, because autograd has recorded the operator already.
+        """
         args, kwargs = pytree.tree_map(
             lambda leaf: leaf.whole() if isinstance(leaf, LateMerge) else leaf, (args, kwargs or {})
         )

@@ -1,7 +1,7 @@
 """Packed data: the values of one output leaf, one per microbatch, some of them still in transfer.
 
-Calls with `merge_output=False` return it. A model that receives it uses its elements as microbatches. Knows no devices:
-an event is any object with a `wait()`.
+A call with `merge_output=False` returns packed data. A model that receives packed data uses the elements as
+microbatches. Knows no devices: an event is any object with a `wait()`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class ArrivalEvent(Protocol):
 class Arriving:
     """A leaf of one microbatch's inputs or label that may still be in transfer.
 
-    `split_call` puts it in place of a packed element with an event. A reader waits for `event` before it uses `value`.
-    The class is not registered with pytree, so it is a single leaf even if `value` is a container.
+    `split_call` replaces each element of packed data that has an event by an `Arriving`. A reader waits for `event`
+    before it uses `value`. The class is not registered with pytree, so an `Arriving` is a single leaf even if `value`
+    is a container.
     """
 
     value: Any
@@ -36,9 +37,9 @@ class Arriving:
 class RoundPipePackedData(list[Any]):
     """A list with one value per microbatch. Call `synchronize()` before reading the values.
 
-    As an input of a RoundPipe, its elements become the call's microbatches; the host does not wait for them.
-    `packed[a:b]`, `packed.copy()` and `packed + other` are plain lists, as for any list subclass, and have no events:
-    synchronize first. `copy.copy`, `copy.deepcopy` and pickling synchronize automatically.
+    If it is passed to a RoundPipe, its elements become the call's microbatches, and the host does not wait for them.
+    `packed[a:b]`, `packed.copy()` and `packed + other` are plain lists without events, as for any list subclass. Call
+    `packed.synchronize()` before making one. `copy.copy`, `copy.deepcopy` and pickling synchronize automatically.
     """
 
     def __init__(self, values: Iterable[Any] = (), events: Sequence[ArrivalEvent | None] = ()) -> None:
@@ -49,13 +50,17 @@ class RoundPipePackedData(list[Any]):
                 "value, or no events when every value has arrived"
             )
         self._pending: list[ArrivalEvent | None] = list(events)
-        # [Note: events belong to values] A copy of the list at construction. If the user has changed the list since
-        # (append, reverse, ...), its elements no longer match the events by index, and it must be synchronized first.
+        # [Note: events belong to values] `_awaited` is a copy of the list at its construction. If the user changes the
+        # list (append, reverse, ...), its elements no longer match the events by index. A changed list must therefore
+        # be synchronized before its elements are used.
         self._awaited: list[Any] = list(self) if self._pending else []
 
     @property
     def events(self) -> list[ArrivalEvent | None]:
-        """One event per value; None if it has arrived. Synchronizes a changed list [Note: events belong to values]."""
+        """One event per value; None for a value that has arrived.
+
+        Synchronizes first if the list was changed, see [Note: events belong to values].
+        """
         is_unchanged = len(self) == len(self._awaited) and all(map(operator.is_, self, self._awaited))
         if self._pending and not is_unchanged:
             self.synchronize()
@@ -71,10 +76,10 @@ class RoundPipePackedData(list[Any]):
         for event in self._pending:
             if event is not None:
                 event.wait()
-        # Only after all waits: if one raises, the events stay for the next call.
+        # Events are dropped only after all waits. If a wait raises, all events stay for the next call.
         self._pending, self._awaited = [], []
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        """Copy and pickle the values without events, which are valid in this process only."""
+        """Copy or pickle the values. The events are left out, because they are valid in this process only."""
         self.synchronize()
         return (type(self), (list(self),))

@@ -2,12 +2,12 @@
 
 A spec is a tree whose leaves are `Chunk`, `Replicate`, `Reducer` or None. The three classes are those of
 torch.distributed.pipelining under public names, so users may import them from either place. Importing torch's module
-takes seconds and sets environment variables. It is therefore imported at the first use of one of the names; before
-that, no spec can contain one.
+takes seconds and sets environment variables. It is therefore imported only when one of the three names is first used.
+Before that, no spec can contain an instance of the classes.
 
-`open_node` opens a nested value (tuple, list, dict, node registered with torch's pytree) one level at a time. This
-allows walking a value together with its spec and naming each place in messages. A RoundPipePackedData is a leaf,
-although it is a list. Knows no devices.
+`open_node` returns the children of a nested value (tuple, list, dict, node registered with torch's pytree), one level
+at a time. So a value can be walked together with its spec, and messages can name each place. A RoundPipePackedData is a
+leaf, although it is a list. Knows no devices.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def open_node(value: Any) -> Node | None:
     """Return the node of `value` with its direct children, or None if `value` is a leaf."""
     if isinstance(value, RoundPipePackedData):
         return None
-    # Everything below `value` counts as a leaf, so pytree flattens one level only.
+    # is_leaf makes every child of `value` a leaf, so pytree flattens one level only.
     children, structure = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     if len(children) == 1 and children[0] is value:
         return None
-    # Mappings such as ModelOutput may be registered without names, but their keys are names.
+    # Mappings such as ModelOutput may be registered with pytree without names; then their keys serve as names.
     if isinstance(value, Mapping) and len(value) == len(children):
         names = [f"[{key!r}]" for key in value]
     else:
@@ -79,8 +79,8 @@ def children_as_spec(node: Node, spec: Any) -> tuple[Any, ...] | None:
     """Return the parts of `spec` in the order of the node's children, or None if the structures differ.
 
     A tuple or list matches every tuple or list of that length, including named tuples. A mapping matches every mapping
-    with the same keys. All other nodes match by type. A registered dataclass hides fields that are None; the spec of a
-    hidden field is None.
+    with the same keys. Any other node matches a spec of the same type. pytree may leave out fields of a dataclass that
+    are None; the spec of a field that is left out is None.
     """
     spec_node = open_node(spec)
     if spec_node is None:
@@ -114,9 +114,12 @@ def _children_by_name(node: Node, other: Node) -> tuple[Any, ...] | None:
 
 
 def _children_by_field(node: Node, spec: Node) -> tuple[Any, ...] | None:
-    """As `_children_by_name`; fields that the spec hides because they are None (named `.field`) may be missing."""
+    """Return what `_children_by_name` returns, with None for fields (named `.field`) that the spec lacks.
+
+    pytree leaves out such a field if it is None in the spec.
+    """
     by_name = dict(zip(spec.names, spec.children, strict=True))
-    hidden = set(node.names) - by_name.keys()  # fields of the value that are None in the spec
+    hidden = set(node.names) - by_name.keys()  # names of fields that the value has and that are None in the spec
     if not by_name.keys() <= set(node.names) or not all(name.startswith(".") for name in hidden):
         return None
     return tuple(by_name.get(name) for name in node.names)
@@ -173,7 +176,7 @@ __all__ = [
 ]
 
 _HOME = "torch.distributed.pipelining.microbatch"
-# torch has no public names for two of the classes.
+# By public name: the name of the class in torch's module. Two of the classes have no public name there.
 _TORCH_NAMES = {"Chunk": "TensorChunkSpec", "Replicate": "_Replicate", "Reducer": "_CustomReducer"}
 
 
@@ -203,7 +206,7 @@ def is_leaf_spec(spec: Any) -> bool:
 
 
 def is_custom_function(spec: Any) -> bool:
-    """Return whether `spec` is a function of the user. The spec classes are callable, too, but do not count."""
+    """Return whether `spec` is a function of the user. The spec classes are callable but are not such functions."""
     if not callable(spec):
         return False
     return not (is_leaf_spec(spec) or _is_class_of(spec, "Chunk") or _is_class_of(spec, "Reducer"))
@@ -233,7 +236,7 @@ def check_split_input(split_input: Any) -> None:
             f"split_input must be a pair (args_spec, kwargs_spec), got {len(split_input)} entries; for one argument "
             "write ((Chunk(0),), None)"
         )
-    # A single Chunk in place of a tuple of args is a likely mistake, so the two parts have their own messages.
+    # A likely mistake is a single Chunk in place of the tuple of args, so each of the two parts has its own message.
     args_spec, kwargs_spec = split_input
     if args_spec is not None and not isinstance(args_spec, tuple | list):
         raise SplitError(
@@ -261,7 +264,10 @@ def check_merge_output(merge_output: Any) -> None:
 
 
 def _check_leaf_specs(spec: Any, root: str, error: type[ConfigError]) -> None:
-    """Raise `error` or ArgumentTypeError unless every leaf is a valid leaf spec or None. Splitting takes no Reducer."""
+    """Raise `error` or ArgumentTypeError unless every leaf of `spec` is a valid leaf spec or None.
+
+    A Reducer is valid for merging only. root: the name of `spec` in messages.
+    """
     for path, leaf in leaves_with_path(spec, root):
         if leaf is None or is_replicate(leaf):
             continue
@@ -270,7 +276,7 @@ def _check_leaf_specs(spec: Any, root: str, error: type[ConfigError]) -> None:
                 raise ArgumentTypeError(
                     f"{path} is Chunk({leaf.split_dim!r}); the dimension must be an int, such as Chunk(0)"
                 )
-        # Replicate may be written as a class, so users try it with the other two as well.
+        # Replicate may be written as a class, so users may also write Chunk or Reducer as a class.
         elif _is_class_of(leaf, "Chunk"):
             raise error(f"{path} is the class {leaf.__name__}; say along which dimension: Chunk(0)")
         elif _is_class_of(leaf, "Reducer"):

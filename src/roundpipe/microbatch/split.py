@@ -10,9 +10,9 @@ The number of microbatches, by the first line that applies:
     tensors to split      min(batch size, num_microbatch)
     none of these         num_microbatch; every value is replicated
 
-[Note: loss shares] A share is the factor of a microbatch's loss in the loss of the batch. Shares are applied to the
-output of a model that computes its own loss, to the result of loss_fn, and when outputs are merged. All three use
-`weighted`, so the loss is the same number in each of these ways.
+[Note: loss shares] A share is the factor of a microbatch's loss in the loss of the batch. Shares are applied in three
+places: to the output of a model that computes its own loss, to the result of loss_fn, and when outputs are merged. All
+three use `weighted`, so the loss of the batch is the same number in each place.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from roundpipe.microbatch.specs import (
     outline,
 )
 
-Shares = tuple[float, ...]
+Shares = tuple[float, ...]  # one factor per microbatch
 
 
 @dataclasses.dataclass(frozen=True)
 class LossShares:
-    """The factors of the losses of a call, one per microbatch; None instead of a tuple: all factors are 1.
+    """The factors of the losses of a call. Each tuple has one entry per microbatch.
 
-    own: factors of the loss that the model computes itself. An entry None: the factor is needed but unknown.
-    returned: factors of the result of loss_fn.
+    own: factors of the loss that the model computes itself; None if all are 1. An entry is None if the factor is needed
+        but unknown.
+    returned: factors of the result of loss_fn; None if all are 1.
     rows: each microbatch's share of the batch's rows; None if unknown.
-    covers_own: the model's own losses, with their factors, add up to the loss of the batch.
-    merged: factors of the model's own loss when outputs are merged; None: it is averaged like any other number.
-    place: the key or position of the model's own loss in its output.
+    covers_own: whether the model's own losses, multiplied by their factors, add up to the loss of the batch.
+    merged: factors of the model's own loss when outputs are merged; None if it is averaged like any other number.
+    place: the key or position of the model's own loss in the model's output.
     """
 
     own: tuple[float | None, ...] | None = None
@@ -69,7 +70,7 @@ class LossShares:
         """Return a model's output with its own loss, if it has one, multiplied by the microbatch's share."""
         if self.own is None:
             return value
-        # A loss with dimensions is one loss per row: it is not a mean, so it has no share.
+        # A loss tensor with dimensions has one loss per row. It is not a mean, so no share is applied.
         loss = own_loss(value, self.place)
         node = open_node(value)
         if loss is None or node is None or loss.dim() > 0 or not loss.is_floating_point():
@@ -82,11 +83,14 @@ class LossShares:
                 "the call with split_input specs such as Chunk(0)."
             )
         changed = [weighted(loss, share) if child is loss else child for child in node.children]
-        return node.rebuild(changed)  # the same type, such as ModelOutput
+        return node.rebuild(changed)  # a value of the same type as the output, such as ModelOutput
 
     def of_returned(self, microbatch: int, *, is_own: bool) -> float | None:
-        """Return the factor of the result of loss_fn. `is_own`: the result is the loss in the model's output."""
-        # The model's own loss has its factor already if the shares cover it.
+        """Return the factor of the result of loss_fn; None if it needs no factor.
+
+        is_own: whether loss_fn returned the loss in the model's output.
+        """
+        # If the shares cover the model's own loss, `apply_to_output` has applied the factor already.
         return None if self.returned is None or (is_own and self.covers_own) else self.returned[microbatch]
 
 
@@ -100,13 +104,13 @@ def own_loss(value: Any, place: str | int = "loss") -> torch.Tensor | None:
 
 
 def weighted(loss: torch.Tensor, share: float) -> torch.Tensor:
-    """Return a loss times its share. With a share of 0 the result is 0, without gradients, even if the loss is NaN."""
+    """Return a loss times its share. If the share is 0, the result is 0 without gradients, even for a loss of NaN."""
     counted: torch.Tensor = _Zero.apply(loss) if share == 0 else loss * share
     return counted
 
 
 class _Zero(torch.autograd.Function):
-    """Replaces a loss by 0. A mean over no labels is NaN; multiplying it by 0 would keep NaN, also in gradients."""
+    """Replaces a loss by 0. A mean over no labels is NaN, and NaN times 0 is NaN, in the loss and in its gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
@@ -122,9 +126,9 @@ __all__ = ["CountedSplit", "MicrobatchInputs", "Rule", "RuledTree", "even_sizes"
 logger = logging.getLogger("roundpipe")
 
 _MAX_NAMED_LEAVES = 8  # a message names at most this many tensors
-_logged_small_batches: set[tuple[int, int]] = set()  # (batch, num_microbatch) pairs with a warning already
+_logged_small_batches: set[tuple[int, int]] = set()  # (batch size, num_microbatch) of warnings already logged
 
-# The number of rows of the batch in each microbatch.
+# How many rows of the batch each microbatch has.
 Rows = tuple[int, ...]
 
 
@@ -133,8 +137,8 @@ class MicrobatchInputs:
     """The inputs of every microbatch of a call. The tuples have one entry per microbatch.
 
     A leaf that came from packed data and may still be in transfer is an `Arriving`.
-    rows: the rows of the batch in each microbatch; None if the call does not show them.
-    shares: the weight of each microbatch's loss.
+    rows: how many rows of the batch each microbatch has; None if this cannot be determined.
+    shares: the factors of the microbatches' losses, see [Note: loss shares].
     """
 
     args: tuple[tuple[Any, ...], ...]
@@ -168,7 +172,7 @@ class CountedSplit(abc.ABC):
 
     @abc.abstractmethod
     def rows(self, kwargs: Mapping[str, Any], count: int) -> Rows:
-        """Return the rows of each microbatch of a call that was split into `count` microbatches."""
+        """Return how many rows each microbatch has if the call is split into `count` microbatches."""
 
 
 def split_call(
@@ -180,21 +184,21 @@ def split_call(
     split_input: Any = None,
     split_label: Any = None,
 ) -> MicrobatchInputs:
-    """Split one call into microbatches as `split_input` and `split_label` say; None: automatic.
+    """Split one call into microbatches as `split_input` and `split_label` say. None means automatic.
 
     A split function receives the number of microbatches that the rest of the call would yield. It may return a
     different number; the rest of the call is then split into that number. A call without a label has `label=None`.
     """
     if isinstance(num_microbatch, bool) or not isinstance(num_microbatch, int) or num_microbatch < 1:
         raise ConfigError(f"num_microbatch must be an int of at least 1, got {num_microbatch!r}")
-    # The only check of the specs: code below relies on their form.
+    # The specs are checked only here. All code below relies on valid specs.
     if split_input is not None:
         check_split_input(split_input)
     if split_label is not None:
         check_split_label(split_label)
 
     values = {"args": tuple(args), "kwargs": dict(kwargs), "label": label}
-    # The parts of the call that no function splits, each with its spec.
+    # The parts of the call that are not split by a function of the user, each with its spec.
     specs: dict[str, Any] = {}
     if split_input is None or not is_custom_function(split_input):
         specs["args"], specs["kwargs"] = (None, None) if split_input is None else split_input
@@ -204,7 +208,7 @@ def split_call(
     leaves = [leaf for tree in trees.values() for leaf in tree.leaves]
 
     count = _natural_count(leaves, num_microbatch)
-    # Split functions take precedence: the other parts of the call follow the number that they return.
+    # Split functions take precedence: the other parts of the call are split into the number that the functions return.
     by_function: dict[str, Any] = {}
     if len(specs) < len(values):
         by_function = _call_split_functions(values, split_input, split_label, count)
@@ -244,7 +248,7 @@ class RuledLeaf:
 
     @property
     def size(self) -> int:
-        """Elements along the dimension to split."""
+        """The number of elements along the dimension to split."""
         return int(self.value.shape[self.dim])
 
     def split(self, num_microbatch: int) -> Sequence[Any]:
@@ -254,7 +258,7 @@ class RuledLeaf:
                 return self.value.as_microbatches()  # type: ignore[no-any-return]
             case Rule.REPLICATE:
                 return [self.value] * num_microbatch
-            case Rule.AUTO if self.size == 1:  # replicated beside a larger batch
+            case Rule.AUTO if self.size == 1:  # a tensor with one row is replicated
                 return [self.value] * num_microbatch
             case Rule.CHUNK | Rule.AUTO:
                 return torch.tensor_split(self.value, num_microbatch, dim=self.dim)
@@ -271,7 +275,10 @@ class RuledTree:
 
     @classmethod
     def of(cls, value: Any, spec: Any, root: str) -> RuledTree:
-        """Apply `spec` to `value`; None: automatic. The caller has checked the spec. `root` names the value."""
+        """Return the tree of `value` with the rules that follow from `spec`. None means automatic.
+
+        The caller must have checked the spec. root: the name of `value` in messages.
+        """
         structure = pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, RoundPipePackedData))[1]
         return cls(tuple(_rule_leaves(value, spec, root)), structure)
 
@@ -292,7 +299,7 @@ def _rule_leaves(value: Any, spec: Any, path: str) -> list[RuledLeaf]:
         return _rule_chunked(value, spec.split_dim, path)
     if is_leaf_spec(spec):  # Replicate: `check_split_input` has refused Reducer
         return [_rule_leaf(leaf, place, automatic=False) for place, leaf in leaves_with_path(value, path)]
-    # A spec tree must have the structure of the value.
+    # The spec is a tree, so it must have the structure of the value.
     node = open_node(value)
     parts = None if node is None else children_as_spec(node, spec)
     if node is None or parts is None:
@@ -312,7 +319,11 @@ def _rule_leaf(value: Any, path: str, *, automatic: bool) -> RuledLeaf:
 
 
 def _rule_chunked(value: Any, dim: int, path: str) -> list[RuledLeaf]:
-    """Apply Chunk: a single leaf must be a tensor; in a subtree, tensors are split and other leaves replicated."""
+    """Return the leaves of a value whose spec is Chunk(dim).
+
+    A single leaf must be a tensor or packed data. In a subtree, tensors are split along `dim`, and other leaves are
+    replicated.
+    """
     if open_node(value) is None:
         return [_rule_chunked_leaf(value, dim, path)]
     leaves = [_rule_leaf(leaf, place, automatic=True) for place, leaf in leaves_with_path(value, path)]
@@ -353,9 +364,10 @@ def _natural_count(leaves: Sequence[RuledLeaf], num_microbatch: int) -> int:
 
 
 def _batch_size(leaves: Iterable[RuledLeaf]) -> int | None:
-    """Return the size of all tensors to split along their split dimension; None if no tensor determines it.
+    """Return the batch size: the common size of all tensors to split, along the dimension to split.
 
-    Automatic tensors of one element do not determine it: beside a larger batch they are replicated.
+    Returns None if no tensor determines the batch size. Automatic tensors of size 1 do not determine it, because they
+    are replicated if the batch is larger.
     """
     counted = [leaf for leaf in leaves if leaf.rule is Rule.CHUNK or (leaf.rule is Rule.AUTO and leaf.size != 1)]
     if not counted:
@@ -386,7 +398,7 @@ def _packed_length(leaves: Iterable[RuledLeaf]) -> int | None:
 
 
 def _named(leaves: Sequence[RuledLeaf]) -> str:
-    """Return the leaves for a message, each with its size."""
+    """Return a text for messages that lists the leaves, each with its size."""
     parts = [
         f"{leaf.path} has {len(leaf.value)} microbatches"
         if leaf.rule is Rule.PACKED
@@ -432,7 +444,7 @@ def _call_split_functions(values: dict[str, Any], split_input: Any, split_label:
         with noting_function("split_input", split_input):
             result = split_input(values["args"], values["kwargs"], count)
         columns["args"], columns["kwargs"] = _checked_inputs(result)
-        count = len(columns["args"]) or count  # `_agreed_count` refuses an empty list
+        count = len(columns["args"]) or count  # an empty list is refused later, by `_agreed_count`
     if is_custom_function(split_label):
         with noting_function("split_label", split_label):
             result = split_label(values["label"], count)
@@ -491,7 +503,7 @@ def _check_can_follow(leaves: Sequence[RuledLeaf], count: int) -> None:
             f"the split function returned {count} microbatches but packed data in the same call brings {packed}; "
             "return that many"
         )
-    # Tensors with fewer elements than microbatches yield fewer.
+    # Tensors with fewer than `count` elements yield fewer microbatches.
     if packed is None and _natural_count(leaves, count) < count:
         raise SplitError(_too_small(leaves, f"the split function returned {count} microbatches"))
 
@@ -511,12 +523,13 @@ def _rows(
     split_input: Any,
     kwargs: Mapping[str, Any],
 ) -> Rows | None:
-    """Return the rows of each microbatch, from its label, else from its inputs; None if they cannot be determined.
+    """Return how many rows each microbatch has, judging by its label or, failing that, by its inputs.
 
-    Losses that are means over rows are weighted by these numbers, so they are never guessed: if values disagree, or
-    none was split, the result is None.
+    Losses that are means over rows are weighted by these numbers, so the numbers are never guessed. If the values of
+    the call disagree, or if no value was split, the result is None.
     """
-    # The label first: losses are means over its rows, and inputs may have other rows, such as patches of images.
+    # The label comes first: losses are means over the label's rows, and the rows of inputs may be something else, such
+    # as patches of images.
     for parts in (("label",), ("args", "kwargs")):
         if isinstance(split_input, CountedSplit) and "kwargs" in parts:
             return split_input.rows(kwargs, count)
@@ -529,10 +542,10 @@ def _rows(
 
 
 def _rows_of_leaves(leaves: Iterable[RuledLeaf], count: int) -> set[Rows]:
-    """Return the sizes per microbatch of every split or packed leaf."""
+    """Return the row counts of all split and packed leaves, as a set. A row count has one entry per microbatch."""
     found = set()
     for leaf in leaves:
-        # An automatic tensor of one element was replicated unless there is one microbatch.
+        # An automatic tensor of size 1 is replicated if there are several microbatches. It then shows no rows.
         if leaf.rule is Rule.CHUNK or (leaf.rule is Rule.AUTO and (leaf.size != 1 or count == 1)):
             found.add(even_sizes(leaf.size, count))
         elif leaf.rule is Rule.PACKED:
@@ -541,7 +554,7 @@ def _rows_of_leaves(leaves: Iterable[RuledLeaf], count: int) -> set[Rows]:
 
 
 def _rows_of_pieces(pieces: Sequence[Any]) -> set[Rows]:
-    """Return the sizes along dim 0 of every tensor that a split function returned."""
+    """Return the row counts of all tensors that a split function returned, as a set."""
     by_path: dict[str, list[Any]] = {}
     for piece in pieces:
         for path, leaf in leaves_with_path(piece, ""):
@@ -550,10 +563,13 @@ def _rows_of_pieces(pieces: Sequence[Any]) -> set[Rows]:
 
 
 def _rows_of_tensors(values: Sequence[Any]) -> set[Rows]:
-    """Return the sizes of one leaf in all microbatches; empty if it is no tensor, or the same tensor everywhere."""
+    """Return a set with the row counts of one leaf, whose value in each microbatch is in `values`.
+
+    The set is empty if the leaf is not a tensor, or if all microbatches have the same tensor.
+    """
     tensors = [value.value if isinstance(value, Arriving) else value for value in values]
     if not all(isinstance(tensor, torch.Tensor) and tensor.dim() > 0 for tensor in tensors):
         return set()
-    if len(tensors) > 1 and all(tensor is tensors[0] for tensor in tensors):  # replicated
+    if len(tensors) > 1 and all(tensor is tensors[0] for tensor in tensors):  # a replicated tensor shows no rows
         return set()
     return {tuple(len(tensor) for tensor in tensors)}

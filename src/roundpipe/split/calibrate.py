@@ -1,4 +1,4 @@
-"""Calibration: makes a split plan by running the model on a small batch and testing what its own code depends on.
+"""Calibration: makes a split plan by running the model on a small batch and testing what its code depends on.
 
 Works on copies of the module tree that share the model's weights and hooks. The model itself does not change, except
 that the model's library may install hooks in its first forward pass.
@@ -27,11 +27,12 @@ from roundpipe.split.stubs import Ghosts, StubTree, refuse_own_forward
 from roundpipe.split.transformers import copied_cache, is_cache, keep_hook_marks
 from roundpipe.split.values import equal, is_plain, leaves_of, map_leaves
 
-_CLOSE = 1e-4  # relative difference between runs that compute the same: kernels may sum in another order
+# Accepted relative difference between two runs of the same computation: kernels may sum in another order.
+_CLOSE = 1e-4
 
 
 class ChangesItself(ModelSplitError):
-    """The model's forward replaced some of its modules but kept the parameters: it can be split after one run."""
+    """The model's forward replaced some modules but kept the parameters. The model can be split after it ran once."""
 
 
 def calibrate(
@@ -39,13 +40,13 @@ def calibrate(
 ) -> SplitPlan:
     """Return the split plan for calls of this form; raises ModelSplitError with the reason if there is none.
 
-    in_one: the modules that call the elements of repeated lists are the blocks, instead of the elements.
+    in_one: use the modules that call the elements of repeated lists as blocks, instead of the elements themselves.
     """
     _refuse_random_depth(model)
     for module in model.modules():
         refuse_own_forward(module)
     with (
-        torch.random.fork_rng(devices=()),  # first, because own_generators draws from torch's generator
+        torch.random.fork_rng(devices=()),  # entered first, because own_generators draws from torch's generator
         own_generators(),
         WithoutDropout(),
         torch.set_grad_enabled(with_grad),
@@ -64,7 +65,8 @@ class _Calibration:
     def plan(self) -> SplitPlan:
         seed = torch.get_rng_state()
         copy, pairs = private_copy(self._model)
-        outputs = self._first_run(copy, pairs)  # outside of `refusing`: its exceptions are the model's own
+        # Outside of `refusing`, so that the user gets exceptions of the model's own code unchanged.
+        outputs = self._first_run(copy, pairs)
         with refusing("finding out how it can be split"):
             return self._plan_of(copy, outputs, seed)
 
@@ -74,8 +76,8 @@ class _Calibration:
         args, kwargs = self._inputs()
         events, _ = record_events(copy, lambda: copy(*args, **kwargs))
         found = discover(copy, events, in_one=self._in_one)
-        # The third run, on a stub tree, records the values. It has the seed of the first run, so that the outputs can
-        # be compared.
+        # The third run, on a stub tree, records all values. It uses the seed of the first run, so that the outputs of
+        # both runs can be compared.
         tree = self._tree(copy, found)
         recording = Recording(frozenset(found.calls))
         torch.set_rng_state(seed)
@@ -107,7 +109,7 @@ class _Calibration:
     def _first_run(self, copy: nn.Module, pairs: Sequence[ModulePair]) -> Any:
         """Run the model's copy once and return its outputs.
 
-        A library may install hooks in the first run. Raises ModelSplitError if the forward replaces modules.
+        The model's library may install hooks in this run. Raises ModelSplitError if the forward replaces modules.
         """
         before, params_before = list(copy.modules()), dict(copy.named_parameters())
         args, kwargs = self._inputs()
@@ -123,7 +125,7 @@ class _Calibration:
         return outputs
 
     def _find_points(self, dependence: Dependence) -> None:
-        """Find the segments whose code depends on outputs of blocks, from the first to the last."""
+        """Find the points: the segments whose code depends on outputs of blocks, and the first and last segment."""
         points, reasons = [0], {}
         while (unknown := dependence.first_unknown(points[-1])) is not None:
             points.append(unknown[0])
@@ -132,9 +134,9 @@ class _Calibration:
         dependence.plan = dataclasses.replace(dependence.plan, points=tuple(points), reasons=reasons)
 
     def _find_reads(self, dependence: Dependence, recording: Recording) -> None:
-        """Find what each point reads."""
-        # Until no point is added, because a new point reads tensors itself. From the last point to the first, because
-        # the results of a point include the tap outputs that later points read.
+        """Find the tensors that each point reads. Adds points for segments whose tap outputs are read later."""
+        # Repeat until no point is added, because a new point also reads tensors. Go from the last point to the first,
+        # because the results of a point include the tap outputs that later points read.
         while True:
             dependence.plan = dataclasses.replace(dependence.plan, reads={}, copying=frozenset())
             for point in reversed(dependence.plan.points[1:]):
@@ -160,7 +162,7 @@ class _Calibration:
             dependence.note_late_changes(point)
 
     def _find_needs(self, dependence: Dependence, found: Discovery) -> None:
-        """Find the parameters that each point needs, and test that a replay with these alone gives the same results."""
+        """Find the parameters that each point needs; tests that a replay with only these gives the same results."""
         forced, _ = private_copy(self._model, forced=True)
         names = {id(param): name for name, param in forced.named_parameters()}
         forced_tree = self._tree(forced, found)
@@ -168,14 +170,14 @@ class _Calibration:
         plan = dependence.plan
         needs: dict[int, frozenset[str]] = {}
         for point in plan.points:
-            # Parameters that the segment's code uses itself, and those of its taps.
+            # A point needs the parameters that its code uses directly and the parameters of its taps.
             own = {names[i] for i in dependence.parameters_reached(point, forced_tree) if i in names}
             for path in plan.taps_of(point):
                 own |= {self._names[id(param)] for param in by_path[path].parameters()}
             needs[point] = frozenset(own)
             if not dependence.agrees_on(point, self._element_tree(plan, point, own)):
-                # The code reads a parameter without autograd (detach, no_grad): give it all parameters outside of
-                # blocks and taps.
+                # The code reads a parameter without autograd (detach, no_grad): give the point all parameters outside
+                # of blocks and taps.
                 needs[point] |= self._outside(plan)
                 if not dependence.agrees_on(point, self._element_tree(plan, point, needs[point])):
                     raise ModelSplitError(f"the code of segment {point} uses weights in a way that cannot be traced")
@@ -192,7 +194,7 @@ class _Calibration:
         return frozenset(name for name, param in self._model.named_parameters() if id(param) not in inside)
 
     def _element_tree(self, plan: SplitPlan, point: int, needs: Any) -> nn.Module:
-        """Return the tree that a layer would have for `point`."""
+        """Return the root of the stub tree that a glue layer would use to replay `point`."""
         tree = element_tree(private_copy(self._model)[0], plan, point, needs, self._ghosts)
         tree.fill_in(torch.device("cpu"))
         return tree.root
@@ -204,12 +206,12 @@ class _Calibration:
         return StubTree(copy, stubs, lambda module: True, everything, self._ghosts).root
 
     def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of the inputs: the model may write into them."""
+        """Return copies of the inputs, because the model may write into them."""
         return fresh((self._args, self._kwargs))  # type: ignore[no-any-return]
 
 
 def fresh(inputs: Any) -> Any:
-    """Return copies of a call's inputs in host memory: a model may write into tensors and fill caches."""
+    """Return copies of a call's inputs in host memory, because a model may write into tensors and fill caches."""
     return map_leaves(_fresh_leaf, inputs)
 
 
@@ -221,7 +223,7 @@ def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, lis
     """Copy the module tree; returns the root and the pairs of `copy_tree`.
 
     Parameters are new objects that share the weights' memory, so gradients stay in the copy. Buffers are copied,
-    because a forward may write to them. forced: every weight of the copy requires grad.
+    because a forward may write to them. forced: every floating-point parameter of the copy requires grad.
     """
 
     def alias(param: nn.Parameter) -> nn.Parameter:
@@ -232,7 +234,7 @@ def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, lis
 
 
 def _refuse_random_depth(model: nn.Module) -> None:
-    """Raise ModelSplitError if the model skips layers at random: a plan has a fixed sequence of calls."""
+    """Raise ModelSplitError if the model skips layers at random, because a plan has a fixed sequence of calls."""
     for path, module in model.named_modules():
         rate = getattr(module, "layerdrop", None)
         if model.training and isinstance(rate, float) and rate > 0:
@@ -240,14 +242,14 @@ def _refuse_random_depth(model: nn.Module) -> None:
 
 
 def let_change_itself(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run the model itself once on the host, so that its forward replaces its modules, as in the user's first call."""
+    """Run the model, not a copy, once on the host: its forward replaces its modules, as the user's call would do."""
     with torch.random.fork_rng(devices=()), own_generators(), torch.no_grad():
         args, kwargs = fresh((args, kwargs))
         model(*args, **kwargs)
 
 
 def _check_calls(found: Discovery, recording: Recording) -> None:
-    """Raise ModelSplitError if the recorded calls are not those found before, or pass objects of unknown classes."""
+    """Raise ModelSplitError if the recorded calls differ from those in `found`, or have unsupported arguments."""
     if [call.path for call in recording.calls] != list(found.calls) or [
         (tap.path, tap.segment) for tap in recording.taps
     ] != [(tap.path, tap.segment) for tap in found.taps]:
@@ -264,11 +266,12 @@ def _check_calls(found: Discovery, recording: Recording) -> None:
 
 
 def _check_outputs(outputs: Any, recorded: Any, draws_globally: bool) -> None:
-    """Raise ModelSplitError if the recorded run returned other values than the model."""
+    """Raise ModelSplitError if the `recorded` outputs differ from the `outputs` of the first run."""
     expected, got = leaves_of(outputs), leaves_of(recorded)
     if len(expected) == len(got) and all(map(_close, expected, got)):
         return
-    # Both runs had the same torch seed, but different states of Python's and numpy's generators.
+    # Both runs had the same torch seed, but different states of Python's and numpy's generators. This explains the
+    # difference if the model draws from these generators.
     if draws_globally:
         raise ModelSplitError(
             "it gives other results when it runs again: it draws random numbers from Python's or numpy's generators, "
@@ -278,14 +281,14 @@ def _check_outputs(outputs: Any, recorded: Any, draws_globally: bool) -> None:
 
 
 def _can_be_passed(leaf: Any) -> bool:
-    """Whether a leaf may be an argument of a block: tensors inside it, if any, can be found and moved to devices."""
+    """Whether a leaf may be an argument of a block: all tensors inside the leaf can be found and moved to devices."""
     if isinstance(leaf, torch.Tensor | nn.Module | enum.Enum | types.FunctionType):
         return True
     return is_plain(leaf) or is_cache(leaf) or type(leaf).__name__.endswith("Config")
 
 
 def _close(left: Any, right: Any) -> bool:
-    """Whether two leaves are equal, floating-point tensors up to rounding."""
+    """Whether two leaves are equal. Floating-point tensors may differ by rounding."""
     if equal(left, right):
         return True
     if not isinstance(left, torch.Tensor) or left.shape != right.shape or not left.is_floating_point():

@@ -5,7 +5,7 @@ Two tests are combined, because each misses cases that the other finds:
   that do not show in the values, such as a projector initialised with zeros. It misses code outside of torch.
 - Poisoning: the code runs again with random numbers in place of tensors. If the results change, they depend on these
   tensors, whatever the code does. It misses dependences that happen not to change the results.
-Which parameters the code uses is found by walking the autograd graph; no gradient is computed.
+The parameters that the code uses are found by walking the autograd graph; no gradient is computed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from roundpipe.split.values import Held, Key, Outline, equal, leaves_of, structu
 
 Labels = frozenset[Key]
 _NONE: Labels = frozenset()
-# Functions that give values to Python code, where they cannot be traced.
+# Functions that return the values of a tensor to code outside of torch, where values cannot be traced.
 _READERS = frozenset(("tolist", "numpy", "__array__", "__dlpack__"))
 # Operations whose result is a Python number, or whose output shape depends on values.
 _READING_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
-Poison = Callable[[torch.Tensor], torch.Tensor]  # takes noise, returns the values to use in place of a tensor's
-# Several, because code that branches on a sign, for example, may take the same branch for one of them.
+Poison = Callable[[torch.Tensor], torch.Tensor]  # turns normal noise into the values that replace those of a tensor
+# There are several poisons because code may branch on a value, for example on its sign. With a single poison the code
+# could take the same branch as with the true values.
 POISONS: tuple[Poison, ...] = (lambda noise: noise, lambda noise: 3 * noise.abs(), lambda noise: -3 * noise.abs())
 
 
 class Dependence:
-    """Answers questions about the code of one model by replaying its segments and comparing with a recorded run.
+    """Tests what the code of one model depends on: replays its segments and compares the results with a recorded run.
 
-    `plan` has the calls, taps and outlines. The caller completes its points, reads and needs step by step.
+    At the start `plan` has calls, taps and outlines. The caller adds points, reads and needs to it step by step.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class Dependence:
             taps={t: tap.outline for t, tap in enumerate(recording.taps)},
         )
 
-    # Points: which calls have arguments that are known before the blocks before them have run.
+    # Points. A segment must be a point if the arguments of the call after it depend on the outputs of earlier blocks.
 
     def first_unknown(self, point: int) -> tuple[int, str] | None:
         """Return the first call after `point` whose segment must be a point, and the reason; None if there is none.
 
-        A replay of `point` runs with random numbers as outputs of blocks. The arguments of a call are known if they are
-        the same as in the recorded run.
+        Replays `point` with random numbers in place of the outputs of blocks. The arguments of a call are known without
+        running these blocks if they are the same as in the recorded run.
         """
         found = [self._first_unknown(point, poison) for poison in POISONS]
         return min((each for each in found if each is not None), default=None)
 
     def _first_unknown(self, point: int, poison: Poison) -> tuple[int, str] | None:
         end = self.plan.num_calls
-        # A plan without points between, so that the replay runs to the end of the forward on random values.
+        # A plan without points between `point` and the epilogue, so that the replay does not stop before the epilogue.
         ledger = self._planned(points=(point, end))
         replay = _PoisonedReplay(ledger, point, self._state_at(point), torch.device("cpu"), poison=poison)
         crash: Exception | None = None
@@ -90,7 +91,7 @@ class Dependence:
         return None
 
     def _why_unknown(self, replay: _PoisonedReplay, point: int, k: int, crash: Exception | None) -> str | None:
-        """Return why the arguments of call k are not known after this replay; None if they are."""
+        """Return why this replay does not determine the arguments of call k; None if it does."""
         call, record = self._truth.calls[k], replay.calls.get(k)
         if record is None:
             return f"it is not reached when earlier blocks return other values: {crash!r}"
@@ -113,7 +114,8 @@ class Dependence:
             return None if equal(leaf, value) else f"is {leaf!r:.60} instead of {value!r:.60}"
         if type(leaf) is not Held:
             return "is not a tensor when earlier blocks return other values"
-        # The output of a call that has not run yet has no value to compare: its key must be the recorded one.
+        # An argument that is the output of a call from `point` on has no true value in a replay. Its key is compared
+        # instead.
         true_key = self._truth.key_of_argument(k, i)
         if true_key is not None and true_key[1] >= point:
             return None if leaf.key == true_key else f"is not the output of call {true_key[1]}"
@@ -127,9 +129,9 @@ class Dependence:
     # Reads: which earlier tensors the code of a point depends on.
 
     def reads_of(self, point: int) -> frozenset[Key]:
-        """Return the keys of earlier tensors that the results of `point` depend on.
+        """Return the keys of earlier tensors that the results of `point` depend on. Results: see `_results`.
 
-        If the code changes such a tensor in place, the point is added to `plan.copying`.
+        If the code changes a given tensor in place, `point` is added to `plan.copying`.
         """
         candidates = self._truth.candidates(point)
         found = self._traced(point, candidates)
@@ -140,19 +142,22 @@ class Dependence:
                 raise ModelSplitError(
                     f"the code of segment {point} changes tensors in place in a way that cannot be traced"
                 )
-        # Integers cannot be poisoned: code that indexes with random integers fails. Without the second test they count
-        # as read.
+        # Integer tensors cannot be tested by poisoning, because code that indexes with random integers fails. So all
+        # integer tensors count as read.
         read = found | {key for key, tensor in candidates.items() if not tensor.is_floating_point()}
         return frozenset(self._with_values_read(point, candidates, read))
 
     def _traced(self, point: int, candidates: State) -> set[Key] | None:
-        """Return the keys whose labels reach the results; None if the code changed a given tensor in place."""
+        """Return the keys of the tensors that the results depend on, found by tracing a replay.
+
+        Returns None if the code changed a given tensor in place.
+        """
         given = {key: tensor.clone() for key, tensor in (candidates | self._inputs).items()}
         versions = {key: tensor._version for key, tensor in given.items()}
-        read: set[Key] = set()  # labels of values that Python code reads
+        read: set[Key] = set()  # labels of the tensors whose values Python code reads
         replay = Replay(self._planned(), point, given, torch.device("cpu"))
+        # The label of random numbers is ("drawn", number of the segment that draws them).
         taint = Taint(read.update, lambda: frozenset([("drawn", replay.num_calls)]))
-        # Random numbers get the label ("drawn", number of the segment).
         for key in candidates:
             taint.mark(given[key], frozenset([key]))
         with taint.following():
@@ -161,7 +166,7 @@ class Dependence:
             return None
         self._require(self._agree(point, results), f"the code of segment {point} gives other values when it runs again")
         reached = taint.labels_of(list(results.values()))
-        # Each replay has its own random stream, so numbers that an earlier segment drew would be different ones.
+        # Each replay has its own random stream, so it cannot repeat the numbers that an earlier segment drew.
         self._require(
             all(label[0] != "drawn" or label[1] >= point for label in reached),
             f"the code of segment {point} uses random numbers drawn in an earlier one, and would draw others",
@@ -169,7 +174,7 @@ class Dependence:
         return {label for label in reached | read if label[0] != "drawn"}
 
     def _with_values_read(self, point: int, candidates: State, read: set[Key]) -> set[Key]:
-        """Return `read` and the keys whose values change the results although tracing did not find them."""
+        """Return `read`, which tracing found, and further keys whose tensors change the results when poisoned."""
         with torch.no_grad():
             if not self._agrees_without(point, candidates, read):
                 for key in candidates.keys() - read:
@@ -179,7 +184,7 @@ class Dependence:
                     self._agrees_without(point, candidates, read),
                     f"it cannot be determined what the code of segment {point} reads",
                 )
-            # The last test: everything else is a placeholder of NaN.
+            # The last test: the replay gets only the tensors in `read`, and placeholders of NaN for all others.
             only = {key: candidates[key].clone() for key in read}
             self._require(
                 self._agrees_with(point, only), f"the code of segment {point} reads tensors that seemed to be unused"
@@ -187,7 +192,7 @@ class Dependence:
         return read
 
     def _agrees_without(self, point: int, candidates: State, keep: Any) -> bool:
-        """Whether the results are the recorded ones when tensors whose keys are not in `keep` have random values."""
+        """Whether the results equal the recorded ones although all float tensors not in `keep` have random values."""
         return all(self._agrees_with(point, self._poisoned(candidates, keep, poison)) for poison in POISONS)
 
     @staticmethod
@@ -208,7 +213,11 @@ class Dependence:
         return succeeds(f"the code of segment {point} works with other values", agrees, passing=(ModelSplitError,))
 
     def _results(self, point: int, replay: Replay, state: State) -> dict[Any, Any]:
-        """Run a replay; returns the arguments of its calls and its tap outputs, or the model's outputs."""
+        """Run a replay and return its results.
+
+        The results of the epilogue are the model's outputs. The results of any other point are the tensors among the
+        arguments of its calls, and the outputs of its taps that later points read.
+        """
         returned = replay.run(self._tree)
         if point == self.plan.num_calls:
             return dict(enumerate(leaves_of(returned)))
@@ -233,8 +242,9 @@ class Dependence:
         for k in range(point, self.plan.end_of(point)):
             for i, value in enumerate(self._truth.calls[k].argument_values):
                 key = self._truth.key_of_argument(k, i)
+                # In a replay of `point`, outputs of calls from `point` on are markers without true values.
                 is_new_output = key is not None and key[1] >= point
-                if isinstance(value, torch.Tensor) and not is_new_output:  # a replay has no values of new outputs
+                if isinstance(value, torch.Tensor) and not is_new_output:
                     expected[k, i] = value
         for read in self.plan.reads.values():
             for key in read:
@@ -243,7 +253,7 @@ class Dependence:
         return expected
 
     def note_late_changes(self, point: int) -> None:
-        """Add `point` to `plan.copying` if its code changes tensors in place after handing them on."""
+        """Add `point` to `plan.copying` if its code changes a tensor in place after it was added to `Replay.made`."""
         replay = Replay(self._planned(), point, self._state_at(point), torch.device("cpu"))
         with torch.no_grad():
             replay.run(self._tree)
@@ -253,7 +263,10 @@ class Dependence:
     # Needs: which parameters the code of a point uses.
 
     def parameters_reached(self, point: int, tree: nn.Module) -> set[int]:
-        """Return the ids of the parameters of `tree` that the results depend on. All of them must require grad."""
+        """Return the ids of the parameters of `tree` that the results of `point` depend on.
+
+        Every parameter of `tree` must require grad.
+        """
         with torch.enable_grad():
             replay = Replay(self._planned(), point, self._state_at(point), torch.device("cpu"))
             returned = replay.run(tree)
@@ -271,7 +284,7 @@ class Dependence:
             self._tree = before
 
     def _planned(self, points: tuple[int, ...] | None = None) -> Ledger:
-        """Return the ledger with the present plan, optionally with other points."""
+        """Return a ledger with the current `plan`. points: used in place of the plan's points, if given."""
         plan = self.plan if points is None else dataclasses.replace(self.plan, points=points)
         return dataclasses.replace(self._ledger, plan=plan)
 
@@ -289,13 +302,15 @@ class Dependence:
 
 
 class _PoisonedReplay(Replay):
-    """A replay whose markers are random numbers; traces what is computed from them."""
+    """A replay whose markers contain random numbers. Traces which tensors are computed from markers."""
 
     def __init__(self, *args: Any, poison: Poison) -> None:
         super().__init__(*args)
-        self._copies = True  # `made` is compared after the run, and the code may change tensors in place
+        # Keep copies in `made`: they are compared after the run, and the code may have changed the tensors in place.
+        self._copies = True
         self._poison = poison
-        self.first_read: int | None = None  # the first call before which Python code reads values of markers
+        # The number of the segment in which Python code first reads a value that was computed from a marker.
+        self.first_read: int | None = None
         self._taint = Taint(self._note_read)
 
     def run(self, tree: nn.Module) -> Any:
@@ -314,7 +329,7 @@ class _PoisonedReplay(Replay):
         return bool(self._taint.labels_of(tensor))
 
     def _note_read(self, labels: Labels) -> None:
-        # Python code can do anything with a value it reads, so no later argument is known.
+        # Python code can do anything with a value that it reads, so the arguments of all later calls are unknown.
         if self.first_read is None:
             self.first_read = self.num_calls
 
@@ -322,18 +337,19 @@ class _PoisonedReplay(Replay):
 class Taint:
     """Passes labels on from tensors to all tensors computed from them, in every torch operation inside `following`.
 
-    Independent of values, so integers, comparisons and results that happen to be zero are traced, too.
+    Tracing does not look at values. So it also traces integers, comparisons and results that happen to be zero.
     """
 
     def __init__(self, on_read: Callable[[Labels], None], drawing: Callable[[], Labels] = lambda: _NONE) -> None:
         """Create a trace without labels.
 
-        on_read: called with the labels of a tensor whose values Python code reads; they can influence everything.
-        drawing: called at each draw of random numbers, returns labels for them.
+        on_read: called with the labels of a tensor when Python code reads its values. Everything that happens later may
+            depend on these values.
+        drawing: called at each draw of random numbers; returns the labels for the random numbers.
         """
         self._on_read, self._drawing = on_read, drawing
-        self._labels: dict[int, Labels] = {}  # by storage: views share memory, so they share labels
-        self._alive: list[torch.Tensor] = []  # references, so that storage addresses are not reused
+        self._labels: dict[int, Labels] = {}  # by storage, because views share memory and must share labels
+        self._alive: list[torch.Tensor] = []  # references to labelled tensors, so that storage addresses are not reused
 
     def mark(self, tensor: torch.Tensor, labels: Labels) -> None:
         """Add labels to a tensor and all its views."""
@@ -352,22 +368,23 @@ class Taint:
             yield
 
     def function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call at the level of torch functions."""
+        """Run a torch function. Reports values that Python code reads, and labels the results of dropout."""
         if getattr(func, "__name__", "") in _READERS:
             self._read(args)
         value = func(*args, **kwargs)
-        # Calibration turns dropout off, but in training its results are random.
+        # The results of dropout are labelled as random: they are random in training, although calibration turns dropout
+        # off.
         return self._marked(value, self._drawing()) if drops(func, args, kwargs) else value
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call at the level of aten operations: results get the labels of all arguments."""
+        """Run an aten operation. Its results get the labels of all its arguments."""
         labels = _NONE if _looks_at_shapes_only(func) else self.labels_of((args, kwargs))
         if not _READING_TAGS.isdisjoint(func.tags):
             self._read(_choosing(func, args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
             labels |= self._drawing()
         value = self._marked(func(*args, **kwargs), labels)
-        # Arguments that the operation writes to get the labels, too.
+        # Arguments that the operation writes to also get the labels.
         for argument, given in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._marked(given, labels)
@@ -385,7 +402,7 @@ class Taint:
 
 
 class _Functions(TorchFunctionMode):
-    """Passes calls of torch functions to a Taint: here dropout and conversions to Python values can be seen."""
+    """Passes calls of torch functions to a Taint. This level shows dropout and conversions to Python values."""
 
     def __init__(self, taint: Taint) -> None:
         super().__init__()
@@ -398,7 +415,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Passes calls of aten operations to a Taint: everything that computes with tensors comes through here."""
+    """Passes calls of aten operations to a Taint. Every computation with tensors consists of aten operations."""
 
     def __init__(self, taint: Taint) -> None:
         super().__init__()
@@ -421,9 +438,9 @@ def _looks_at_shapes_only(func: Any) -> bool:
 
 
 def _choosing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments whose values decide the shape of the result, or become a Python number."""
+    """Return the arguments of an operation whose values determine the shape of its result or become a Python number."""
     match func._schema.name:
-        case "aten::index":  # the shape depends on masks, but not on the values of integer indices
+        case "aten::index":  # the result's shape depends on the values of masks, but not of integer indices
             return [index for index in tensors_of(args[1]) if index.dtype in (torch.bool, torch.uint8)]
         case "aten::masked_select":
             return args[1:]

@@ -1,4 +1,4 @@
-"""Controlled runs of a model: forward passes that can be compared or repeated, and failures that become answers.
+"""Controlled runs of a model: makes forward passes comparable and repeatable, and turns failures into results.
 
 Calibration compares runs of one model, so dropout must be off and random numbers the same. A layer's recomputation must
 draw the same random numbers and choose the same experts as its forward pass.
@@ -27,13 +27,13 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 Forward = Callable[..., Any]
 
 
-# Trials. Interrupts and exhausted memory say nothing about the model, so they always reach the caller.
+# Trials. Interrupts and out-of-memory errors say nothing about the model, so they are always re-raised.
 
 
 def succeeds(what: str, trial: Callable[[], bool], *, passing: tuple[type[Exception], ...] = ()) -> bool:
     """Return the result of `trial`, or False if it raises; the exception is logged at debug level.
 
-    what: the statement that is tested, for the log. passing: exceptions that are re-raised.
+    what: the statement that `trial` tests, for the log. passing: types of exceptions that are re-raised.
     """
     try:
         return trial()
@@ -48,7 +48,7 @@ def succeeds(what: str, trial: Callable[[], bool], *, passing: tuple[type[Except
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn exceptions of the block into a ModelSplitError. what: what the block does, for the message."""
+    """Turn exceptions inside the `with` block into a ModelSplitError. what: names the operation in the message."""
     try:
         yield
     except (ModelSplitError, *OUT_OF_MEMORY):
@@ -59,8 +59,9 @@ def refusing(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def other_forwards(others: Iterable[tuple[nn.Module, Callable[[Forward], Forward]]]) -> Iterator[None]:
-    """Replace the forwards of modules. others: pairs of a module and a function from the old to the new forward.
+    """Replace the forwards of modules while entered.
 
+    others: pairs of a module and a function that takes the old forward and returns the new one.
     The modules are changed, so no other thread may use them meanwhile.
     """
     before: list[tuple[dict[str, Any], Any]] = []
@@ -71,7 +72,7 @@ def other_forwards(others: Iterable[tuple[nn.Module, Callable[[Forward], Forward
             own["forward"] = other(module.forward)
         yield
     finally:
-        # In reverse order: a module may occur twice.
+        # Restore in reverse order: if a module occurs twice, its first entry has the original forward.
         for own, forward in reversed(before):
             if forward is None:
                 del own["forward"]
@@ -79,12 +80,12 @@ def other_forwards(others: Iterable[tuple[nn.Module, Callable[[Forward], Forward
                 own["forward"] = forward
 
 
-# Dropout.
+# Turning dropout and other noise off.
 
 _ON_BY_DEFAULT = frozenset(("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"))
 _DROPOUTS = _ON_BY_DEFAULT | {"alpha_dropout", "feature_alpha_dropout"}
 _ATTENTION = "scaled_dot_product_attention"
-_NOISE = "uniform_"  # for example the jitter of a router
+_NOISE = "uniform_"  # the torch function that draws noise, for example the jitter of a router
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -92,7 +93,7 @@ class WithoutDropout(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.was_needed = False  # whether any call would have drawn random numbers
+        self.was_needed = False  # whether any call would have drawn random numbers without this mode
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,7 +104,7 @@ class WithoutDropout(TorchFunctionMode):
         self.was_needed = self.was_needed or is_random
         if name in _DROPOUTS:
             given = args[0] if args else kwargs["input"]
-            # A new tensor wherever dropout would return one: the plan depends on which tensors are the same object.
+            # Return a new tensor object wherever dropout would: the plan depends on which tensors are the same object.
             return given.clone() if is_random and not _is_in_place(name, args, kwargs) else given
         if name == _NOISE:
             low, high = (*args[1:3], *(kwargs[key] for key in ("from", "to") if key in kwargs), 0.0, 1.0)[:2]
@@ -140,15 +141,15 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, defa
 
 # Random numbers from Python's and numpy's global generators, which all threads of the process share.
 
-_lock = process_rlock()  # held by the thread that draws from them
+_lock = process_rlock()  # held by the thread that may draw from these generators
 
 
 @contextlib.contextmanager
 def own_generators() -> Iterator[None]:
     """Give this thread exclusive use of the global generators; restores their state at the end.
 
-    Seeds them from torch's generator. A recomputation with the same torch seed therefore draws the same numbers,
-    whatever other threads draw.
+    Seeds the global generators from torch's generator. A recomputation with the same torch seed therefore draws the
+    same numbers, whatever other threads draw.
     """
     numpy = sys.modules.get("numpy")
     with _lock:
@@ -167,7 +168,7 @@ def own_generators() -> Iterator[None]:
 
 
 def fresh_generators() -> Any:
-    """Reseed the global generators and return their state. Only inside `own_generators`.
+    """Reseed the global generators and return their state. May be called only inside `own_generators`.
 
     If `state_of_generators` returns the same state later, no random number was drawn and no fixed seed was set.
     """
@@ -188,8 +189,8 @@ def state_of_generators() -> Any:
     return random.getstate(), (name, keys.tobytes(), *rest)
 
 
-# Choices of a router. Sums on a GPU may differ in the last bit when they are repeated, and where two experts are nearly
-# equal the last bit decides. A recomputation must send each token to the experts that the forward pass chose.
+# Choices of a router. Sums on a GPU may differ in the last bit when they are repeated. If two experts have nearly equal
+# scores, the last bit decides. A recomputation must send each token to the experts that the forward pass chose.
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 _ARGMAX = (torch.argmax, torch.Tensor.argmax)
@@ -197,7 +198,10 @@ _MAX = (torch.max, torch.Tensor.max)
 
 
 class KeptRoutes(TorchFunctionMode):
-    """Around a block's forward: saves the indices of each top-k and argmax. In its recomputation: returns them."""
+    """Repeats the choices of a block's router: forward saves the indices of each top-k, argmax and max along a dim.
+
+    In the recomputation of the block, the same calls return the saved indices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,13 +224,13 @@ class KeptRoutes(TorchFunctionMode):
         return _top_k(indices, *args, **kwargs) if func in _TOP_K else _max(indices, *args, **kwargs)
 
     def save(self) -> None:
-        """Save the choices of a forward pass for its recomputation. To be called after the block."""
+        """Save the choices of a forward pass for its recomputation. Must be called after the block's forward."""
         if self._recalled is None:
             save_for_recompute(*self._chosen)
 
 
 class ChoicesSeen(TorchFunctionMode):
-    """Notes in `seen` whether any top-k or argmax was called."""
+    """Sets `seen` to True if any top-k, argmax or max along a dimension is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,12 +250,12 @@ def _chooses(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _top_k(indices: torch.Tensor, input: torch.Tensor, k: int, dim: int = -1, *rest: Any, **more: Any) -> Any:
-    """torch.topk with known indices."""
+    """Return what torch.topk returns if it chooses `indices`."""
     return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
 def _max(indices: torch.Tensor, input: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
-    """torch.max along a dimension with known indices."""
+    """Return what torch.max along a dimension returns if it chooses `indices`."""
     if keepdim:
         return torch.return_types.max((input.gather(dim, indices), indices))
     return torch.return_types.max((input.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices))

@@ -18,8 +18,9 @@ from roundpipe.errors import ModelSplitError
 from roundpipe.split.determinism import Forward, other_forwards
 from roundpipe.split.plan import TapCall
 
-_SMALLEST_SHARE = 0.05  # a list with fewer parameters, relative to the largest list, gives no blocks
-_LARGEST_IN_ONE = 4 * 2**30  # bytes of weights that may become one layer
+# A list whose number of parameters, relative to that of the largest list, is below this share gives no blocks.
+_SMALLEST_SHARE = 0.05
+_LARGEST_IN_ONE = 4 * 2**30  # upper limit, in bytes, of the weights of a layer that contains several blocks
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -33,7 +34,7 @@ class ModuleEvent:
 
 @dataclasses.dataclass(frozen=True)
 class Discovery:
-    """The calls of blocks, by path, and the taps, both in the order of the forward pass."""
+    """The paths of the called blocks, one per call, and the taps, both in the order of the forward pass."""
 
     calls: tuple[str, ...]
     taps: tuple[TapCall, ...]
@@ -42,7 +43,8 @@ class Discovery:
 def record_events(model: nn.Module, run: Callable[[], Any]) -> tuple[list[ModuleEvent], Any]:
     """Call `run`; returns the start and end of each forward of the model's modules, and the result of `run`.
 
-    Replaces the forwards meanwhile, so direct calls of `module.forward` are recorded, too (hooks would miss them).
+    Replaces the modules' forwards during the run, so that direct calls of `module.forward` are recorded. Hooks would
+    miss such calls.
     """
     events: list[ModuleEvent] = []
 
@@ -64,7 +66,7 @@ def record_events(model: nn.Module, run: Callable[[], Any]) -> tuple[list[Module
 def discover(model: nn.Module, events: Sequence[ModuleEvent], *, in_one: bool = False) -> Discovery:
     """Return the blocks' calls and the taps of a recorded forward pass.
 
-    in_one: the modules that call the elements of repeated lists are the blocks, instead of the elements.
+    in_one: use the modules that call the elements of repeated lists as blocks, instead of the elements themselves.
     Raises ModelSplitError if the model has no blocks.
     """
     num_calls = Counter(event.path for event in events if event.enters)
@@ -79,8 +81,8 @@ def discover(model: nn.Module, events: Sequence[ModuleEvent], *, in_one: bool = 
     while True:
         taps = _taps(events, called, ancestors)
         tapped = {tap.path for tap in taps} | called
-        # A module may be called as a whole and have a part that is also called from outside. Stubs cannot be nested, so
-        # such a module is opened: its parts become taps instead of the module.
+        # The code may call a module as a whole and also call a submodule of it directly. Stubs cannot be nested, so
+        # such a module is opened: its submodules become taps instead of the module.
         opened = {path for path in tapped - called if inside[path] & tapped}
         if not opened:
             return Discovery(tuple(calls), tuple(taps))
@@ -99,7 +101,7 @@ def block_paths(model: nn.Module, num_calls: Counter[str] | None = None) -> set[
             continue
         called = [c for c in module.children() if num_calls is None or num_calls[paths[id(c)]]]
         size = sum(param.numel() for param in {id(p): p for c in called for p in c.parameters()}.values())
-        # An nn.Sequential of different modules is a piece of code (conv, norm, activation), not a repetition.
+        # An nn.Sequential of modules of different classes (conv, norm, activation) is not a repetition.
         is_mixed = isinstance(module, nn.Sequential) and len({type(child) for child in called}) > 1
         if size and not is_mixed and not any(map(_is_mere_operator, called)):
             found.append((module, called, size))
@@ -128,7 +130,7 @@ def _calls(events: Sequence[ModuleEvent], blocks: set[str]) -> tuple[list[str], 
     calls: list[str] = []
     ancestors: set[str] = set()
     stack: list[str] = []
-    depth: int | None = None  # of the stack where the current block was called
+    depth: int | None = None  # the depth of the stack where the current block was called; None outside of blocks
     for event in events:
         if event.enters:
             if depth is None and event.path in blocks:
@@ -169,7 +171,7 @@ def _taps(events: Sequence[ModuleEvent], blocks: frozenset[str], ancestors: set[
     taps: list[TapCall] = []
     segment = 0
     stack: list[str] = []
-    depth: int | None = None  # of the stack where the current block or tap was called
+    depth: int | None = None  # the depth of the stack where the current block or tap was called; None outside of both
     in_block = False
     for event in events:
         if event.enters:

@@ -2,8 +2,8 @@
 
 With a large vocabulary the logits are by far the largest tensor of a model: 80 000 tokens of 150 000 classes are 48 GB
 in float32, and as much again for their gradient. `linear_cross_entropy` processes tokens in chunks. It computes a
-chunk's logits, loss and gradients, and frees the logits before the next chunk. What remains has the size of `hidden`
-and `weight`.
+chunk's logits, loss and gradients, and frees the logits before the next chunk. Only tensors of the size of `hidden` and
+`weight` remain.
 
 A transformers model calls `self.loss_function(logits=..., labels=...)`. If calibration shows that a linear head's
 output goes unchanged into a cross entropy over shifted or unshifted labels, a replay uses a `HeadLoss`: the head
@@ -12,8 +12,8 @@ returns a placeholder for the logits, and the loss function computes the loss fr
 [Note: when gradients are scaled]
 The gradient of the loss arrives in backward, after all chunks. Forward computes the gradients of the mean loss, that is
 with the factor 1 / (number of targets). Logit gradients are multiplied by this factor before they are rounded to the
-head's dtype, as in a plain head. Backward multiplies by the gradient of the loss in float32. If that is 1 or a power of
-two, as with a loss scale, nothing is rounded a second time.
+head's dtype, as in a head that is not fused. Backward multiplies the results by the gradient of the loss in float32. If
+the gradient of the loss is 1 or a power of two, as with a loss scale, this causes no second rounding.
 float16 has too small a range for this: p / n underflows below 6e-8, and the loss scale that prevents it arrives only in
 backward. So for float16 forward keeps logit gradients between -1 and 1, and backward applies both factors. Sums over
 tokens then grow with the number of tokens, so the gradient of the weight is summed in float32, and rows are scaled down
@@ -35,8 +35,9 @@ from roundpipe.errors import ConfigError, StaleGraphError
 from roundpipe.split.determinism import succeeds
 from roundpipe.split.values import Outline, map_leaves, placeholder
 
-LOGITS_BYTES = 512 * 10**6  # of one chunk
-_CLOSE = 1e-5  # relative difference between the fused and the model's loss: they sum in another order
+LOGITS_BYTES = 512 * 10**6  # default limit of the memory for the logits of one chunk
+# Accepted relative difference between the fused loss and the model's loss, which add numbers in different orders.
+_CLOSE = 1e-5
 
 
 def linear_cross_entropy(
@@ -81,7 +82,7 @@ def linear_cross_entropy(
 
 
 def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Return the target of each position: the label of the next one, and `ignore_index` for the last of a row."""
+    """Return the target of each position: the label of the next position; `ignore_index` for the last one of a row."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -100,13 +101,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits_bytes: int,
         grad_mode: bool,
     ) -> Tensor:
-        # The only synchronisation with the device: the host needs the number of rows to make chunks.
+        # nonzero() is the only synchronisation with the device: the host needs the number of rows to make chunks.
         counted = (targets != ignore_index).nonzero().squeeze(1)
         loss_sum = hidden.new_zeros((), dtype=_loss_dtype(hidden.dtype))
         chunks = _chunks(counted, 2 * loss_sum.element_size() * weight.shape[0], logits_bytes)
         divisor = counted.numel() if num_items is None else num_items
         gradients = None
-        # needs_input_grad says that inputs require grad, even under no_grad.
+        # needs_input_grad is also True under no_grad, so the grad mode is checked, too.
         if grad_mode and any(ctx.needs_input_grad):
             scale = torch.ones_like(loss_sum) / divisor
             gradients = _Gradients(ctx.needs_input_grad[:3], hidden, weight, scale, len(chunks))
@@ -145,7 +146,7 @@ def _run_chunk(
 ) -> None:
     """Add the losses of the rows at `positions` to `loss_sum`, and their gradients to `gradients`.
 
-    A separate function, so that all tensors of a chunk are freed before the next chunk begins.
+    This is a separate function, so that all tensors of a chunk are freed before the next chunk begins.
     """
     hidden, weight, bias = head
     rows, row_targets = hidden.index_select(0, positions), targets.index_select(0, positions)
@@ -153,14 +154,14 @@ def _run_chunk(
     logits = logits.to(loss_sum.dtype)
     log_softmax = torch.log_softmax(logits, -1)
     del logits
-    # Rows to ignore are already left out. The argument is needed because nll_loss ignores -100 by default.
+    # Rows to ignore are already left out. ignore_index is passed because nll_loss ignores -100 by default.
     loss_sum += F.nll_loss(log_softmax, row_targets, ignore_index=ignore_index, reduction="sum")
     if gradients is not None:
         gradients.add(positions, rows, log_softmax, row_targets)
 
 
 class _Gradients:
-    """The gradients of `hidden`, `weight` and `bias` that are wanted: summed over chunks, then scaled in backward."""
+    """The gradients of `hidden`, `weight` and `bias`, as far as wanted. Sums them over chunks; backward scales them."""
 
     def __init__(
         self, wanted: tuple[bool, bool, bool], hidden: Tensor, weight: Tensor, scale: Tensor, num_chunks: int
@@ -191,13 +192,13 @@ class _Gradients:
             self._weight.add(logits_grad, rows)
 
     def settle(self) -> None:
-        """To be called after the last chunk."""
+        """Free the memory that backward does not need. Must be called after the last chunk."""
         if self._weight is not None:
             self._weight.settle()
 
     def scaled(self, loss_grad: Tensor) -> list[Tensor | None]:
         """Return the gradients for a loss whose gradient is `loss_grad`. Scales in place, so it can be called once."""
-        # A tensor with one dimension: a device may round a 0-dim factor to the dtype of the tensor it multiplies.
+        # The factor has one dimension because a device may round a 0-dim factor to the dtype of the other operand.
         factor = (loss_grad * self._scale_after).reshape(1)
         sums = (self._hidden, None if self._weight is None else self._weight.total, self._bias)
         dtype = self._head_weight.dtype
@@ -207,10 +208,11 @@ class _Gradients:
 class _WeightGradient:
     """The sum of logits_grad.T @ rows over all chunks; it has the shape of the weight.
 
-    A bfloat16 sum of many chunks would stop growing: a part 256 times smaller than the sum is rounded away. So with
-    more than one chunk bfloat16 is summed in float32. This takes 4 bytes per element of the weight, and 2 for the
-    product of one chunk, which matrix kernels return in the dtype of their inputs. After the last chunk the sum is
-    rounded to bfloat16. float16 is always summed in float32, and stays float32 until backward has scaled it.
+    A sum of many chunks in bfloat16 would stop growing: a term 256 times smaller than the sum is rounded away. So with
+    more than one chunk, bfloat16 terms are summed in float32. The sum takes 4 bytes per element of the weight. The
+    product of one chunk takes 2 more, because matrix kernels return the dtype of their inputs. After the last chunk the
+    sum is rounded to bfloat16. float16 terms are always summed in float32, and the sum stays float32 until backward has
+    scaled it.
     """
 
     def __init__(self, weight: Tensor, num_chunks: int) -> None:
@@ -229,7 +231,7 @@ class _WeightGradient:
         self.total.add_(self._part, alpha=down)
 
     def settle(self) -> None:
-        """To be called after the last chunk: free what backward does not need."""
+        """Free the memory that backward does not need; rounds a bfloat16 sum. Must be called after the last chunk."""
         if self._part is not None and not self._is_half:
             self.total = self._part.copy_(self.total)
         self._part = None
@@ -254,8 +256,9 @@ def _cast_as_autocast_would(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the operands in the dtype that autocast uses for a linear layer; float64 stays float64.
 
-    Autocast itself must not do it: it caches cast weights, here without a graph because the forward of an autograd
-    function records none. If the caller used the same weight again, it would get no gradient.
+    Autocast itself must not cast the weight: it caches cast weights. Inside the forward of an autograd function no
+    graph is recorded, so the cached weight would have no graph. If the caller then used the same weight under autocast,
+    the weight would get no gradient from that use.
     """
     if not torch.is_autocast_enabled(hidden.device.type):
         return hidden, weight, bias
@@ -283,18 +286,21 @@ def _check(hidden: Tensor, labels: Tensor, num_items: int | float | Tensor | Non
 class FusedHead:
     """A linear head that can be fused with the model's loss."""
 
-    tap: int
+    tap: int  # the number of the tap that calls the head
     shift: bool  # whether the target of position i is label i + 1
-    loss_function: Any = dataclasses.field(compare=False)  # the function for which the fused loss was compared
+    loss_function: Any = dataclasses.field(compare=False)  # the loss function whose result equals the fused loss
 
 
 class _LogitsPlaceholder(torch.Tensor):
-    """The head's output in place of the logits. Results of operations on it are ordinary tensors."""
+    """A fused head returns this tensor in place of the logits. Operations on it return ordinary tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def contiguous(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return self, as for the contiguous logits of a linear layer: the loss function must receive this object."""
+        """Return self, as the contiguous logits of a linear layer would.
+
+        A copy would not be recognized when the loss function receives it.
+        """
         return self
 
 
@@ -317,7 +323,7 @@ class HeadLoss:
         return self._logits
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call of a loss function gets the placeholder."""
+        """Whether the arguments of a loss function contain the placeholder for the logits."""
         return self._logits is not None and (
             kwargs.get("logits") is self._logits or (bool(args) and args[0] is self._logits)
         )
@@ -339,7 +345,7 @@ class HeadLoss:
         )
 
     def plain_loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the loss of another function than `head.loss_function`: computes the logits and calls `plain`."""
+        """Compute the logits and return the loss of `plain`, a function other than `head.loss_function`."""
         assert self._module is not None
         logits = self._module(self._hidden)
 
@@ -390,7 +396,7 @@ def find_head(
 
 
 def _gives(fused: HeadLoss, module: nn.Module, hidden: torch.Tensor, given: dict[str, Any], loss: torch.Tensor) -> bool:
-    """Whether the fused computation gives `loss`."""
+    """Whether the fused computation gives `loss`, up to rounding."""
     fused.call_head(module, (hidden,), {})
     with torch.no_grad():
         found = fused.loss((), given)

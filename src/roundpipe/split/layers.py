@@ -1,14 +1,15 @@
-"""The layers of a split model, and their arrangement, which has a place for every split plan.
+"""The layers of a split model, and their arrangement: one sequence of layers that serves all split plans.
 
 There are two kinds of layers: a block layer runs a block, a glue layer replays the model's own code between blocks.
 They become the children of an nn.Sequential. The first layer takes the model's inputs, every other layer takes and
 returns (state, ledger), and the last layer returns the model's outputs. The ledger says which plan the call follows, so
-one layer serves all plans. A layer that has no part in a plan returns its input.
+the same layers serve all plans. A layer that has no part in a call's plan returns its input.
 
 [Note: arrangement]
-A plan is a row of elements (points and calls). Its first and last element are placed on the first and last layer. The
-elements between are placed on layers in order, each call on a layer of the same block. If a new plan does not fit, as
-few layers as possible are added.
+A plan is a row of elements: points and calls, see split/plan.py. The first element of each plan is placed on the first
+layer, the last element on the last layer. The other elements are placed, in order, on the layers between: each point on
+a glue layer, each call on a layer of the called block. If a new plan does not fit on the existing layers, as few layers
+as possible are added.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from roundpipe.split.tiling import tiled
 from roundpipe.split.transformers import Captured, caches_in, is_cache, move_cache, own_caches
 from roundpipe.split.values import Outline, filled_in, leaves_of, map_leaves
 
-KEEPS_LOGITS = "roundpipe_keeps_logits"  # keyword argument for the first layer, not for the model: a KeepLogits
+# Name of a keyword argument of the first layer. Its value is a KeepLogits. The model never receives this argument.
+KEEPS_LOGITS = "roundpipe_keeps_logits"
 _NOTHING_TO_ENTER = contextlib.nullcontext()
-GLUE = ""  # the path of a glue layer, in place of a block's
+GLUE = ""  # used as the path of a glue layer, which has no block
 
 _NOT_APART = (
     "the layers that a model was split into (wrapper.model) cannot be copied or pickled; copy or save the network "
@@ -45,12 +47,12 @@ _NOT_APART = (
 
 @dataclasses.dataclass(frozen=True)
 class PlacedPlan:
-    """A plan and its places: which layer carries out which element."""
+    """A plan, and the layer that carries out each of its elements. The keys of the mappings are layer ids."""
 
     plan: SplitPlan
-    points: Mapping[int, int]  # by layer_id: its point
-    calls: Mapping[int, int]  # by layer_id: its call
-    trees: Mapping[int, str]  # by layer_id of a point: the name of its stub tree in the layer
+    points: Mapping[int, int]  # for each glue layer of the plan: the point (number of a segment) that it replays
+    calls: Mapping[int, int]  # for each block layer of the plan: the number of the call that it runs
+    trees: Mapping[int, str]  # for each glue layer of the plan: the key of its stub tree in `GlueLayer.trees`
 
 
 class PlanFinder(Protocol):
@@ -60,7 +62,7 @@ class PlanFinder(Protocol):
 
 
 class GlueLayer(nn.Module):
-    """Replays the model's own code between blocks. Has a stub tree for each plan that needs another one."""
+    """Replays the model's own code between blocks. Has several stub trees if one does not serve all plans."""
 
     trees: nn.ModuleDict
 
@@ -81,7 +83,8 @@ class GlueLayer(nn.Module):
             keeps_logits = kwargs.pop(KEEPS_LOGITS, KeepLogits.ALWAYS)
             placed = self.finder.find(args, kwargs, self.training)
             state, ledger = Ledger.begin(placed.plan, placed, args, kwargs)
-            # Only without grad, as in generation, is no block recomputed, so that it may fill the caller's caches.
+            # Blocks may fill the caller's caches in calls without grad, as in generation. In calls with grad, blocks
+            # are recomputed and would fill the caches twice.
             ledger = dataclasses.replace(
                 ledger, keeps_logits=keeps_logits, fills_caches=not torch.is_grad_enabled() and placed.plan.has_caches
             )
@@ -98,8 +101,8 @@ class GlueLayer(nn.Module):
         assert isinstance(tree, StubTree)
         tree.fill_in(device)
         replay = Replay(ledger, point, state, device)
-        # Code that fails on a marker or placeholder depends on values that the plan assumes it does not use: the call
-        # needs another plan. Otherwise the exception is the model's own.
+        # If the code got a marker or placeholder before it failed, it may depend on values that the plan assumes to be
+        # unused. The call then needs another plan. In all other cases the model itself raised the exception.
         try:
             with _drawing(ledger.plan):
                 returned = replay.run(tree.root)
@@ -150,7 +153,7 @@ class BlockLayer(nn.Module):
     def _run(
         self, k: int, record: CallRecord, args: Any, kwargs: Any, plan: SplitPlan
     ) -> tuple[dict[str, Any], Captured]:
-        # The common case first: it avoids the cost of entering four contexts.
+        # The common case needs none of the four contexts below, and entering them takes time.
         if record.with_grad and not (record.is_long or plan.draws_globally or plan.outlines[k].routes):
             return call_block(self.block, args, kwargs, record.captures, has_containers=record.has_containers)
         routes = KeptRoutes() if plan.outlines[k].routes and torch.is_grad_enabled() else None
@@ -166,8 +169,8 @@ class BlockLayer(nn.Module):
 def _with_filled_caches(returned: Any, ledger: Ledger) -> Any:
     """Return the model's outputs with the caches that the blocks filled.
 
-    Each replay runs the code that creates a cache, so the epilogue returns a new, empty one. The blocks filled the
-    cache that the prologue passed to them.
+    Each replay runs the code that creates a cache, so the epilogue returns a new, empty cache. The blocks filled the
+    cache that the prologue created and passed to them. It replaces the empty cache of the same type.
     """
     given = [
         leaf for k in (0, len(ledger.calls) - 1) for leaf in leaves_of(ledger.calls[k].arguments) if is_cache(leaf)
@@ -182,8 +185,12 @@ def _drawing(plan: SplitPlan) -> AbstractContextManager[None]:
 
 
 def _kept(value: Any, state: State, key: tuple[Any, ...]) -> Any:
-    """Add the tensors of a value to the state; returns the value with an Outline for each. key: prefix of the keys."""
-    if type(value) is dict and type(value.get("ret")) is torch.Tensor and value.get("side") == {}:  # the common case
+    """Store the tensors of `value` in `state`; returns `value` with an Outline in place of each tensor.
+
+    key: the first part of the keys under which the tensors are stored; the last part is the position of the leaf.
+    """
+    # A fast path for the common case: the block returned one tensor and has no side effects.
+    if type(value) is dict and type(value.get("ret")) is torch.Tensor and value.get("side") == {}:
         state[(*key, 0)] = value["ret"]
         return {"ret": Outline.of(value["ret"]), "side": {}}
     position = -1
@@ -211,8 +218,8 @@ def _cloned(leaf: Any) -> Any:
 class Element:
     """A point or a call of a plan."""
 
-    path: str  # of the block; GLUE for a point
-    number: int  # of the call or the point
+    path: str  # the path of the called block; GLUE if the element is a point
+    number: int  # the number of the call, or of the point's segment
 
 
 def elements_of(plan: SplitPlan) -> list[Element]:
@@ -226,18 +233,21 @@ def elements_of(plan: SplitPlan) -> list[Element]:
 
 
 class LayerArrangement:
-    """The layers of a split model, and the place of each plan among them. See [Note: arrangement]."""
+    """The layers of a split model, and which of them each plan uses. See [Note: arrangement]."""
 
     def __init__(self, model: nn.Module, finder: PlanFinder) -> None:
         self._model, self._finder = model, finder
         self._ghosts = Ghosts(model)
-        self._paths: list[str] = []  # by layer: the path of its block, or GLUE
+        self._paths: list[str] = []  # one entry per layer: the path of the layer's block, or GLUE
         self._plans: list[SplitPlan] = []
         self.placed: list[PlacedPlan] = []
         self.layers: list[nn.Module] = []
 
     def add(self, plan: SplitPlan) -> bool:
-        """Place a plan, as the last of `placed`; returns whether layers were added or got other parameters."""
+        """Assign a plan to layers and append it to `placed`.
+
+        Returns whether layers were added or the parameters of existing layers changed.
+        """
         self._plans.append(plan)
         trees = self._num_trees()
         if self._needed_paths() == self._paths:
@@ -250,7 +260,7 @@ class LayerArrangement:
         return True
 
     def build(self) -> None:
-        """Create all layers again, with a place for every plan."""
+        """Create all layers anew and assign every plan to them."""
         self._paths = paths = self._needed_paths()
         by_path = dict(self._model.named_modules())
         self.layers = [
@@ -260,9 +270,10 @@ class LayerArrangement:
         self.layers[-1].rest = self._rest()
 
     def _needed_paths(self) -> list[str]:
-        """Return the path of each layer that the plans need.
+        """Return one path per layer for the layers that all plans together need: the path of a block, or GLUE.
 
-        Blocks that no plan calls get layers, too, before all others: their parameters belong to the model.
+        Blocks that no plan calls also get layers, because their parameters belong to the model. These layers follow the
+        first layer.
         """
         row: list[str] = []
         for plan in self._plans:
@@ -272,7 +283,7 @@ class LayerArrangement:
         return [GLUE, *unused, *row, GLUE]
 
     def _rest(self) -> nn.Module:
-        """Return a module that holds the parameters that no layer has."""
+        """Return a module with all parameters of the model, and all ghosts, that belong to no layer."""
         rest = nn.Module()
         self.layers[-1]._modules.pop("rest", None)
         used = {id(param) for layer in self.layers for param in layer.parameters()}
@@ -298,7 +309,7 @@ class LayerArrangement:
         return PlacedPlan(plan, points, calls, trees)
 
     def _tree(self, plan: SplitPlan, layer_id: int, point: int) -> str:
-        """Return the name of a tree in this layer that serves the plan's point; creates one if there is none."""
+        """Return the name of a stub tree in the layer that can replay the plan's point; creates the tree if needed."""
         layer = self.layers[layer_id]
         assert isinstance(layer, GlueLayer)
         for name, tree in layer.trees.items():
@@ -315,7 +326,8 @@ class LayerArrangement:
 def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghosts: Ghosts) -> StubTree:
     """Return the stub tree of a layer that replays `point`.
 
-    It includes the taps that the point runs, and those that have a parameter the point needs. needs: parameter names.
+    The tree includes the taps that the point runs and the modules that have a parameter in `needs`.
+    needs: the names of the parameters that the point needs.
     """
     owned = {id(param) for name, param in model.named_parameters() if name in needs}
     own_taps = plan.taps_of(point)
@@ -327,14 +339,15 @@ def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghos
             return False
         if any(id(param) in owned for param in params):
             return True
-        # A tap without weights may have state (buffers), which must belong to one layer: include it only where it runs.
+        # A tap without weights may have buffers. They must belong to one layer, so only the point that runs the tap
+        # includes it.
         return path in own_taps if path in plan.stub_paths else not params
 
     return StubTree(model, plan.stub_paths, is_real, owned, ghosts)
 
 
 def _is_among(path: str, row: list[str]) -> bool:
-    """Whether the module at `path` is a block of the row, is inside one, or contains one."""
+    """Whether the module at `path` is one of the blocks in `row`, is inside such a block, or contains one."""
     return any(f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}.") for other in row if other)
 
 

@@ -1,4 +1,4 @@
-"""Runs blocks and records everything they did: returned values, changed containers, captured outputs.
+"""Runs blocks and records what they do: returned values, changed containers, captured outputs.
 
 `call_block` runs one block. `Recording` runs a whole model on a stub tree that includes all modules; calibration
 compares every later run with this recording.
@@ -41,10 +41,11 @@ def call_block(
 ) -> tuple[dict[str, Any], Captured]:
     """Run a block; returns {"ret": its return value, "side": its side effects} and its captured outputs.
 
-    Side effects are the new contents of dicts and lists among the arguments, by position in `containers_in`.
+    Side effects are the new contents of the dicts and lists among the arguments that the block changed. Their keys are
+    positions in the list of all dicts and lists among the arguments.
     captures: see `wanted_captures`. has_containers: False if the arguments contain no dict or list.
     """
-    if not has_containers and not captures:  # the common case
+    if not has_containers and not captures:  # a fast path for the common case
         return {"ret": block(*args, **kwargs), "side": {}}, {}
     containers = _containers(args, kwargs) if has_containers else []
     before = [content_of(container) for container in containers]
@@ -73,27 +74,27 @@ class RecordedCall:
     path: str
     arguments: list[Any]  # the objects that were passed
     argument_values: list[Any]  # copies of the arguments, made before the call
-    argument_versions: list[int | None]  # autograd's version counters before the call; None for other objects
+    argument_versions: list[int | None]  # version counters of tensors before the call; None for other objects
     argument_structure: Any
-    outputs: list[Any]
+    outputs: list[Any]  # the objects that were returned
     output_values: list[Any]  # copies of the outputs, made after the call
-    output_versions: list[int | None]
+    output_versions: list[int | None]  # version counters of tensors after the call; None for other objects
     captured_values: Captured
     outline: CallOutline
 
 
 @dataclasses.dataclass
 class RecordedTap:
-    """One call of a tap. Lists have one entry per leaf of its output."""
+    """One call of a tap. `output_values` has one entry per leaf of the tap's output."""
 
     path: str
     segment: int
     output_values: list[Any]  # copies of the outputs, made after the call
-    outline: Any
+    outline: Any  # the output with an Outline in place of each tensor
 
 
 class Recording:
-    """A director that runs every block and tap of a forward pass and records its calls."""
+    """A director, see split/stubs.py, that runs every block and tap of a forward pass and records their calls."""
 
     device = torch.device("cpu")
 
@@ -101,8 +102,10 @@ class Recording:
         self.calls: list[RecordedCall] = []
         self.taps: list[RecordedTap] = []
         self._blocks = blocks
-        self._losses: list[tuple[dict[str, Any], Any, Any]] = []  # arguments, result and function of each loss call
-        self._taps_run: list[tuple[nn.Module, torch.Tensor, Any]] = []  # module, first input tensor, first output
+        # For each call of the loss function: its arguments, its result, and the function.
+        self._losses: list[tuple[dict[str, Any], Any, Any]] = []
+        # For each tap: its module, its first input tensor, and the first leaf of its output.
+        self._taps_run: list[tuple[nn.Module, torch.Tensor, Any]] = []
 
     def run(self, tree: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with directed_by(self):
@@ -175,7 +178,7 @@ class Recording:
         return value["ret"]
 
     def candidates(self, point: int) -> State:
-        """Return copies of all tensors that blocks and taps before `point` returned: what the point may read."""
+        """Return copies of all tensors that `point` may read: the outputs of all blocks and taps before it."""
         state: State = {}
         for k, call in enumerate(self.calls[:point]):
             for j, leaf in enumerate(call.output_values):
@@ -193,15 +196,15 @@ class Recording:
         return state
 
     def key_of_argument(self, k: int, position: int) -> Key | None:
-        """Return the key of the block output that is an argument of call k.
+        """Return the key of the argument at `position` of call k if this argument is the output of an earlier call.
 
-        None if the argument is no output of an earlier block, or was changed in place since the block returned it.
+        Returns None if it is not, or if it was changed in place after the earlier call returned it.
         """
         call = self.calls[k]
         leaf = call.arguments[position]
         for earlier, source in enumerate(self.calls[:k]):
             for j, output in enumerate(source.outputs):
-                # An output that is an argument itself has the key of where it came from.
+                # A block may return one of its arguments. Such an output keeps the key that it had as an argument.
                 is_it = output is leaf and source.outline.same_as[j] is None
                 if is_it and source.output_versions[j] == call.argument_versions[position]:
                     return ("out", earlier, j)
@@ -217,14 +220,14 @@ def _version(leaf: Any) -> int | None:
 
 
 def _position_of(leaf: Any, arguments: list[Any]) -> int | None:
-    """Return the position of the argument that is the tensor `leaf` itself."""
+    """Return the position of the argument that is the same object as the tensor `leaf`, or None."""
     if not isinstance(leaf, torch.Tensor):
         return None
     return next((i for i, argument in enumerate(arguments) if argument is leaf), None)
 
 
 def _position_of_like(leaf: Any, arguments: list[Any]) -> int | None:
-    """Return the position of the first argument with the shape and dtype of the tensor `leaf`."""
+    """Return the position of the first argument with the shape and dtype of the tensor `leaf`, or None."""
     if not isinstance(leaf, torch.Tensor):
         return None
     return next(

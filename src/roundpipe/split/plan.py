@@ -1,27 +1,28 @@
 """The split plan of a model, the signature of the calls it serves, and the values that travel between its layers.
 
 A split plan says how a model's forward is divided: which modules are blocks, where the model's own code must run
-again, and what that code reads. Modules are named by their paths, so a plan made on a copy of a model holds for the
-model. A plan contains no module and no tensor.
+again, and what that code reads. A plan names modules by their paths, so a plan that was made on a copy of a model is
+valid for the model itself. A plan contains no module and no tensor.
 
     call k      the k-th call of a block; a block is an element of a repeated list of modules
     segment s   the model's own code between the return of call s - 1 and call s. The first segment is the prologue, the
                 last one is the epilogue
     tap t       the t-th call of a module inside a segment: an embedding, a norm, a head
-    point s     a segment whose code is replayed by a layer. Other segments need no layer, because the replay of an
-                earlier point already knows the arguments of the calls after them. The epilogue is always a point
+    point s     a segment s whose code is replayed by a layer. Another segment needs no layer, because the replay of an
+                earlier point already determines the arguments of the call that follows the segment. The prologue and
+                the epilogue are always points
     element     a point or a call: the part of a plan that one layer carries out
 
 Layers pass on a state and a ledger. The state holds tensors by key:
 
-    ("in", i)            the model's inputs
-    ("arg", s, n)        made by the code of segment s
+    ("in", i)            an input of the model
+    ("arg", s, n)        an argument of a call, made by the replay of point s
     ("out", k, j)        returned by call k
     ("cap", k, kind, i)  captured in call k, see [Note: captured outputs] in split/transformers.py
     ("tap", t, j)        returned by tap t
 
-The ledger says how the arguments of calls are made of them. A ledger is never changed, only replaced, so that a
-recomputation gets the ledger that its forward pass got.
+The ledger says how the arguments of calls are built from these tensors. A ledger is never changed, only replaced, so
+that a recomputation gets the same ledger as its forward pass.
 """
 
 from __future__ import annotations
@@ -53,32 +54,38 @@ class TapCall:
 
 @dataclasses.dataclass(frozen=True)
 class CallOutline:
-    """What call k returned in calibration. A replay continues with markers of these shapes before call k has run."""
+    """The structure of what one call of a block returned in calibration.
 
-    value: Any  # {"ret": ..., "side": ...} as of call_block, with an Outline for each tensor
-    same_as: tuple[int | None, ...]  # by leaf of the value: the position of the argument that is this very tensor
-    like: tuple[int | None, ...]  # by leaf of the value: the position of an argument of the same shape and dtype
-    captured: Mapping[str, list[Any]]  # by kind: captured outputs, with an Outline for each tensor
-    changes_arguments: bool  # in place
-    routes: bool  # calls top-k or argmax, as a router of experts does
+    A replay that runs before this call uses markers of the same structure as the call's outputs.
+    """
+
+    value: Any  # {"ret": ..., "side": ...} as returned by `call_block`, with an Outline in place of each tensor
+    # One entry per leaf of `value`: the position of the argument that is the same tensor object, or None.
+    same_as: tuple[int | None, ...]
+    # One entry per leaf of `value`: the position of the first argument with the same shape and dtype, or None.
+    like: tuple[int | None, ...]
+    captured: Mapping[str, list[Any]]  # by kind: captured outputs, with an Outline in place of each tensor
+    changes_arguments: bool  # whether the block changes its arguments in place
+    routes: bool  # whether the block calls top-k or argmax, as a router of experts does
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitPlan:
     """How a model's forward is divided into elements. See the module's docstring for the terms."""
 
-    calls: tuple[str, ...]  # by call: the path of its block
+    calls: tuple[str, ...]  # for each call: the path of the called block
     taps: tuple[TapCall, ...]
-    outlines: tuple[CallOutline, ...]  # by call
-    points: tuple[int, ...]
-    reads: Mapping[int, frozenset[Key]]  # by point: the earlier tensors its code depends on
-    needs: Mapping[int, frozenset[str]]  # by point: names of the parameters it must have
-    copying: frozenset[int]  # points that work on copies: their code changes in place what it reads or hands on
-    reasons: Mapping[int, str]  # by point: why it must be one
+    outlines: tuple[CallOutline, ...]  # one entry per call
+    points: tuple[int, ...]  # the numbers of the segments that are points, in ascending order
+    reads: Mapping[int, frozenset[Key]]  # by point: the keys of earlier tensors that the point's code depends on
+    needs: Mapping[int, frozenset[str]]  # by point: the names of the parameters that the point's code uses
+    # Points that work on copies of tensors, because their code changes in place what it reads or passes on.
+    copying: frozenset[int]
+    reasons: Mapping[int, str]  # by point: why this segment must be a point
     head: FusedHead | None = None  # the head that can be fused with the loss
-    draws_globally: bool = False  # the model uses Python's or numpy's global generators
-    has_caches: bool = False  # blocks get caches of transformers as arguments
-    # By path of a block or tap: the paths of tokenwise modules inside it.
+    draws_globally: bool = False  # whether the model draws from Python's or numpy's global generators
+    has_caches: bool = False  # whether blocks get transformers caches as arguments
+    # By path of a block or tap: the paths of the tokenwise modules inside this block or tap, see split/tiling.py.
     tokenwise: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -86,7 +93,10 @@ class SplitPlan:
         return len(self.calls)
 
     def end_of(self, point: int) -> int:
-        """Return the first call whose arguments a replay of `point` does not know."""
+        """Return the first call after `point` whose arguments a replay of `point` does not determine.
+
+        This number is the next point, or num_calls + 1 for the epilogue.
+        """
         after = bisect.bisect_right(self.points, point)
         return self.points[after] if after < len(self.points) else self.num_calls + 1
 
@@ -95,13 +105,16 @@ class SplitPlan:
         return frozenset(tap.path for tap in self.taps if point <= tap.segment < self.end_of(point))
 
     def read_after(self, done: float) -> frozenset[Key]:
-        """Return the keys that points after call `done` read. After the point of segment s, `done` is s - 0.5."""
+        """Return the keys of the tensors that later points read.
+
+        done: the element that has just run: k for call k, s - 0.5 for point s, which runs between calls s - 1 and s.
+        """
         later = bisect.bisect_right(self.points, done)
         return self._read_from[max(later, 1)]
 
     @functools.cached_property
     def _read_from(self) -> list[frozenset[Key]]:
-        """By position in `points`: the keys that this point and all later ones read."""
+        """For each position in `points`: the keys that the point at this position and all later points read."""
         found: list[frozenset[Key]] = [frozenset()]
         for point in reversed(self.points):
             found.append(found[-1] | self.reads.get(point, frozenset()))
@@ -109,7 +122,7 @@ class SplitPlan:
 
     @functools.cached_property
     def read_taps(self) -> frozenset[Key]:
-        """The outputs of taps that later points read."""
+        """The keys of the tap outputs that later points read."""
         return frozenset(key for read in self.reads.values() for key in read if key[0] == "tap")
 
     @functools.cached_property
@@ -132,34 +145,34 @@ class KeepLogits(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallRecord:
-    """The arguments of a call of a block, as a replay found them."""
+    """The arguments of one call of a block, as recorded by a replay."""
 
-    arguments: Any  # (args, kwargs) with a Held for each tensor
-    keys: Sequence[Key]  # of the tensors in the arguments
-    captures: Mapping[str, int]  # see wanted_captures
-    has_containers: bool  # there may be dicts or lists among the arguments
-    has_caches: bool
-    is_long: bool  # has so many tokens that tokenwise modules of the block are tiled
-    with_grad: bool  # grad mode is enabled at the call; a model may disable it for some blocks
+    arguments: Any  # (args, kwargs) with a Held in place of each tensor
+    keys: Sequence[Key]  # the keys of the tensors in `arguments`
+    captures: Mapping[str, int]  # the kinds of output that the block must capture, see `wanted_captures`
+    has_containers: bool  # whether the arguments may contain dicts or lists
+    has_caches: bool  # whether the arguments contain transformers caches
+    is_long: bool  # whether the arguments have so many tokens that tokenwise modules of the block are tiled
+    with_grad: bool  # whether grad mode is enabled at the call; a model may disable it for some blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ledger:
-    """What is known of one call of the model, besides tensors."""
+    """What layers pass on about one call of the model, besides the tensors of the state."""
 
     plan: SplitPlan
     placed: Any  # the PlacedPlan: which layer carries out which element
-    inputs: Any  # (args, kwargs) of the model with a Held for each tensor
-    calls: Mapping[int, CallRecord]
-    outputs: Mapping[int, Any]  # by call: (value, captured) with an Outline for each tensor
-    taps: Mapping[int, Any]  # by tap: its value with an Outline for each tensor
-    last_use: Mapping[Key, int]  # by key: the last call that is known to take the tensor
+    inputs: Any  # (args, kwargs) of the model with a Held in place of each tensor
+    calls: Mapping[int, CallRecord]  # the calls whose arguments are recorded so far
+    outputs: Mapping[int, Any]  # by call: (value, captured) with an Outline in place of each tensor
+    taps: Mapping[int, Any]  # by tap: the returned value with an Outline in place of each tensor
+    last_use: Mapping[Key, int]  # by key: the last of the recorded calls that has the tensor as an argument
     keeps_logits: KeepLogits = KeepLogits.ALWAYS
-    fills_caches: bool = False  # blocks must fill the caller's caches, not copies of them
+    fills_caches: bool = False  # whether blocks fill the caller's caches instead of copies of them
 
     @classmethod
     def begin(cls, plan: SplitPlan, placed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[State, Ledger]:
-        """Return the state and ledger of a call before its first segment."""
+        """Return the state and ledger with which a call of the model starts."""
         state: State = {}
 
         def keep(leaf: Any) -> Any:
@@ -189,7 +202,7 @@ class Ledger:
 
 
 def without_dead(state: State, ledger: Ledger, done: float) -> State:
-    """Return the state without tensors that no element after `done` uses. `done`: see SplitPlan.read_after.
+    """Return the state without the tensors that no later element uses. done: see `SplitPlan.read_after`.
 
     Inputs are always kept, because each replay calls the model's forward with them.
     """
@@ -202,24 +215,26 @@ def without_dead(state: State, ledger: Ledger, done: float) -> State:
     }
 
 
-_SMALL = 64  # integers up to this size, and integer tensors of up to this many elements, may control the forward
-_COUNTS = frozenset(("num_items_in_batch",))  # numbers that never control the forward
+# Integers up to this absolute value, and integer tensors with at most this many elements, may control which code the
+# forward runs.
+_SMALL = 64
+_COUNTS = frozenset(("num_items_in_batch",))  # names of numbers that never control which code the forward runs
 
 
 class Detail(enum.IntEnum):
-    """What a signature contains of a call's tensors, besides dtype and number of dimensions."""
+    """What a signature contains about each tensor of a call, besides dtype and number of dimensions."""
 
-    FORMS = 0
-    SIZES = 1
-    VALUES = 2  # also the values of small integer tensors, which may say how often something is done
+    FORMS = 0  # nothing more
+    SIZES = 1  # the shape
+    VALUES = 2  # the shape, and the values of small integer tensors, which may say how often something is done
 
 
 def signature(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, detail: Detail = Detail.FORMS
 ) -> Hashable:
-    """Return the form of a call: calls with equal signatures, as far as is known, follow the same plan.
+    """Return the form of a call. Calls with equal signatures are assumed to follow the same plan.
 
-    Contains the training mode, the grad mode and a description of each input.
+    The signature contains the training mode, the grad mode and a description of each input.
     """
     named = tuple((name, _named_form(name, kwargs[name], detail)) for name in sorted(kwargs))
     mode = (training, torch.is_grad_enabled())

@@ -1,11 +1,12 @@
 """Replays: running a model's own forward again for one point of a split plan.
 
-A replay is the director of a stub tree. The forward of the model runs from its first line:
-- Calls of blocks and taps before the point return the tensors that the state holds, and placeholders for the others.
+A replay is the director of a stub tree, see split/stubs.py. The model's forward runs from its first line:
+- Calls of blocks and taps before the point do not run again. They return the tensors that the state still holds, and
+  placeholders for tensors that were dropped.
 - Taps from the point on run.
 - Calls of blocks from the point on do not run. Their arguments are recorded, and they return *markers*: tensors of the
-  right shape whose values are not known yet. The state's key of a marker is known, so a later call that gets the marker
-  as an argument is recorded as taking that output.
+  right shape in place of outputs that are not computed yet. Each marker has the key of the output that it replaces. If
+  a later call gets the marker as an argument, that key is recorded.
 - The forward is stopped at the next point, whose code depends on the values of block outputs.
 Knows one plan and one microbatch.
 """
@@ -55,22 +56,23 @@ class Replay:
     def __init__(self, ledger: Ledger, point: int, state: State, device: torch.device) -> None:
         self.device = device
         self.made: State = {}  # tensors made in this replay that later elements use
+        # The tensors in `made`, each with its version counter at the time when it was added.
         self._made_versions: list[tuple[torch.Tensor, int]] = []
-        self.calls: dict[int, CallRecord] = {}  # by call: its arguments, as recorded in this replay
-        self.taps: dict[int, Any] = {}  # by tap run in this replay: its value with an Outline for each tensor
+        self.calls: dict[int, CallRecord] = {}  # the calls whose arguments this replay recorded
+        self.taps: dict[int, Any] = {}  # by tap run in this replay: the returned value with an Outline for each tensor
         self._ledger, self._plan, self._point, self._state = ledger, ledger.plan, point, state
         self._end = ledger.plan.end_of(point)
         self._blocks = ledger.plan.blocks
-        self.num_calls = self._num_taps = 0  # made so far
+        self.num_calls = self._num_taps = 0  # numbers of block calls and taps that the forward has made so far
         self._head_loss: HeadLoss | None = None
         self._last_named: _Recorded | None = None
         self._placeholders: dict[Outline, torch.Tensor] = {}
         self._copies = point in ledger.plan.copying
-        # By id of a tensor: its key, and its version when it got the key. A tensor changed since is another value.
+        # By id of a tensor: its key, and its version counter when it got the key. If the counter differs later, the
+        # code changed the tensor in place, and the key is no longer valid for it.
         self._known: dict[int, tuple[Key, int]] = {}
-        self._alive: list[Any] = []  # references to those tensors, so that ids are not reused
-        # Inputs keep no key: they are passed to the forward as arguments, and an input passed on to a block is stored
-        # under an "arg" key.
+        self._alive: list[Any] = []  # references to the tensors in `_known`, so that their ids are not reused
+        # Inputs are not in `_known`. An input that the code passes on to a block is stored again, under an "arg" key.
         for key, tensor in state.items():
             if key[0] != "in":
                 self._known.setdefault(id(tensor), (key, tensor._version))
@@ -78,7 +80,7 @@ class Replay:
     def run(self, tree: nn.Module) -> Any:
         """Run the forward of the tree; returns its result, or None if it was stopped at the next point."""
         args, kwargs = filled_in(self._ledger.inputs, self._state)
-        # Code that changes its inputs in place must not change the state: a recomputation starts from it.
+        # Code that changes its inputs in place must not change the state: a recomputation starts from the same state.
         if self._copies:
             args, kwargs = map_leaves(
                 lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
@@ -94,7 +96,7 @@ class Replay:
 
     @property
     def has_guessed(self) -> bool:
-        """Whether the code got a marker or placeholder. If not, an exception is the model's own."""
+        """Whether the code may have got a marker or placeholder. If not, the model itself raises any exception."""
         return self._point > 0 or bool(self.calls)
 
     def call(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,10 +116,10 @@ class Replay:
         )
         return {**self._state, **self.made}, ledger
 
-    # Taps.
+    # Calls of taps and of the loss function.
 
     def _tap(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the recorded output of an earlier tap, or run the tap."""
+        """Return the output of a tap: recorded if the tap is before the point, else by running the tap."""
         t, self._num_taps = self._num_taps, self._num_taps + 1
         expected = self._plan.taps[t].path if t < len(self._plan.taps) else "no further module"
         if path != expected:
@@ -156,7 +158,7 @@ class Replay:
             return real(*args, **kwargs)
 
     def _drops_logits(self, hidden: torch.Tensor, head: nn.Module) -> bool:
-        """Whether this call computes the loss without logits."""
+        """Whether to compute the loss directly from `hidden`, the input of the head, without keeping the logits."""
         match self._ledger.keeps_logits:
             case KeepLogits.ALWAYS:
                 return False
@@ -166,16 +168,20 @@ class Replay:
                 return True
 
     def loss(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the loss; computes it without logits if the head returned a placeholder for them."""
+        """Return the loss. If the head returned a placeholder for the logits, the loss is computed without them."""
         fused = self._head_loss
         if fused is None or not fused.takes(args, kwargs):
             return plain(*args, **kwargs)
         return fused.loss(args, kwargs) if plain is fused.head.loss_function else fused.plain_loss(plain, args, kwargs)
 
-    # Blocks.
+    # Calls of blocks.
 
     def _block(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the outputs of an earlier call, or record the arguments of a later one and return markers."""
+        """Handle a call of a block; returns its output.
+
+        A call before the point returns its recorded output. For any other call, the arguments are recorded, and markers
+        are returned.
+        """
         k, self.num_calls = self.num_calls, self.num_calls + 1
         expected = self._plan.calls[k] if k < len(self._plan.calls) else "no further block"
         if path != expected:
@@ -199,11 +205,11 @@ class Replay:
 
     def _record(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any], collector: Captured | None) -> list[Any]:
         """Record the arguments of call k; returns their leaves."""
-        # Most calls of blocks differ in the hidden state alone, so the record of named arguments is used again.
+        # Most calls of blocks differ only in the hidden state, so the record of keyword arguments can be reused.
         if self._last_named is None or not self._last_named.are(kwargs):
             self._last_named = _Recorded(kwargs, self._key_of)
         first: _Recorded | _RecordedTensor
-        if len(args) == 1 and type(args[0]) is torch.Tensor:  # the common case
+        if len(args) == 1 and type(args[0]) is torch.Tensor:  # a fast path for the common case
             first = _RecordedTensor(args[0], self._key_of(args[0]))
         else:
             first = _Recorded(args, self._key_of)
@@ -221,9 +227,9 @@ class Replay:
         return [*first.leaves, *named.leaves]
 
     def _markers(self, k: int, outline: CallOutline, arguments: list[Any]) -> Any:
-        """Return the outputs of call k, as of call_block, with a marker for each new tensor."""
+        """Return a value like that of `call_block` for call k, with a marker for each tensor that is no argument."""
         returned = outline.value["ret"]
-        # The common case: one new tensor, no side effects.
+        # A fast path for the common case: the block returned one new tensor and has no side effects.
         if type(returned) is Outline and not outline.value["side"] and outline.same_as[0] is None:
             like = outline.like[0]
             shaped = returned if like is None else Outline.of(arguments[like])
@@ -238,7 +244,8 @@ class Replay:
             same_as, like = outline.same_as[position], outline.like[position]
             if same_as is not None:
                 return arguments[same_as]
-            # A batch of another size than in calibration: outputs usually have the shape of an argument.
+            # The batch may have another size than in calibration. If the output had the shape of an argument there, it
+            # has the shape of the same argument here.
             shaped = leaf if like is None else Outline.of(arguments[like])
             return self._marker(shaped, ("out", k, position))
 
@@ -252,7 +259,7 @@ class Replay:
         return made
 
     def make_marker(self, outline: Outline) -> torch.Tensor:
-        # A new tensor object each time: markers are told apart by id.
+        # detach() returns a new tensor object each time, because markers are identified by their ids.
         return self._placeholder(outline).detach()
 
     def _placeholder(self, outline: Outline) -> torch.Tensor:
@@ -265,18 +272,18 @@ class Replay:
     # Tensors and their keys.
 
     def _key_of(self, tensor: torch.Tensor) -> Key:
-        """Return the key of an argument; hands the tensor on under a new key if it has none."""
+        """Return the key of a tensor that is an argument of a call; adds the tensor to `made` if it has no key."""
         known = self._known.get(id(tensor))
         if known is not None and known[1] == tensor._version:
             return known[0]
         return self._make(("arg", self._point, len(self.made)), tensor)
 
     def changed_what_it_made(self) -> bool:
-        """Whether the code changed a tensor of `made` in place after it got its key."""
+        """Whether the code changed a tensor in `made` in place after it was added."""
         return any(tensor._version != version for tensor, version in self._made_versions)
 
     def _make(self, key: Key, tensor: torch.Tensor) -> Key:
-        """Hand on a tensor under `key`."""
+        """Add a tensor to `made` under `key`, so that later elements get it; returns the key."""
         self.made[key] = tensor.clone() if self._copies else tensor
         self._made_versions.append((self.made[key], self.made[key]._version))
         self._known.setdefault(id(tensor), (key, tensor._version))
@@ -284,8 +291,12 @@ class Replay:
         return key
 
     def _recalled(self, value: Any, key_of: Callable[[int], Key]) -> Any:
-        """Return the output of an earlier call or tap, given its outlines and a function from leaf position to key."""
-        if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:  # the common case
+        """Return the output of a call or tap before the point.
+
+        value: the output with an Outline in place of each tensor. key_of: returns the key of the leaf at a position.
+        """
+        # A fast path for the common case: the block returned one tensor and has no side effects.
+        if type(value) is dict and type(value.get("ret")) is Outline and value.get("side") == {}:
             return {"ret": self._recall(key_of(0), value["ret"]), "side": {}}
         position = -1
 
@@ -297,7 +308,7 @@ class Replay:
         return map_leaves(recall, value)
 
     def _recall(self, key: Key, outline: Outline) -> torch.Tensor:
-        """Return the tensor with this key; a placeholder if no later element uses it and it was dropped."""
+        """Return the tensor that the state holds under `key`. If it was dropped as unused, return a placeholder."""
         tensor = self._state.get(key)
         if tensor is None:
             unused = self._placeholder(outline)
@@ -315,7 +326,10 @@ class Replay:
         captured: Mapping[str, list[Any]],
         make: Callable[[Outline, Key], torch.Tensor],
     ) -> None:
-        """Add the captured outputs of call k to the collector of the running forward. `make` returns their tensors."""
+        """Add the captured outputs of call k to the collector of the running forward.
+
+        make: returns the tensor for an outline and a key.
+        """
         for kind, found in captured.items():
             if kind in collector:
                 for i, leaf in enumerate(found):
@@ -323,7 +337,7 @@ class Replay:
 
 
 class _Recorded:
-    """Positional or named arguments of a call: their template, keys and properties."""
+    """The positional or the keyword arguments of a call: their template, tensor keys and properties."""
 
     def __init__(self, values: Any, key_of: Callable[[torch.Tensor], Key]) -> None:
         self.leaves: list[Any] = []
@@ -334,7 +348,7 @@ class _Recorded:
                 self.leaves.append(leaf)
                 self.keys.append(key_of(leaf))
                 return Held(self.keys[-1])
-            self.leaves.append(unstubbed(leaf))  # blocks run outside of the stub tree
+            self.leaves.append(unstubbed(leaf))  # a block runs outside of the stub tree, so it must not get a stub
             return self.leaves[-1]
 
         self._values = values
@@ -356,7 +370,7 @@ class _Recorded:
 
 
 class _RecordedTensor:
-    """The same as _Recorded for one positional tensor, faster."""
+    """A faster replacement of `_Recorded` for a single positional argument that is a tensor."""
 
     has_containers = has_caches = False
 

@@ -1,7 +1,7 @@
 """Splits a model into layers: makes a split plan for each form of call, and arranges the layers for all plans.
 
 Calibration takes a few forward passes on the host, so it uses small inputs: the first tokens of a call's inputs, or
-inputs made up from the model's config. Their values do not matter, only which code runs.
+inputs made up from the model's config. The values of the inputs do not matter, as long as the model runs the same code.
 Holds no engine and starts no thread. The layers are plain modules that hold the model's own parameters.
 """
 
@@ -30,8 +30,8 @@ from roundpipe.split.transformers import FusedKernels, with_torch_alone
 from roundpipe.split.verify import verify
 
 logger = logging.getLogger("roundpipe")
-_ROWS, _TOKENS = 2, 8  # of the inputs for calibration
-# Names of inputs with a row for each sample and a column for each token, which can be cut alike.
+_ROWS, _TOKENS = 2, 8  # the size of the inputs for calibration
+# Names of inputs with a row for each sample and a column for each token. All of them can be cut to the same size.
 _BY_TOKEN = frozenset(
     (
         *("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels", "inputs_embeds"),
@@ -41,18 +41,22 @@ _BY_TOKEN = frozenset(
 
 
 class ModelSplitter:
-    """The layers of one model, and the split plans for the forms of call that were met so far."""
+    """The layers of one model, and the split plans for all forms of call that have occurred so far."""
 
     def __init__(self, model: nn.Module, kernels: FusedKernels | None = None) -> None:
-        """kernels: GPU kernels in the model, which are disabled while the model runs on the host."""
+        """Create the layers, without any plan yet.
+
+        kernels: GPU kernels in the model, which are disabled while the model runs on the host.
+        """
         if not block_paths(model):
             raise ModelSplitError("it has no repeated list of modules")
         self._model = model
         self._kernels = kernels
         self._arrangement = LayerArrangement(model, self)
-        self._arrangement.build()  # the model has layers, and so parameters, before its first plan
-        self._places: dict[Hashable, int] = {}  # by signature: the position of its plan in the arrangement
-        # By signature of Detail.FORMS: the detail needed where calls with this signature follow different plans.
+        self._arrangement.build()  # the layers, and with them the parameters, must exist before the first plan
+        self._places: dict[Hashable, int] = {}  # by signature: the position of the plan in `LayerArrangement.placed`
+        # By signature with Detail.FORMS: the detail that signatures need, because calls with this signature follow
+        # different plans. Signatures that are not in the dict need no more detail.
         self._details: dict[Hashable, Detail] = {}
 
     @property
@@ -60,7 +64,7 @@ class ModelSplitter:
         return self._arrangement.layers
 
     def knows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether there is a plan for calls of this form in the present grad mode."""
+        """Whether there is a plan for calls of this form in the current grad mode."""
         return self._key(args, kwargs) in self._places
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> PlacedPlan:
@@ -71,16 +75,17 @@ class ModelSplitter:
         return self._arrangement.placed[place]
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Make a plan for calls of this form, in the present grad mode; returns whether the layers changed."""
+        """Make a plan for calls of this form in the current grad mode; returns whether the layers changed."""
         with_grad = torch.is_grad_enabled()
         key = self._key(args, kwargs)
         start = time.perf_counter()
-        # A more detailed signature means that the sizes or values of the inputs matter, so they must not be cut.
+        # If the signature has more detail than usual, the plan depends on the sizes or values of the inputs. The inputs
+        # must not be cut then.
         may_cut_down = key == signature(args, kwargs, self._model.training)
         with self.on_the_host():
             plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
         changed = self._arrangement.add(plan)
-        self.refresh()  # new layers have to follow the model's mode
+        self.refresh()  # new layers must have the model's training mode
         self._places[key] = len(self._arrangement.placed) - 1
         logger.info(
             "%s: made a split plan for calls with %s in %.1f s: %d calls of blocks; its code is replayed at points %s",
@@ -107,18 +112,18 @@ class ModelSplitter:
             self.learn((), kwargs)
             return True
 
-        # The outer trial is needed because `made_up` may raise, too, on an unusual config.
+        # The outer trial is needed because `made_up` itself may raise on an unusual config.
         try:
             return succeeds("made-up inputs fit", learns_any, passing=(ModelSplitError,))
         except ChangesItself as error:
-            # Made-up inputs must not change the model: the user's first call may not cause it.
+            # Made-up inputs must not change the model, because the user's first call may not cause the same change.
             logger.debug("no plan from made-up inputs: %s", error)
             return False
 
     def distrust(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Use a more detailed signature for calls of this form: one of them did not follow its plan.
+        """Use a more detailed signature for calls of this form, because one of them did not follow its plan.
 
-        Returns False if the signature has all details already.
+        Returns False if the signature already has the most detail.
         """
         key = signature(args, kwargs, self._model.training)
         detail = self._details.get(key, Detail.FORMS)
@@ -146,13 +151,13 @@ class ModelSplitter:
 
     @contextlib.contextmanager
     def on_the_host(self) -> Iterator[None]:
-        """Let the model run without kernels that need a GPU."""
+        """Disable kernels that need a GPU while entered, so that the model runs on the host."""
         kernels = contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside()
         with kernels, with_torch_alone(self._model):
             yield
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool) -> SplitPlan:
-        """Return a plan made with small inputs, or, if that fails, with the call's own."""
+        """Return a plan made with small inputs or, if that fails, with the inputs of the call."""
         small = cut_down(kwargs) if may_cut_down and not args else None
         if small is not None:
             try:
@@ -174,7 +179,7 @@ class ModelSplitter:
             return self._verified_plan(args, kwargs, with_grad)
         except ChangesItself:
             raise
-        # The refusal of separate blocks is the one the user can act on, so it is raised if both ways fail.
+        # If both ways fail, raise the error of the first way: the user can act on it.
         except ModelSplitError as refusal:
             try:
                 plan = self._verified_plan(args, kwargs, with_grad, in_one=True)
@@ -201,7 +206,10 @@ class ModelSplitter:
         return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None) -> Hashable:
-        """Return the signature in the detail that calls of this form need. training: by default the model's mode."""
+        """Return the signature of a call with the detail that calls of this form need.
+
+        training: the training mode in the signature; by default that of the model.
+        """
         mode = self._model.training if training is None else training
         key = signature(args, kwargs, mode)
         detail = self._details.get(key)
@@ -211,8 +219,8 @@ class ModelSplitter:
 def cut_down(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the first tokens of the first rows of a call's inputs.
 
-    None if the inputs have no rows of tokens, or are small already. Masks are set to ones and ignored labels to 0, so
-    that tokens count and the loss is defined.
+    Returns None if the inputs have no rows of tokens, or if they are small already. Masks are set to 1 and ignored
+    labels to 0, so that all tokens count and the loss is defined.
     """
     tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.dim()}
     rows = {tensor.shape[0] for tensor in tensors.values()}
@@ -233,7 +241,7 @@ def cut_down(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def made_up(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield made-up inputs that a model may accept, those with labels first. The model may raise on any of them."""
+    """Yield made-up inputs that a model may accept, first those with labels. The model may also reject all of them."""
     parameters = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
     has_rest = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -260,7 +268,7 @@ def made_up(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _token_ids(config: Any) -> torch.Tensor:
-    """Return tokens that have no special meaning in the config (padding, begin of sequence)."""
+    """Return token ids without those that have a special meaning in the config (padding, begin of sequence)."""
     text = getattr(config, "text_config", None) or config
     size = getattr(text, "vocab_size", None)
     size = size if isinstance(size, int) and size > 1 else 100

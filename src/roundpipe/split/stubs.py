@@ -2,7 +2,8 @@
 
 The model's code runs on such a tree as on the model. A stub is an instance of a subclass of the module's class, so
 isinstance and attribute checks give the same answers. A stub forwards its calls to the *director* of the running
-forward pass, a context variable: no module is patched, and threads do not affect each other.
+forward pass. The director is stored in a context variable, so no module is patched and threads do not affect each
+other.
 Knows modules and placeholders: no plans and no devices.
 """
 
@@ -22,8 +23,9 @@ from roundpipe.module_copy import ModulePair, copy_tree
 from roundpipe.split.transformers import is_pretrained
 from roundpipe.split.values import Outline, placeholder
 
-PATH = "stub_path"  # attribute of stubs and of copied modules above stubs: the module's path in the model
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward: the model's code only iterates over them
+# Name of an attribute of stubs and of copied modules. Its value is the path of the module in the model.
+PATH = "stub_path"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # classes without a forward: the model's code uses only their elements
 
 
 class Director(Protocol):
@@ -54,9 +56,9 @@ def directed_by(director: Director) -> Iterator[None]:
 
 
 class Ghosts:
-    """Empty parameters, one per floating-point dtype of a model, that stubs carry.
+    """Ghosts: empty parameters that stubs have in place of the module's, one per floating-point dtype of a model.
 
-    Model code often reads `next(module.parameters()).dtype`; with a ghost it finds the right dtype in a stub.
+    Model code often reads `next(module.parameters()).dtype`. On a stub, this returns the dtype of its ghost.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,18 +75,18 @@ class Ghosts:
 
 
 class Missing(NamedTuple):
-    """A parameter that a module above the stubs has in the model but not in the tree."""
+    """A parameter that a copied module of a stub tree lacks, while its original in the model has it."""
 
-    path: str  # of the module, below the tree's root
-    name: str
+    path: str  # the path of the copied module from the tree's root
+    name: str  # the name of the parameter in the module
     outline: Outline
 
 
 class StubTree(nn.Module):
     """A copy of a model, `root`, that has stubs for blocks and taps and holds only some of the weights.
 
-    Modules above the stubs are shallow copies and run their own code. Their missing parameters are replaced by
-    placeholders of NaN, which `fill_in` makes on the device where the tree runs.
+    Modules that contain stubs are shallow copies and run the code of their originals. Parameters that they lack are
+    replaced by placeholders of NaN, which `fill_in` makes on the device where the tree runs.
     """
 
     def __init__(
@@ -97,14 +99,15 @@ class StubTree(nn.Module):
     ) -> None:
         """Build the tree.
 
-        stubs: paths of blocks and taps. is_real: whether a module is included, behind its stub if it has one.
-        owned: ids of the parameters that the tree holds.
+        stubs: the paths of blocks and taps.
+        is_real: whether the tree includes a module. A module with a stub is included as a submodule of the stub.
+        owned: the ids of the parameters that the tree holds.
         """
         super().__init__()
         self.stubs = stubs
         self.needs = frozenset(name for name, param in model.named_parameters() if id(param) in owned)
         self.present: set[str] = set()  # paths of the stubs whose modules are included
-        # A module that occurs several times has the first of its paths.
+        # If a module occurs several times in the model, `place` has the first of its paths.
         place = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         containing = _above(model, stubs, place)
 
@@ -121,7 +124,8 @@ class StubTree(nn.Module):
             return module if is_real(module) else make_stub(module, path, None, ghosts.of(module))
 
         self.root, pairs = copy_tree(model, stand_in, lambda param: param if id(param) in owned else None)
-        # In __dict__, and not as attributes: the pairs refer to the model's modules, which are no part of the tree.
+        # The pairs refer to the model's modules, which must not become submodules of the tree. So they are stored in
+        # __dict__, where nn.Module does not see them.
         self.__dict__["_pairs"] = pairs
         for pair in pairs:
             pair.copy.__dict__[PATH] = place[id(pair.original)]
@@ -135,7 +139,7 @@ class StubTree(nn.Module):
         ]
 
     def refresh(self) -> None:
-        """Copy attributes that the user changed on the model's modules since the last time.
+        """Copy attributes that the user changed on the model's modules since the last refresh to the tree's modules.
 
         Raises ModelChangedError if the user added, replaced or removed a parameter or submodule.
         """
@@ -148,10 +152,10 @@ class StubTree(nn.Module):
                     "the model before wrapping it, or close() and wrap it again."
                 )
             if pair.sync():
-                _stub_loss(pair)  # the user's loss function was copied over the stub
+                _stub_loss(pair)  # sync may have overwritten the stub with the user's loss function
 
     def fill_in(self, device: torch.device) -> None:
-        """Set placeholders on `device` for the missing parameters; results that depend on one are NaN."""
+        """Set placeholders on `device` for the missing parameters. Results that depend on a placeholder are NaN."""
         for missing in self.missing:
             own = self.root.get_submodule(missing.path).__dict__
             present = own.get(missing.name)
@@ -182,10 +186,10 @@ def refuse_own_forward(module: nn.Module) -> None:
 
 
 class Stub:
-    """The behaviour of a stub: its calls go to the director. Mixed into a subclass of the module's class.
+    """Mixin for a subclass of the module's class: calls of the stub go to the director.
 
-    `_modules["real"]` is the module itself if the tree includes it. Otherwise attributes are read from the original;
-    parameters among them are returned as placeholders, because their values are not on this device.
+    If the tree includes the module, it is `_modules["real"]`, and attributes are read from it. Otherwise attributes are
+    read from the original. Parameters are then returned as placeholders, because their values are not on this device.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +213,8 @@ class Stub:
 def _attribute_of_absent(original: nn.Module, name: str) -> Any:
     value = getattr(original, name)
     director = _director.get(None)
-    if director is None or not isinstance(value, torch.Tensor):  # no forward pass is running, e.g. it is printed
+    # Without a director no forward pass is running; the stub is being printed, for example.
+    if director is None or not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, nn.Parameter):
         return placeholder(Outline.of(value), director.device)
@@ -217,7 +222,7 @@ def _attribute_of_absent(original: nn.Module, name: str) -> Any:
 
 
 def make_stub(original: nn.Module, path: str, real: nn.Module | None, ghost: nn.Parameter | None) -> nn.Module:
-    """Return a stub for `original`. real: the module to run, if the tree includes it. ghost: see Ghosts."""
+    """Return a stub for `original`. real: the module, if the tree includes it, else None. ghost: see `Ghosts`."""
     cls = _stub_class(type(original))  # type: ignore[arg-type]
     stub: nn.Module = cls.__new__(cls)
     own = stub.__dict__
@@ -232,7 +237,7 @@ def make_stub(original: nn.Module, path: str, real: nn.Module | None, ghost: nn.
 
 @functools.cache
 def _stub_class(cls: type[nn.Module]) -> type[nn.Module]:
-    # The stub's class has the same name: some model code compares names of classes.
+    # The stub's class has the name of the module's class, because some model code compares names of classes.
     return type(cls.__name__, (Stub, cls), {"__module__": cls.__module__})
 
 
@@ -249,7 +254,7 @@ class _Reference:
 
 
 def unstubbed(value: Any) -> Any:
-    """Return the module behind a stub if the tree includes it; other values unchanged."""
+    """Return the module that a stub replaces, if the tree includes this module. All other values are returned as is."""
     if isinstance(value, Stub):
         real: Any = value.__dict__["_modules"].get("real")
         return value if real is None else real
@@ -269,5 +274,6 @@ class _LossStub:
         self._original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Looked up at the call: the property raises for models without a loss, and the user may set another one.
+        # `loss_function` is read at the call and not earlier: the property raises for models without a loss, and the
+        # user may replace the function at any time.
         return _director.get().loss(self._original.loss_function, args, kwargs)

@@ -1,9 +1,9 @@
 """Tiling: runs tokenwise modules on one part of the sequence at a time, so that long sequences fit into memory.
 
 A tokenwise module computes each token from that token alone, for example a norm or a feed-forward part. Such modules
-save activations of several times the size of their input for backward. Here each tile is checkpointed: backward
-recomputes one tile at a time. This costs time, so only long microbatches are tiled.
-A search finds the tokenwise modules by running them on parts of their input.
+save activations of several times the size of their input for backward. A part of the sequence is called a tile. Each
+tile is checkpointed: backward recomputes one tile at a time. This costs time, so only long microbatches are tiled.
+`TokenwiseSearch` finds the tokenwise modules by running them on parts of their input.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from roundpipe.split.determinism import ChoicesSeen, other_forwards, succeeds
 
 LONG_TOKENS = 32 * 1024  # microbatches with more tokens are tiled
-TILE_TOKENS = 8 * 1024
-# Largest difference relative to the largest output: kernels may sum in another order for another number of tokens.
+TILE_TOKENS = 8 * 1024  # number of tokens in one tile, summed over the batch
+# Accepted difference relative to the largest output, by dtype: kernels may sum in another order for another number of
+# tokens.
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-_Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]  # a module, its arguments and what it returned
+_Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]  # a module, its args and kwargs, its output
 
 
 class TokenwiseSearch:
@@ -40,7 +41,7 @@ class TokenwiseSearch:
             for path, inner in module.named_modules()
             if not type(inner).__module__.startswith(
                 "torch.nn"
-            )  # single operations save little, tiling them gains nothing
+            )  # modules of torch.nn are single operations, which save little for backward
         ]
         self._seen = {}
         try:
@@ -84,7 +85,7 @@ def _is_tokenwise(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     half = given.shape[1] // 2
     with torch.no_grad(), ChoicesSeen() as top_k:
         parts = [module(part.contiguous()) for part in (given[:, :half], given[:, half:])]
-    # A module that calls top-k must run whole: KeptRoutes saves its choices for the recomputation of the whole block.
+    # A module that calls top-k must run on the whole sequence: `KeptRoutes` saves the choices of a whole block.
     if top_k.seen or not all(isinstance(part, torch.Tensor) and part.dim() == output.dim() for part in parts):
         return False
     if sum(part.shape[1] for part in parts) != output.shape[1] or parts[0].shape[2:] != output.shape[2:]:
@@ -106,9 +107,9 @@ def is_long(values: Iterable[Any]) -> bool:
 
 @contextlib.contextmanager
 def tiled(module: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-    """Run the submodules at `paths` tile by tile.
+    """While entered, the submodules at `paths` run tile by tile.
 
-    Replaces their forwards, so no other thread may use `module` meanwhile.
+    Replaces the forwards of these submodules, so no other thread may use `module` meanwhile.
     """
     with other_forwards((module.get_submodule(path), _TiledForward) for path in paths):
         yield
@@ -124,7 +125,7 @@ class _TiledForward:
         length = max(TILE_TOKENS // given.shape[0], 1)
         tiles = [tile.contiguous() for tile in given.split(length, dim=1)]
         if torch.is_grad_enabled():
-            # No RNG state is needed: the search runs with dropout on, so a module that draws is not tokenwise.
+            # No RNG state is saved: the search runs with dropout on, so no tokenwise module draws random numbers.
             parts = [checkpoint(self._forward, t, use_reentrant=False, preserve_rng_state=False) for t in tiles]
         else:
             parts = [self._forward(tile) for tile in tiles]

@@ -1,12 +1,12 @@
 """Everything that is special to models of the transformers library: captured outputs, caches, kernels, options.
 
-transformers is never imported here: if it is not loaded, the model is not one of its models.
+transformers is never imported here: as long as the library is not loaded, no model can be one of its models.
 
 [Note: captured outputs]
 The caller of a transformers model may ask for router logits, hidden states or attentions. Hooks on submodules then add
-them to a collector, a dict of lists in a context variable. A block that runs outside of the model's forward has no
-collector. Therefore `call_capturing` sets a private one around the block, and the replay of the model's code adds the
-captured outputs to the collector of its forward.
+these outputs to a collector, a dict of lists in a context variable. A block that runs outside of the model's forward
+has no collector. Therefore `call_capturing` sets a private collector while the block runs. When the model's code is
+replayed, the replay adds the captured outputs to the collector of the replayed forward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _collector_variable() -> Any:
 
 
 def active_collector() -> Captured | None:
-    """Return the collector of the running forward; None if there is none or it collects nothing."""
+    """Return the collector of the running forward; None if no outputs are being collected."""
     variable = _collector_variable()
     collector = None if variable is None else variable.get()
     if collector and "_hidden_states_layers" in collector:
@@ -50,9 +50,10 @@ def active_collector() -> Captured | None:
 
 
 def wanted_captures(collector: Captured | None) -> dict[str, int]:
-    """Return the kinds of output that a block must capture, each with 0 for the first block and 1 for later ones.
+    """Return the kinds of output that a block must capture, each with 0 or 1.
 
-    The hooks of transformers treat the first captured output of a forward differently.
+    0: no output of this kind was captured before in this forward. 1: some were. The number matters because the hooks of
+    transformers treat the first captured output of a forward differently.
     """
     return {kind: min(1, len(found)) for kind, found in (collector or {}).items()}
 
@@ -62,7 +63,7 @@ def call_capturing(call: Any, wanted: Mapping[str, int]) -> tuple[Any, Captured]
     if not wanted:
         return call(), {}
     variable = _collector_variable()
-    # An entry None takes the place of outputs captured by earlier blocks; it is cut off below.
+    # One entry None replaces all outputs that earlier blocks captured. It is removed from the result below.
     collector: Captured = {kind: [None] * earlier for kind, earlier in wanted.items()}
     token = variable.set(collector)
     try:
@@ -73,7 +74,10 @@ def call_capturing(call: Any, wanted: Mapping[str, int]) -> tuple[Any, Captured]
 
 
 def keep_hook_marks(pairs: Sequence[ModulePair]) -> None:
-    """Mark the originals if a run of their copies installed capturing hooks: copies share hooks, so once is enough."""
+    """Copy the mark that capturing hooks are installed from copied modules to their originals.
+
+    Copies and originals share their hooks, so the hooks must not be installed a second time.
+    """
     mark = "_output_capturing_hooks_installed"
     for pair in pairs:
         if pair.copy.__dict__.get(mark):
@@ -91,14 +95,14 @@ def caches_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def own_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with copies of caches: other blocks and replays must not see what this block writes."""
+    """Return the arguments with a copy of each cache, so that other blocks and replays do not see a block's writes."""
     if not caches_in(args, kwargs):
         return args, kwargs
     return tuple(map(copied_cache, args)), {name: copied_cache(value) for name, value in kwargs.items()}
 
 
 def copied_cache(value: Any) -> Any:
-    """Return a copy of a cache in host memory; other values unchanged."""
+    """Return a copy in host memory if `value` is a cache. All other values are returned as is."""
     if not is_cache(value):
         return value
     try:
@@ -124,14 +128,17 @@ def move_cache(cache: Any, device: torch.device) -> None:
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.device != device:
                 holder[name] = value.to(device)
-            elif isinstance(value, torch.device):  # where the cache will allocate
+            elif isinstance(value, torch.device):  # the device on which the cache will allocate its tensors
                 holder[name] = device
             elif is_cache(value):
                 move_cache(value, device)
 
 
 def _holders(cache: Any) -> list[dict[Any, Any]]:
-    """Return all dicts that hold a cache's tensors: attributes of the cache and its layers, and dicts among them."""
+    """Return all dicts that may hold tensors of a cache.
+
+    These are the `__dict__`s of the cache and of its layers, and all dicts among their attributes.
+    """
     attributes = [vars(part) for part in (cache, *getattr(cache, "layers", ()))]
     return [*attributes, *(value for own in attributes for value in own.values() if isinstance(value, dict))]
 
@@ -148,10 +155,10 @@ def has_pretrained(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def with_torch_alone(model: nn.Module) -> Iterator[None]:
-    """Let a transformers model compute attention and experts with plain torch, so that it runs on the host.
+    """While entered, a transformers model computes attention and experts with plain torch, so it can run on the host.
 
-    Changes configs, so the model must not run elsewhere meanwhile. A plan made so holds for GPU kernels, too: outside
-    of blocks the implementation of attention only affects masks, which depend on the inputs alone.
+    Changes the model's configs, so no other thread may run the model meanwhile. A plan made this way is also valid with
+    GPU kernels: outside of blocks the implementation of attention affects only masks, which depend on the inputs alone.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []  # config attributes, name and value to restore
     for module in model.modules():
@@ -176,7 +183,8 @@ def with_torch_alone(model: nn.Module) -> Iterator[None]:
 def fill_from_meta(model: nn.Module) -> None:
     """Allocate and initialise a transformers model that is on the meta device.
 
-    Raises ConfigError if only some of its tensors are there, or if the model is of another library.
+    Does nothing if no tensor is on the meta device. Raises ConfigError if only some tensors are on the meta device, or
+    if the model is not a transformers model.
     """
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     empty = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
@@ -208,25 +216,25 @@ def stop_checkpointing(model: nn.Module) -> None:
 class FusedKernels:
     """Fused GPU kernels of the package liger-kernel in a transformers model.
 
-    The package patches modules of the model and functions of the model's Python module. The kernels run on GPUs only,
-    so the patches are removed while the model runs on the host.
+    The package patches modules of the model and functions in the Python modules that define the model. The kernels run
+    on GPUs only, so the patches are removed while the model runs on the host.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Patch rotary embeddings, norms and gated feed-forward parts. The loss stays, see split/head_loss.py."""
+        """Patch rotary embeddings, norms and gated feed-forward parts, but not the loss: see split/head_loss.py."""
         try:
             apply = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
         except ImportError as error:
             raise ConfigError(
                 "liger_kernels=True needs the package liger-kernel: pip install liger-kernel, or leave the option out."
             ) from error
-        # liger-kernel cannot undo its patches, so compare all places it may write to before and after.
+        # liger-kernel cannot undo its patches. To find them, compare all dicts that it may change, before and after.
         holders = [sys.modules[name].__dict__ for name in {type(m).__module__ for m in model.modules()}]
         holders += [module.__dict__ for module in model.modules()]
         before = [dict(holder) for holder in holders]
         inner = next((module for module in model.modules() if is_pretrained(module)), model)
         apply(model=inner, fused_linear_cross_entropy=False, cross_entropy=False)
-        # (dict, name, value before, value after)
+        # Each patch is (changed dict, key, value before, value after).
         self._patches = [
             (holder, name, old.get(name, _MISSING), value)
             for holder, old in zip(holders, before, strict=True)
@@ -240,7 +248,7 @@ class FusedKernels:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Undo the patches inside the block. The model must not run elsewhere meanwhile."""
+        """Undo the patches while entered. No other thread may run the model meanwhile."""
         self.remove()
         try:
             yield

@@ -1,6 +1,7 @@
-"""Nested values that modules pass to each other: walking, comparing, and templates whose tensors are stored apart.
+"""Walks and compares nested values that modules pass to each other, and makes templates of them.
 
-Values are nests of tuples, lists, dicts and other pytree containers; their leaves are tensors and everything else.
+Values are nests of tuples, lists, dicts and other pytree containers. Tensors and all other objects are leaves. A
+template is a value whose tensors are stored separately, under keys.
 The common containers are walked by code in this file, because values are walked for every layer and microbatch and
 torch's pytree is several times slower. All other containers are walked by torch's pytree.
 """
@@ -26,7 +27,7 @@ _MAPPINGS = (dict, UserDict)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Takes the place of a tensor in a template; the tensor is stored under `key`."""
+    """Replaces a tensor in a template. The tensor itself is stored elsewhere, under `key`."""
 
     key: Key
 
@@ -44,10 +45,10 @@ class Outline:
 
 
 def placeholder(outline: Outline, device: torch.device) -> torch.Tensor:
-    """Return a tensor for values that the code does not use: NaN, or 0 for integers.
+    """Return a tensor that replaces one whose values are not used. All its elements are NaN, or 0 for integers.
 
-    NaN makes a wrong assumption visible in the results. The tensor is one number expanded to the shape, so it takes no
-    memory.
+    If the values are used nevertheless, NaN shows in the results. The tensor is one number expanded to the shape, so it
+    takes no memory.
     """
     unused = math.nan if outline.dtype.is_floating_point or outline.dtype.is_complex else 0
     return torch.full((), unused, dtype=outline.dtype, device=device).expand(outline.shape)
@@ -64,7 +65,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
         return [map_leaves(change, item) for item in value]
     if kind is dict:
         return {name: map_leaves(change, item) for name, item in value.items()}
-    if isinstance(value, UserDict):  # pytree takes it for a leaf
+    if isinstance(value, UserDict):  # pytree treats a UserDict as a leaf
         changed = copy.copy(value)
         changed.data = map_leaves(change, value.data)
         return changed
@@ -72,8 +73,9 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def filled_in(template: Any, tensors: Mapping[Key, torch.Tensor]) -> Any:
-    """Return the template's value: `tensors` in place of each Held."""
-    # Not map_leaves: this runs for every layer and microbatch, and one call per leaf is most of its time.
+    """Return the value of a template: each Held is replaced by the tensor with its key in `tensors`."""
+    # Does not use map_leaves for common types: this function runs for every layer and microbatch, and a function call
+    # for each leaf would take most of its time.
     kind = type(template)
     if kind is Held:
         return tensors[template.key]
@@ -116,7 +118,7 @@ def structure_of(value: Any) -> Any:
 def equal(left: Any, right: Any) -> bool:
     """Whether two leaves are equal. Tensors are compared bit by bit, except that NaN equals NaN.
 
-    Objects of unknown classes are equal if their types are: most of them define no comparison.
+    Two objects of an unknown class are equal if they have the same type: most such classes define no comparison.
     """
     if left is right:
         return True
@@ -140,11 +142,11 @@ def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether a leaf is immutable and refers to no tensor: a number, a string, a dtype."""
+    """Whether a leaf is immutable and refers to no tensor, for example a number, a string or a dtype."""
     return isinstance(leaf, _PLAIN)
 
 
-# Dicts and lists among the arguments of a module, which the module may change.
+# Dicts and lists among the arguments of a module. The module may change them.
 
 
 def may_hold_containers(value: Any) -> bool:
@@ -154,7 +156,7 @@ def may_hold_containers(value: Any) -> bool:
 
 
 def containers_in(value: Any) -> list[Any]:
-    """Return every dict and list in a value that a module could change, outermost first."""
+    """Return all dicts and lists in a value, which a module could change, outermost first."""
     found: list[Any] = []
 
     def walk(part: Any) -> None:
@@ -177,7 +179,7 @@ def content_of(container: Any) -> Any:
 
 
 def is_changed(container: Any, before: Any) -> bool:
-    """Whether a container's items are other objects than in `before`, a result of `content_of`."""
+    """Whether a container's items changed. before: the result of an earlier `content_of`."""
     if len(container) != len(before):
         return True
     if isinstance(container, _MAPPINGS):
@@ -187,7 +189,7 @@ def is_changed(container: Any, before: Any) -> bool:
 
 
 def fill(container: Any, content: Any) -> None:
-    """Replace the items of a container by `content`, a result of `content_of`."""
+    """Replace the items of a container by `content`, which `content_of` returned."""
     if isinstance(container, _MAPPINGS):
         container.clear()
         container.update(content)

@@ -1,6 +1,6 @@
-"""Verification of a split plan: its layers must give the model's outputs and gradients, also when recomputed.
+"""Verification of a split plan: its layers must give the model's outputs and gradients, with and without recomputation.
 
-The inputs are those of the calibration. The last check recomputes with dropout on: it is the only one that finds a
+The inputs are those of the calibration. The last check recomputes the layers with dropout on. Only this check finds a
 model whose forward draws other random numbers, or rounds differently, when it is repeated.
 Runs on copies that share the weights. To save memory, only fingerprints of gradients are kept. To save time, gradients
 of large weights in blocks are not computed: a block runs unchanged, so only its inputs can be wrong, and wrong inputs
@@ -28,14 +28,15 @@ from roundpipe.split.plan import KeepLogits, SplitPlan
 from roundpipe.split.tiling import TokenwiseSearch
 from roundpipe.split.values import equal, leaves_of, tensors_of
 
-# Relative differences that are accepted, by dtype: sums may be made in another order, for example of the gradients of a
-# parameter that several layers use.
+# Accepted relative differences, by dtype. The layers may add numbers in another order than the model, for example the
+# gradients of a parameter that several layers use.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-# The same relative to the largest gradient of the model: a gradient may consist of rounding errors alone.
+# Accepted differences of gradients relative to the largest gradient of the model, by dtype: a small gradient may
+# consist of rounding errors only.
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 _LARGE = 2**16  # elements; gradients of larger weights in blocks are not computed
-_NUM_CHUNKS, _NUM_SAMPLES = 64, 1024  # of a gradient in its fingerprint
-_PART = 2**24  # elements of a matrix that FloatProducts converts to float32 at a time
+_NUM_CHUNKS, _NUM_SAMPLES = 64, 1024  # numbers of chunk means and of samples in the fingerprint of a gradient
+_PART = 2**24  # number of elements of a matrix that FloatProducts converts to float32 at a time
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -44,14 +45,14 @@ def verify(
 ) -> tuple[dict[str, tuple[str, ...]], bool]:
     """Raise ModelSplitError if the layers of the plan do not compute what the model computes.
 
-    Returns, by path of a block or tap, the paths of its tokenwise modules; and whether the head can be fused with the
-    loss.
+    Returns two values: a dict from the path of a block or tap to the paths of its tokenwise modules, and whether the
+    head can be fused with the loss.
     """
     with torch.random.fork_rng(devices=()), own_generators(), torch.set_grad_enabled(with_grad):
         layers, copy, placed = _layers(model, plan)
         _freeze_large_weights(copy, plan.blocks)
         gradients = _Gradients(copy)
-        # Without dropout the plain model and the layers compute the same: compare outputs and gradients.
+        # Without dropout the plain model and the layers must compute the same outputs and gradients.
         with WithoutDropout() as mode:
             with _drawing_as_layers_do(copy, placed):
                 expected = copy(*fresh(args), **fresh(kwargs))
@@ -64,7 +65,8 @@ def verify(
             )
             in_plain, in_chain = gradients.of(expected), gradients.of(got)
             _compare_gradients(in_plain, in_chain, gradients.dtypes, "split into layers")
-        # With dropout the model draws other numbers than the layers, so compare the layers with their recomputation.
+        # With dropout the plain model draws other random numbers than the layers. So the layers are compared only with
+        # their own recomputation.
         if with_grad:
             if mode.was_needed:
                 got, _ = _chained(layers, fresh(args), fresh(kwargs))
@@ -74,7 +76,10 @@ def verify(
 
 
 def _freeze_large_weights(copy: nn.Module, blocks: frozenset[str]) -> None:
-    """Stop gradients of large weights in blocks. The smallest weight of a block, and weights used elsewhere, stay."""
+    """Turn off requires_grad of large weights in blocks.
+
+    The smallest weight of each block, and weights that are also used outside of blocks, keep their requires_grad.
+    """
     outside = {
         id(param)
         for path, module in copy.named_modules()
@@ -89,7 +94,7 @@ def _freeze_large_weights(copy: nn.Module, blocks: frozenset[str]) -> None:
 
 
 def _fused_loss_is_same(epilogue: nn.Module, travelling: Any, expected: Any) -> bool:
-    """Whether the last layer gives the same loss when the head is fused with it. travelling: the layer's input."""
+    """Whether the last layer gives the same loss when head and loss are fused. travelling: the last layer's input."""
     state, ledger = travelling
     with torch.no_grad():
         got = epilogue((state, dataclasses.replace(ledger, keeps_logits=KeepLogits.NEVER))).loss
@@ -101,8 +106,8 @@ def _find_tokenwise(
 ) -> dict[str, tuple[str, ...]]:
     """Return, by path of a block or tap, the paths of its tokenwise modules.
 
-    Examines each tap, and one block of each structure. Dropout is on, so a module that draws random numbers gives other
-    results in the test and is not tokenwise.
+    Tests each tap, and one block of each structure. Dropout is on, so a module that draws random numbers gives other
+    results when it is tested and does not count as tokenwise.
     """
     by_path = dict(copy.named_modules())
     found: dict[str, tuple[str, ...]] = {}
@@ -125,13 +130,16 @@ def _find_tokenwise(
 
 
 def _structure_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return paths and classes of all modules inside. Modules of one class may have different structures."""
+    """Return the paths and classes of all modules inside a module. They may differ for two modules of one class."""
     return tuple((path, type(inner)) for path, inner in module.named_modules())
 
 
 @contextlib.contextmanager
 def _drawing_as_layers_do(copy: nn.Module, placed: PlacedPlan) -> Iterator[None]:
-    """Seed the generator at each call of a block, so that blocks draw the same numbers as in `_chained` layers."""
+    """Seed torch's generator before and after each call of a block of `copy` while entered.
+
+    The model's code then draws the same random numbers as the layers do in `_chained`.
+    """
     layer_ids = iter(sorted(placed.calls))
 
     def seeded(forward: Forward) -> Forward:
@@ -151,7 +159,10 @@ def _drawing_as_layers_do(copy: nn.Module, placed: PlacedPlan) -> Iterator[None]
 
 @contextlib.contextmanager
 def _shared_buffers_stay(layers: Sequence[nn.Module], copy: nn.Module) -> Iterator[None]:
-    """Raise ModelSplitError if code inside writes to a buffer of several layers: such writes would have no order."""
+    """Raise ModelSplitError if the `with` block writes to a buffer that several layers share.
+
+    The layers would write to such a buffer in an undefined order.
+    """
     num_layers_of = Counter(id(buffer) for layer in layers for buffer in set(layer.buffers()))
     shared = [(name, buffer) for name, buffer in copy.named_buffers() if num_layers_of[id(buffer)] > 1]
     versions = [buffer._version for _, buffer in shared]
@@ -166,7 +177,7 @@ def _seed(layer_id: int) -> None:
 
 
 def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.Module, PlacedPlan]:
-    """Return the layers of the plan on a copy of the model, the copy, and the places of the plan."""
+    """Copy the model and split the copy as the plan says; returns the layers, the copy, and the placed plan."""
     copy, _ = private_copy(model)
     book = _OnePlan()
     arrangement = LayerArrangement(copy, book)
@@ -185,7 +196,7 @@ class _OnePlan:
 
 
 def _compare(expected: Any, got: Any) -> None:
-    """Raise ModelSplitError if the outputs of the layers are not those of the model."""
+    """Raise ModelSplitError if `got`, the outputs of the layers, differ from `expected`, the outputs of the model."""
     left, right = leaves_of(expected), leaves_of(got)
     if type(expected) is not type(got) or len(left) != len(right):
         raise ModelSplitError(
@@ -205,7 +216,7 @@ def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _chained(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Run all layers in one graph, each with its own seed; returns the output and the input of the last layer."""
+    """Run all layers in one autograd graph, layer i with seed i; returns the last layer's output and its input."""
     value: Any = None
     given: Any = None
     for i, layer in enumerate(layers):
@@ -222,9 +233,12 @@ def _compare_recomputed(
     args: Any,
     kwargs: Any,
 ) -> None:
-    """Raise ModelSplitError if recomputing layer by layer changes the loss or the gradients `in_one` graph."""
+    """Raise ModelSplitError if recomputing layer by layer changes the loss or the gradients.
+
+    in_one: fingerprints of the gradients when all layers run in one autograd graph. loss: the loss in this graph.
+    """
     if loss.requires_grad:
-        # The hooks of `gradients` collect the gradients of its backward passes; `take` returns them.
+        # The hooks of `gradients` collect fingerprints while `_recomputed` runs backward; `take` returns them.
         again = _recomputed(layers, fresh(args), fresh(kwargs))
         if not equal(loss, again) and not _is_near(loss, again):
             raise ModelSplitError(
@@ -237,7 +251,7 @@ def _compare_recomputed(
 def _compare_gradients(
     expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], how: str
 ) -> None:
-    """Raise ModelSplitError if fingerprints of gradients differ. how: how the second ones were computed."""
+    """Raise ModelSplitError if the fingerprints of gradients differ. how: says how `got` was computed, for messages."""
     if expected.keys() != got.keys():
         name = min(expected.keys() ^ got.keys())
         raise ModelSplitError(f"{how}, {name} has {'no' if name in expected else 'a'} gradient")
@@ -250,7 +264,7 @@ def _compare_gradients(
 
 
 class _Gradients:
-    """Collects fingerprints of gradients (means of chunks, and samples) and frees the gradients."""
+    """Replaces each gradient of a model by a small fingerprint (means of chunks, and samples), to save memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found: dict[str, torch.Tensor] = {}
@@ -260,7 +274,7 @@ class _Gradients:
                 param.register_post_accumulate_grad_hook(functools.partial(self._note, name))
 
     def of(self, outputs: Any) -> dict[str, torch.Tensor]:
-        """Run backward from the outputs of a forward pass; returns the fingerprints by name of the parameter."""
+        """Run backward from the outputs of a forward pass; returns the fingerprints by parameter name."""
         loss = _loss_of(outputs)
         if loss.requires_grad:
             with FloatProducts():
@@ -273,7 +287,7 @@ class _Gradients:
         return found
 
     def _note(self, name: str, param: torch.Tensor) -> None:
-        """The hook of a parameter, which runs when its gradient is complete."""
+        """Add the fingerprint of a parameter's gradient. Runs as a hook when the gradient is complete."""
         assert param.grad is not None
         gradient, param.grad = param.grad.detach(), None
         gradient = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
@@ -284,8 +298,8 @@ class _Gradients:
 
 
 def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Tensor:
-    """Run forward keeping only each layer's input, then backward, running each layer again; returns the loss."""
-    # Each layer gets the same seed in both passes, as a layer's recomputation does.
+    """Run forward, keeping only the input of each layer, then backward with recomputed layers; returns the loss."""
+    # Each layer gets the same seed in its forward pass and in its recomputation, as in training.
     inputs: list[Any] = [(args, kwargs)]
     for i, layer in enumerate(layers[:-1]):
         _seed(i)
@@ -306,9 +320,10 @@ def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Te
         if roots:
             with FloatProducts():
                 torch.autograd.backward(roots, of_roots)
-        # The gradients of this layer's input are those of the output of the layer before it, by position.
+        # The gradients of this layer's input are the gradients of the previous layer's output. The keys of `gradients`
+        # are positions of tensors in the state. The state may hold one tensor several times.
         leaves = tensors_of(list(given[0].values())) if i else []
-        first = {id(leaf): j for j, leaf in reversed(list(enumerate(leaves)))}  # a tensor may have several keys
+        first = {id(leaf): j for j, leaf in reversed(list(enumerate(leaves)))}
         found_gradients = {j: leaves[j].grad for j in first.values()}
         gradients = {j: gradient for j, gradient in found_gradients.items() if gradient is not None}
     return loss.detach()
@@ -324,7 +339,7 @@ def _cut_off(value: Any) -> Any:
 
 
 def _loss_of(value: Any) -> torch.Tensor:
-    """Return the model's loss; if it has none, a scalar that depends on all of its outputs."""
+    """Return the loss in a model's output. If there is none, return a scalar that depends on all outputs."""
     loss = getattr(value, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return loss.sum()
