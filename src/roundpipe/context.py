@@ -114,7 +114,7 @@ def announce_step(iteration: Iteration) -> None:
 
 
 class OptimizerCtx:
-    """While entered, `parameters()` and `named_parameters()` of a RoundPipe return the optimizer's copies."""
+    """While entered, `parameters()` and `named_parameters()` of a RoundPipe return the masters."""
 
     def __enter__(self) -> OptimizerCtx:
         self._token = _optimizer_side.set(True)

@@ -38,7 +38,7 @@ class AutoRoundPipe(ModelProxy):
     RoundPipes that the model contains. These must not have been called before.
 
     model: a module, with or without RoundPipes among its submodules.
-    optim_dtype: dtype of the optimizer's copies of parameters outside of the RoundPipes; default each parameter's own.
+    optim_dtype: dtype of the masters of parameters outside of the RoundPipes; default each parameter's own.
     name: shown in logs and errors; default the file and line of this call.
     model_run_config: kept as an attribute; each RoundPipe inside has its own.
     devices: the pool; default that of the RoundPipes inside, else every GPU, else one virtual CPU device.

@@ -181,7 +181,7 @@ class ModelEngine:
         for store in group.stores:
             store.wait_until_landed(stepper.generation)
         group.recovery.raise_failures("gradients were dropped")
-        stepper.wait_until_idle()  # a running step still reads the gradients of the optimizer's copies
+        stepper.wait_until_idle()  # a running step still reads the gradients of the masters
         group.recovery.drop_gradients(stepper.generation)
         for store in group.stores:
             for copy in store.masters.existing():
@@ -203,7 +203,7 @@ class ModelEngine:
                 group.check_training()
             return group.recovery.undoing_buffers(group.stores, lambda: group.lock.run_user_code(forward))
 
-    # Weights, gradients, optimizer's copies and measurements.
+    # Weights, gradients, masters and measurements.
 
     @_call(of_group=True)
     def wait_for_visible_weights(self) -> None:
@@ -211,7 +211,7 @@ class ModelEngine:
         self.group.stepper.show_visible()
 
     def show_gradients_without_copies(self) -> None:
-        """Write the gathered gradients to `.grad` of the parameters, if the optimizer's copies do not exist.
+        """Write the gathered gradients to `.grad` of the parameters, if the masters do not exist.
 
         Without copies, code that clips gradients reads `.grad` of the parameters.
         """
@@ -227,7 +227,7 @@ class ModelEngine:
 
     @restoring_grad_mode
     def named_masters(self, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
-        """The optimizer's copies of the named parameters that require grad. Makes copies that do not exist yet."""
+        """The masters of the named parameters that require grad. Makes copies that do not exist yet."""
         group = self.group
         if group.is_inherited:
             group.raise_inherited(self.name)

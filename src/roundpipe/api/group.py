@@ -64,7 +64,7 @@ class OpenStep(Protocol):
         """Prepare for a call of a model: end views of gradients. Raises inside `optimizer.step()`."""
 
     def gradients_wanted(self) -> None:
-        """Make gathered gradients visible in the optimizer's copies. Called when one is accessed outside a step."""
+        """Make gathered gradients visible in the masters. Called when one is accessed outside a step."""
 
     def close(self) -> None:
         """End an open step, because the models are being closed."""
@@ -106,7 +106,7 @@ class _InnerCall(AbstractContextManager[bool]):
 
 
 class Group:
-    """Decides whether a call may begin, and keeps what the calls of all members have in common."""
+    """The models that are stepped together. Decides whether a call may begin, and keeps the state that they share."""
 
     def __init__(self, name: str, member: Member, open_loop: Callable[[Group], OpenStep]) -> None:
         """`name`: of the model that leads the group. `open_loop`: makes the group's PlainLoop."""

@@ -98,10 +98,11 @@ def weighed(
     loss_fn: Callable[[Any, Any], Any] | None,
     wait_until_quiet: Callable[[], None],
 ) -> MicrobatchInputs:
-    """The microbatches of a call with the shares of their losses.
+    """Return the microbatches of a call, each with its share: the factor of its loss in the loss of the batch.
 
     own_loss: describes the loss that a model of transformers computes itself. loss_fn: None in a call of forward().
-    wait_until_quiet: waits until no call and no step runs; called before the model has to run on the host.
+    wait_until_quiet: waits until no call and no step runs. Called only if the shares are found by running the model on
+        the host.
     """
     has_loss_fn = loss_fn is not None and loss_fn is not outputs_alone
     covers_own = config.whole_batch_loss is True or (config.whole_batch_loss is None and not has_loss_fn)

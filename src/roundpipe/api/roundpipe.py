@@ -124,23 +124,23 @@ class ModelProxy(nn.Module):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # Parameters and the optimizer's copies of them.
+    # Parameters and the masters of them.
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """The optimizer's copies of the parameters that require grad."""
+        """The masters of the parameters that require grad."""
         for _, param in self.optim_named_parameters():
             yield param
 
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The names of `named_parameters()` with the optimizer's copies of the parameters that require grad."""
+        """The names of `named_parameters()` with the masters of the parameters that require grad."""
         return self._engine.named_masters(list(self._own_named_parameters(prefix, True, remove_duplicate)))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters; the optimizer's copies inside `OptimizerCtx` and step_fn."""
+        """The model's parameters; the masters inside `OptimizerCtx` and step_fn."""
         own = self._own_named_parameters(prefix, recurse, remove_duplicate)
         if on_optimizer_side():
             return self._engine.named_masters(list(own))
@@ -164,7 +164,7 @@ class ModelProxy(nn.Module):
         return self._target().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict into the wrapped model and the optimizer's copies. If it raises, no value has changed."""
+        """Load a state dict into the wrapped model and the masters. If it raises, no value has changed."""
         if assign:
             raise UsageError(
                 "load_state_dict(assign=True) would replace parameters that live in RoundPipe's memory; load without "
@@ -263,7 +263,7 @@ class RoundPipe(ModelProxy):
     """Wraps a model so that it trains with its weights in host memory, pipelined over a pool of devices.
 
     model: an nn.Sequential becomes one layer per child, anything else one layer.
-    optim_dtype: dtype of the optimizer's copies; default each parameter's own.
+    optim_dtype: dtype of the masters; default each parameter's own.
     name: shown in logs and errors; default the file and line of this call.
     model_run_config: defaults for every call.
     pin_model: "alloc" moves weights into pinned memory, "register" pins them where they are, "off" leaves them.

@@ -119,7 +119,8 @@ def wrap_model_to_roundpipe(
     if [part.module for part in parts] == [model]:
         config = override_config.get(model, AS_USUAL).over(parts[0].config).over(model_run_config)
         return RoundPipe(model, model_run_config=config, **options)
-    # If no message or option explains why a model of repeated blocks is wrapped part by part, give advice.
+    # A model of repeated blocks trains faster if it is split into layers. If the user did not ask for wrapping part by
+    # part and no other message explains it, advise how to have the model split.
     is_explained = use_sequential_preset is False or bool(split_options.example_inputs) or has_pretrained(model)
     advice = _ADVICE if not is_explained and block_paths(model) else None
     return _wrap_parts(model, parts, override_config, model_run_config, options, advice)

@@ -47,7 +47,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class WrapRules:
-    """The options of the rules: see the top of this module."""
+    """The options that decide which parts of a model are wrapped, and how. The module docstring states the rules."""
 
     lower_threshold: int
     upper_threshold: int

@@ -1,8 +1,8 @@
 """Adam and AdamW with torch's interface. RoundPipe's C kernel updates the parameters it supports, torch the others.
 
-Both optimizers work on a model's optimizer copies and on ordinary tensors. Signatures, state and state dicts are those
+Both optimizers work on a model's masters and on ordinary tensors. Signatures, state and state dicts are those
 of torch. The C kernel updates float32 parameters in host memory whose gradient and moments have the same memory layout:
-optimizer copies layer by layer as their gradients land, ordinary tensors one by one. torch updates all other
+masters layer by layer as their gradients land, ordinary tensors one by one. torch updates all other
 parameters. The kernel repeats, operation by operation, what torch's fused kernel does for whole vectors; the results do
 not depend on the number of elements, the instruction set or the number of threads.
 
@@ -71,7 +71,7 @@ def require_state_memory(optimizer: Optimizer, reserved: Container[int] = (), *,
     """Raise HostMemoryError if the state that this step will allocate does not fit into host memory.
 
     A parameter that was part of an earlier check is not checked again. `reserved`: ids of parameters whose state has
-    memory already. `in_one_pass`: the kernel updates optimizer copies without memory for their full values and
+    memory already. `in_one_pass`: the kernel updates masters without memory for their full values and
     gradients.
     """
     checked = _checked.setdefault(optimizer, set())
@@ -157,7 +157,7 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subcla
 
 
 class _CheckedState:
-    """The tensors in the state of one optimizer copy when they were last checked, and the KernelParameter over them.
+    """The tensors in the state of one master when they were last checked, and the KernelParameter over them.
 
     The user may load, replace or move these tensors. Comparing identities and addresses detects such a change and takes
     less time than checking the state again.
@@ -188,7 +188,7 @@ def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _Check
     """Whether every existing state has all moments, each with the shape, dtype, device and layout of its parameter.
 
     A state loaded from another model may not match; torch's default implementation then raises. `checked` is a cache of
-    the states of optimizer copies that match, by the id of the copy.
+    the states of masters that match, by the id of the copy.
     """
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
@@ -303,11 +303,11 @@ def _is_plain_float(tensor: torch.Tensor) -> bool:
     )
 
 
-# Updates of optimizer copies.
+# Updates of masters.
 
 
 class _OnePass:
-    """One step of an optimizer over its optimizer copies, layer by layer."""
+    """One step of an optimizer over its masters, layer by layer."""
 
     def __init__(
         self,
@@ -403,7 +403,7 @@ def _state_of(
 def step_in_one_pass(
     optimizer: torch.optim.Optimizer, reserve: Reserve | None, checked: dict[int, _CheckedState]
 ) -> frozenset[int]:
-    """Update the optimizer copies that the kernel can update; returns the ids of the updated copies."""
+    """Update the masters that the kernel can update; returns the ids of the updated copies."""
     items: dict[LayerUpdate, list[tuple[OptimizerCopy, _Group]]] = defaultdict(list)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
@@ -440,7 +440,7 @@ class _FusedByDefault(torch.optim.Optimizer):
 
     @_disable_dynamo  # a trace by torch.compile would miss the kernel's updates
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step. Waits for gradients of optimizer copies that have not landed yet."""
+        """Perform one optimization step. Waits for gradients of masters that have not landed yet."""
         require_state_memory(self, self._reserve or (), in_one_pass=True)
         loss = None
         if closure is not None:

@@ -368,7 +368,8 @@ class GradScaler:
             self._deferred = decision if is_async else None
             if not is_async:
                 self._apply(decision)
-                self._window.running = decision.window.running  # steps that another thread issued after the wait
+                # Another thread may have issued steps since this call waited for all steps: the new window keeps them.
+                self._window.running = decision.window.running
 
     def _end_window(self, given_scale: float | None) -> Decision:
         """Return the decision of the current window and start a new window. The caller holds the lock."""

@@ -1,6 +1,6 @@
 """Clipping and unscaling of an optimizer's gradients, without a float32 copy of all gradients at once.
 
-The pending gradient of an optimizer copy, which lies in host memory in low precision, is only read: the factor is added
+The pending gradient of an master, which lies in host memory in low precision, is only read: the factor is added
 to the copy's `factors`, and the optimizer multiplies the gradient by it later. torch changes all other gradients in
 place. Results equal torch's, bit for bit. Knows optimizers and their parameters, never a model, an iteration or a
 scaler.
@@ -20,7 +20,7 @@ from roundpipe.store import OptimizerCopy
 
 
 def pending_copies(params: Iterable[Any]) -> list[OptimizerCopy]:
-    """The optimizer copies among `params` whose gradient is pending: not yet converted to a tensor in `.grad`."""
+    """The masters among `params` whose gradient is pending: not yet converted to a tensor in `.grad`."""
     return [param for param in params if isinstance(param, OptimizerCopy) and param.has_only_low_gradient]
 
 
@@ -49,7 +49,7 @@ def widened(copies: Sequence[OptimizerCopy]) -> Iterator[tuple[OptimizerCopy, Te
 
 @runtime_checkable
 class HasOptimParameters(Protocol):
-    """A model with optimizer copies; the gradients to clip are those of the copies."""
+    """A model with masters; the gradients to clip are those of the copies."""
 
     def optim_parameters(self) -> Iterable[Tensor]: ...
 
@@ -69,7 +69,8 @@ def clip_grad_norm_(
     _check_positive("norm_type", norm_type)
     params = _gradient_owners(model_or_params)
     pending = pending_copies(params)
-    # If only some gradients are pending, torch clips all of them. It reads `.grad`, which converts pending gradients.
+    # A pending gradient is still in the dtype in which it landed. If only some gradients are pending, torch's function
+    # clips all of them: it reads `.grad`, which converts pending gradients to the dtype of the master.
     if pending and len(pending) == len(params) and len({copy.dtype for copy in pending}) == 1:
         norm = _clip_pending(pending, float(max_norm), float(norm_type), error_if_nonfinite)
         if norm is not None:

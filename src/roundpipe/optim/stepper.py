@@ -1,4 +1,4 @@
-"""The optimizer thread: runs step functions on the optimizer copies and publishes the new weights.
+"""The optimizer thread: runs step functions on the masters and publishes the new weights.
 
 One Stepper serves one model, or several that are stepped together. Knows stores, never devices or schedules.
 
@@ -9,7 +9,7 @@ weights of a layer are written when the uploads that read the same memory have r
 read version n - 1, calls after a synchronous step n read version n. So the version depends only on the order of calls
 and steps, never on timing. While version n is written, calls may still have to read version n - 1, so asynchronous
 steps keep both in two buffers (LayerWeights). If the host itself computes with the user's parameters, there is only one
-buffer, and job n + 1 writes version n from the optimizer copies before it calls its step_fn. A step that fails makes a
+buffer, and job n + 1 writes version n from the masters before it calls its step_fn. A step that fails makes a
 void version: a version number with the weights of the version before.
 
 [Note: handed steps]

@@ -115,7 +115,10 @@ class Replica:
             module.__dict__["training"] = training
 
     def unbind(self) -> None:
-        """Release the image, gradients, hooks and buffers, and drop attributes that were not written back."""
+        """Release the image, gradients, hooks and buffers.
+
+        Attributes that forwards have set on the replica and that were not written to the user's modules are dropped.
+        """
         for stand_in, nothing in zip(self.parameters, self._nothing, strict=True):
             stand_in.data = nothing
             stand_in.grad = None

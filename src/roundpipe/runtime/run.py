@@ -125,9 +125,9 @@ class Recall:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The planner's decisions for one schedule.
+    """The planner's decisions for one run: what it measures, its tail and its memory for weights.
 
-    load: key of the cost estimates that the run's measurements improve.
+    load: the key under which the planner keeps the cost estimates that the run's measurements improve.
     is_measured: whether the run measures the times of its layers.
     tail: number of microbatches at the end of a fused stage that run backward layer by layer.
     weight_room_bytes: device memory for weights, the schedule's own buffers included; 0 if memory is unlimited.

@@ -97,7 +97,7 @@ class _Task:
         self._buffers = StageBuffers(run, runner.transfer)
         self._autocast = self._recall.ambient.take_over()
         self._replicas = {i: runner.images.replica(run.store, i) for i in task.layers}
-        self._layers: dict[int, _Layer] = {}  # the layers that are bound now, by id
+        self._layers: dict[int, _Layer] = {}  # layers whose replica is bound now, by layer_id
         self._runs_in_one_graph = False
         self._is_last_microbatch = False
         self._is_timed = self._is_sized = False  # whether the present microbatch is measured

@@ -105,9 +105,10 @@ class SplitPlan:
         return frozenset(tap.path for tap in self.taps if point <= tap.segment < self.end_of(point))
 
     def read_after(self, done: float) -> frozenset[Key]:
-        """Return the keys of the tensors that later points read.
+        """Return the keys of the tensors that are read after `done`.
 
-        done: the element that has just run: k for call k, s - 0.5 for point s, which runs between calls s - 1 and s.
+        done: a position in the order of execution. Call k of a block is at position k. The segment of point s runs
+            between calls s - 1 and s, so it is at position s - 0.5.
         """
         later = bisect.bisect_right(self.points, done)
         return self._read_from[max(later, 1)]

@@ -160,7 +160,7 @@ def with_torch_alone(model: nn.Module) -> Iterator[None]:
     Changes the model's configs, so no other thread may run the model meanwhile. A plan made this way is also valid with
     GPU kernels: outside of blocks the implementation of attention affects only masks, which depend on the inputs alone.
     """
-    before: list[tuple[dict[str, Any], str, Any]] = []  # config attributes, name and value to restore
+    before: list[tuple[dict[str, Any], str, Any]] = []  # (attributes of a config, name of one, its old value)
     for module in model.modules():
         own = vars(module.config) if is_pretrained(module) else {}
         if own.get(_ATTENTION) == "flex_attention":

@@ -1,4 +1,4 @@
-"""All layers in host memory: weights, gradients and optimizer copies, shared by devices and optimizer."""
+"""All layers in host memory: weights, gradients and masters, shared by devices and optimizer."""
 
 from roundpipe.store.adopt import PinMode
 from roundpipe.store.host_memory import Layout, TensorPlace

@@ -6,7 +6,7 @@ objects: only their memory changes. Knows no device beyond the pinner of host me
 
 [Note: training memory] The table of training memory counts memory that is still to be allocated, not weights that are
 in memory already. It needs sizes only, so that a model on the meta device can be checked before it is loaded. The
-optimizer is not known yet, so the table assumes Adam's state: two moments in the dtype of the optimizer copies. The
+optimizer is not known yet, so the table assumes Adam's state: two moments in the dtype of the masters. The
 optimizer checks the memory for its actual state before it allocates any.
 """
 
@@ -216,7 +216,7 @@ def require_training_memory(
 
 
 def _copy_bytes(param: nn.Parameter, dtype: torch.dtype) -> int:
-    """Bytes of a parameter's optimizer copy. A float32 copy shares its high halves with a bfloat16 weight."""
+    """Bytes of a parameter's master. A float32 copy shares its high halves with a bfloat16 weight."""
     shared = param.nbytes if param.dtype is torch.bfloat16 and dtype is torch.float32 else 0
     return param.numel() * dtype.itemsize - shared
 

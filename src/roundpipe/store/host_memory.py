@@ -239,7 +239,7 @@ class HostBuffer:
         self._pinned = bool(num_bytes and pinner and pinner.pin(self.tensor.data_ptr(), num_bytes))
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
-        """A tensor for each place of a layout, see [Note: one storage per tensor]."""
+        """Return one tensor for each entry of `layout`, each with its own storage: [Note: one storage per tensor]."""
         return [place.shaped(self._piece(place.offset_bytes, place.num_bytes)) for place in layout.places]
 
     def _piece(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The optimizer's copy of a parameter (its master), a tensor subclass that users get from `optim_parameters()`.
+"""The master of a parameter (its master), a tensor subclass that users get from `optim_parameters()`.
 
 Two properties save memory. The gradient of a copy stays in host memory in the dtype in which a device computed it;
 reading `.grad` converts the gradient, and inside a step first waits until it has landed. A float32 copy of a bfloat16
@@ -162,7 +162,7 @@ _NEED_NO_VALUES = frozenset(
 
 
 class GradientSource(Protocol):
-    """Provides the gradients of optimizer copies: LayerUpdate inside a step, HostGradients outside.
+    """Provides the gradients of masters: LayerUpdate inside a step, HostGradients outside.
 
     `record` is the ParameterRecord of the copy, which `begin_step` or `begin_view` received together with the source.
     """
@@ -178,7 +178,7 @@ class GradientSource(Protocol):
 
 
 class GradientOwner(Protocol):
-    """The model of an optimizer copy. Outside steps it makes its copies show gradients."""
+    """The model of an master. Outside steps it makes its copies show gradients."""
 
     def gradients_wanted(self) -> None:
         """Call `begin_view` of all copies of the model, so that they show the gradients gathered since the last step.
@@ -194,7 +194,7 @@ class CopyHome(Protocol):
 
 
 class OptimizerCopy(nn.Parameter):
-    """An nn.Parameter with the values of one of the model's parameters, in the optimizer's dtype."""
+    """A master: an nn.Parameter with the values of one of the model's parameters, in the optimizer's dtype."""
 
     # State of the gradient.
     home: Callable[[], CopyHome | None] | None = None  # weak reference: an optimizer must not keep a model alive
@@ -209,8 +209,9 @@ class OptimizerCopy(nn.Parameter):
     lock = process_rlock()  # guards `halves` and the memory; each copy that can be halved has its own lock
     _weight: torch.Tensor | None = None  # the weight last written from the values; None if the copy cannot be halved
     _uses: list[None]  # one entry for each operation that runs on the memory; only if the copy can be halved
-    _was_read = False  # whether values were read in this interval
-    _reads_in_a_row = 0  # number of consecutive intervals before this one in which values were read
+    # An interval lasts from one optimizer step to the next; see [Note: giving memory back].
+    _was_read = False  # whether user code has read the values in this interval
+    _reads_in_a_row = 0  # number of consecutive intervals before this one in which user code has read the values
     _may_be_in_graph = False  # whether autograd may have recorded an operation on the copy in this interval
     _address_is_known = False  # whether data_ptr() was called: native code may use the memory, so it must stay
     _seen_version = 0  # `_version` when `forget_touches` was last called

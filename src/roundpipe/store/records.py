@@ -24,7 +24,7 @@ class WeightBuffer(enum.IntEnum):
     """The two places in host memory where a layer's weights can lie."""
 
     FRONT = 0  # the memory of the user's parameters
-    BACK = 1  # second memory, allocated by the first asynchronous step
+    BACK = 1  # second buffer, allocated by the first asynchronous step
 
     other: WeightBuffer
 
@@ -47,7 +47,7 @@ class ParameterRecord:
     back: torch.Tensor | None = None  # the back memory, so that one version can be read while the next is written
     cuts: tuple[int, ...] = ()  # byte offsets at which a copy of `weights` must be divided, see RegisteredPages
     seen_version: int = 0  # `param._version` when last checked; another value now means that the user wrote to `param`
-    master: OptimizerCopy | None = None  # the optimizer's copy, made when it is first needed
+    master: OptimizerCopy | None = None  # the master, made when it is first needed
     gathered: HostGradient | None = None  # sum of the gradients that no step has taken yet
     exposed: bool = False  # whether `param.grad` is `gathered.tensor`
 
@@ -131,7 +131,7 @@ class LayerRecord:
     buffers: list[BufferRecord]
     image: Layout
     flat: HostBuffer | None = None  # None if the parameters do not lie in one buffer
-    back: HostBuffer | None = None  # None if there is no second memory or it is not in one buffer
+    back: HostBuffer | None = None  # None if there is no second buffer or it is not in one buffer
     observed: dict[Any, Any] = dataclasses.field(default_factory=dict)  # behaviour seen in earlier forward passes
 
     @functools.cached_property

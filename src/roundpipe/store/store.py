@@ -29,10 +29,9 @@ from roundpipe.store.weights import LayerSlot, LayerWeights, Masters
 
 
 class HostGradients:
-    """The sum of gradients of each parameter of one model, kept in `ParameterRecord.gathered`.
+    """The gradient sums of one model's parameters, kept in `ParameterRecord.gathered`.
 
-    Outside steps this object is the GradientSource of the optimizer copies: `.grad` of a copy shows the sum of its
-    parameter.
+    While no step runs, masters take their gradients from this object: `.grad` of a master shows its parameter's sum.
     """
 
     def __init__(self, parameters: Sequence[ParameterRecord]) -> None:
@@ -134,18 +133,18 @@ class HostGradients:
                 if old is not None and new is not old:
                     old.release()
 
-    # Sums shown as `.grad` of optimizer copies outside steps. These methods implement GradientSource.
+    # Sums shown as `.grad` of masters outside steps. These methods implement GradientSource.
 
     def is_usable(self) -> bool:
         """Return True: outside steps any thread may read a sum."""
         return True
 
     def gradient_of(self, record: ParameterRecord) -> torch.Tensor | None:
-        """The sum of one parameter, or None. Need not wait: copies show sums only after all gradients have landed."""
+        """The gradient sum of one parameter, or None. Does not wait: it is asked for only after all landings."""
         return None if record.gathered is None else record.gathered.tensor
 
     def release(self, record: ParameterRecord) -> None:
-        """Drop the sum of one parameter, because `.grad` of its optimizer copy has replaced the sum."""
+        """Drop the sum of one parameter, because `.grad` of its master has replaced the sum."""
         with self._lock:
             _conceal(record)
             _forget(record)
@@ -200,7 +199,7 @@ class LayerStore:
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
         self.masters = Masters(self.layers, optim_dtype, weakref.ref(self))
-        self.gradient_owner: GradientOwner | None = None  # makes optimizer copies show gradients outside steps
+        self.gradient_owner: GradientOwner | None = None  # makes masters show gradients outside steps
         is_pinned = pin_mode is not PinMode.OFF
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
         self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
@@ -342,7 +341,7 @@ class LayerStore:
         return [record for record in self.parameters if record.param._version != record.seen_version]
 
     def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
-        """Copy the values that the user wrote to the masters and the second memory. Only while nothing runs."""
+        """Copy the values that the user wrote to the masters and the second buffer. Only while nothing runs."""
         for record in records:
             version = record.param._version
             if record.master is not None:
@@ -354,7 +353,7 @@ class LayerStore:
 
 
 class Caller(Protocol):
-    """The user's thread while it runs the body of a step; HandedStep implements it."""
+    """What the store needs of the user's thread while that thread runs the body of a step (HandedStep)."""
 
     thread: int  # the identifier from threading.get_ident()
 
@@ -367,7 +366,7 @@ class StepAbandoned(BaseException):
 
 
 class LayerUpdate:
-    """The update of one layer by one step. During the step it is the GradientSource of the layer's optimizer copies.
+    """The update of one layer by one step. During the step it is the GradientSource of the layer's masters.
 
     Runs on the optimizer thread, with two exceptions: the landing thread may call `_take`, and the `caller` of a handed
     step may read gradients.

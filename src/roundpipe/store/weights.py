@@ -7,7 +7,7 @@ LayerSlot is the state machine of one layer: which versions exist, and which upl
 landing is due from the moment its call announces it until it was issued or done. A slot never blocks, and its caller
 holds the monitor. Each method either answers a question or records an event. An event that the state does not allow is
 a bug in RoundPipe and fails an assertion. LayerWeights waits until the slots allow a read or write of weights. Masters
-makes the optimizer copies.
+makes the masters.
 
 [Note: versions and generations]
 Optimizer steps are numbered from 1. Version v is the weights after step v; version 0 is the weights as wrapped. A call
@@ -212,14 +212,14 @@ class LayerWeights:
             flat.close()
 
     def bring_to_back(self, newest: int) -> None:
-        """Copy version `newest` into the second memory of every parameter that has one, unless it is there already."""
+        """Copy version `newest` into the second buffer of every parameter that has one, unless it is there already."""
         for layer, slot in zip(self._layers, self._slots, strict=True):
             if slot.buffer_of(newest) is WeightBuffer.FRONT:
                 for record in layer.at_home:
                     if record.back is not None:
                         if record.master is not None and record.master.lies_in(record.back):
-                            # After a failed step the second memory may hold the master's high halves. Join the halves
-                            # in other memory before the next line overwrites them.
+                            # After a failed step the second buffer may hold the master's high halves, and the next line
+                            # overwrites that buffer. So first join high and low halves in separate memory.
                             record.master.take_memory()
                         record.back.copy_(record.weights)
 
@@ -377,9 +377,9 @@ class LayerWeights:
             raise failure
 
     def _give_second_memory(self, layer: LayerRecord, missing: Sequence[ParameterRecord]) -> None:
-        """Allocate second memory for the parameters `missing` of a layer.
+        """Allocate second buffer for the parameters `missing` of a layer.
 
-        If other parameters of the layer have second memory, the back buffer holds a version already. The new memory
+        If other parameters of the layer have second buffer, the back buffer holds a version already. The new memory
         then starts with the current weights, so that this version is complete.
         """
         others_have = any(record.back is not None for record in layer.at_home)
@@ -394,7 +394,7 @@ class LayerWeights:
             layer.back = flat
 
     def _require_second_memory(self) -> None:
-        """Raise HostMemoryError if second memory for all parameters that still lack it does not fit.
+        """Raise HostMemoryError if second buffer for all parameters that still lack it does not fit.
 
         Counts all layers at once: the system counts memory that is allocated but not yet written as free, so a check
         layer by layer would miss what earlier layers have allocated.
@@ -410,7 +410,7 @@ class LayerWeights:
 
 
 def _exchange(record: ParameterRecord, *, keep_old: bool) -> None:
-    """Copy a parameter's second memory to the first. Also copy the first to the second if its content is still needed.
+    """Copy a parameter's second buffer to the first. Also copy the first to the second if its content is still needed.
 
     It is needed with `keep_old`, and if it holds the master's high halves, which can happen after a failed step.
     """
@@ -455,7 +455,7 @@ def _parameter_pieces(
 
 
 class Masters:
-    """The optimizer copies (masters) of one model; `of` makes each when it is first needed."""
+    """The masters (masters) of one model; `of` makes each when it is first needed."""
 
     def __init__(
         self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None, home: Callable[[], CopyHome | None]
@@ -477,14 +477,14 @@ class Masters:
         self._layers = layers
 
     def of(self, record: ParameterRecord) -> OptimizerCopy:
-        """The optimizer's copy of a parameter; the first call makes it from the current weights."""
+        """The master of a parameter; the first call makes it from the current weights."""
         if record.master is None:
             record.master = OptimizerCopy.of_weight(record.weights, self.optim_dtype or record.weights.dtype)
             record.master.home = self._home
         return record.master
 
     def has_own_precision(self, record: ParameterRecord) -> bool:
-        """Whether the dtype of the optimizer's copy differs from the parameter's."""
+        """Whether the dtype of the master differs from the parameter's."""
         return self.optim_dtype is not None and self.optim_dtype is not record.weights.dtype
 
     def losing_updates(self) -> list[ParameterRecord]:
