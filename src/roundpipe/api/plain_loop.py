@@ -4,7 +4,7 @@ One PlainLoop serves the models of a group. Hooks around the `step()` of every t
 parameters the optimizer holds. Knows optimizers and gradients, never runs or plans.
 
 [Note: gradients outside steps]
-When code outside a step reads, scales, sets or clears the gradient of an master, the gradients of all copies
+When code outside a step reads, scales, sets or clears the gradient of a master, the gradients of all copies
 become views of the gradients gathered so far. The next call of a model ends the views. A gradient that was not changed
 stays in the gathered sums, so later sums are the same as without a view. A changed gradient moves to its copy.
 `optimizer.step()` uses the views as they are, so clipping and unscaling before the step need no float32 gradients.
@@ -317,7 +317,7 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def _home_of(copy: OptimizerCopy) -> LayerStore:
-    """The store of an master; raises if its model was closed."""
+    """The store of a master; raises if its model was closed."""
     store = None if copy.home is None else copy.home()
     if not isinstance(store, LayerStore) or store.gradient_owner is None:
         raise ClosedError(

@@ -1,6 +1,6 @@
 """Clipping and unscaling of an optimizer's gradients, without a float32 copy of all gradients at once.
 
-The pending gradient of an master, which lies in host memory in low precision, is only read: the factor is added
+The pending gradient of a master, which lies in host memory in low precision, is only read: the factor is added
 to the copy's `factors`, and the optimizer multiplies the gradient by it later. torch changes all other gradients in
 place. Results equal torch's, bit for bit. Knows optimizers and their parameters, never a model, an iteration or a
 scaler.

@@ -113,7 +113,10 @@ class StageMemory:
         return self._num_microbatch if each == 0 else min(self._num_microbatch, 1 + max(room // each, 0))
 
     def tail_bytes(self, tasks: Sequence[StageTask], tail: int) -> int:
-        """Return the activation bytes of a tail, without those of the one microbatch that `peak_bytes` counts."""
+        """Return the activation bytes that a tail of `tail` microbatches adds to `peak_bytes`, which counts one.
+
+        The last layer of the fused stage adds nothing; see `longest_tail`.
+        """
         fused = next((task for task in tasks if task.kind is TaskKind.FUSED), None)
         return 0 if fused is None else (tail - 1) * self._activation_bytes(TaskKind.FUSED, fused.layers[:-1])
 

@@ -66,7 +66,10 @@ class Leaves:
         return self._bundle.with_tensors(seen).unpack()
 
     def bare_value(self) -> Any:
-        """Return the value without recording gradients, for a layer that does not change its input in place."""
+        """Return the value with the leaves themselves, for a layer that has no backward and does not change its input.
+
+        `gradients` is not filled.
+        """
         return self._bundle.unpack()
 
     def were_changed(self) -> bool:

@@ -161,9 +161,10 @@ def _never_draws(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def refuse_inside_checkpoint(how: str) -> None:
-    """Raise a UsageError inside torch.utils.checkpoint, which would restore the shared generator but not this stream.
+    """Raise a UsageError if code inside torch.utils.checkpoint draws from the stream of a layer.
 
-    Its recomputation would then silently use different dropout masks. `how` describes the draw in the message.
+    When checkpoint recomputes, it restores the shared generator but not the stream, so dropout masks would silently
+    differ. `how` describes the draw in the message.
     """
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     # The saved-tensor hooks of torch.utils.checkpoint are the only visible sign that code runs inside it.

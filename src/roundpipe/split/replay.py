@@ -179,8 +179,8 @@ class Replay:
     def _block(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call of a block; returns its output.
 
-        A call before the point returns its recorded output. For any other call, the arguments are recorded, and markers
-        are returned.
+        A call before the point returns the output it had. Of a later call only the arguments are recorded; it returns
+        markers. The last call before the next point raises _Reached instead, which ends the replay.
         """
         k, self.num_calls = self.num_calls, self.num_calls + 1
         expected = self._plan.calls[k] if k < len(self._plan.calls) else "no further block"

@@ -178,7 +178,7 @@ class GradientSource(Protocol):
 
 
 class GradientOwner(Protocol):
-    """The model of an master. Outside steps it makes its copies show gradients."""
+    """The model of a master. Outside steps it makes its copies show gradients."""
 
     def gradients_wanted(self) -> None:
         """Call `begin_view` of all copies of the model, so that they show the gradients gathered since the last step.
@@ -203,7 +203,7 @@ class OptimizerCopy(nn.Parameter):
     is_pending = False  # whether the gradient of `source` still has to be added to `.grad`
     factors: tuple[float, ...] = ()  # numbers by which the pending gradient is still to be multiplied, in order
     _is_viewed = False  # whether `source` is the host's sums, which copies show outside steps
-    _is_shown = False  # while `_is_viewed`: whether `.grad` is a tensor made from the sum
+    _is_shown = False  # while `_is_viewed`: whether `.grad` was made from the host's sum; the user may change it
     # State of the values.
     halves: HalvedMaster | None = None  # holds the values while the copy has no memory for them, else None
     lock = process_rlock()  # guards `halves` and the memory; each copy that can be halved has its own lock
@@ -271,7 +271,10 @@ class OptimizerCopy(nn.Parameter):
                 self.halves = None
 
     def rest_between_steps(self) -> None:
-        """Give back memory that was allocated since the last step, unless values are read in every interval."""
+        """Give memory back if values were read in this interval, unless they were read in the last `_HABIT` ones, too.
+
+        Keeps the memory also if an autograd graph may use the copy.
+        """
         if self._was_read and self._reads_in_a_row < _HABIT and not self._may_be_in_graph:
             self._give_memory_back()
 

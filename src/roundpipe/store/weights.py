@@ -67,7 +67,7 @@ class LayerSlot:
         return next((buffer for buffer in WeightBuffer if version in self._held[buffer]), None)
 
     def expect_uploads(self, call: Hashable, version: int, count: int) -> None:
-        """Announce that a call will upload `version` `count` times."""
+        """Announce `count` uploads of this version by a call."""
         assert version > self.newest_version or self.can_upload(version), (
             f"version {version} was overwritten: {self._held}"
         )
