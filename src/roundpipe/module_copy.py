@@ -115,10 +115,10 @@ class ModulePair:
         # Holds references to the parameters and submodules, so that their ids in `exchanged` are not reused.
         self._parts = _parts_of(original)
         self._parts_seen = _Snapshot(self._parts)
-        # Snapshots of the original's attributes after the last sync, and of the copy's when it last had no changes. While
-        # one matches, there is nothing to do. `sync` renews the original's and drops the copy's. `write_back` drops both:
-        # otherwise, if a forward sets a flag on the copy and the user resets it on the original after the write-back, the
-        # original would match its old snapshot, and `sync` would leave the flag set on the copy.
+        # Snapshots of the original's attributes after the last sync, and of the copy's when it last had no changes.
+        # While one matches, there is nothing to do. `sync` renews the original's and drops the copy's. `write_back`
+        # drops both: otherwise, if a forward sets a flag on the copy and the user resets it on the original after the
+        # write-back, the original would match its old snapshot, and `sync` would leave the flag set on the copy.
         self._original_seen = self._copy_seen = _NEVER_SEEN
 
     def sync(self) -> bool:

@@ -323,8 +323,8 @@ class _Task:
     def _layer_done(self, position: int) -> None:
         """Finish the layer at `position` of the stage, after its backward.
 
-        In a fused stage the loss has the position after the last layer. On CUDA this runs on autograd's thread, while the worker waits for the
-        backward.
+        In a fused stage the loss has the position after the last layer. On CUDA this runs on autograd's thread, while
+        the worker waits for the backward.
         """
         measured, layers = self._measured_backward, self._task.layers
         if position == len(layers):
