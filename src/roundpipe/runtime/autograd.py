@@ -103,16 +103,16 @@ class _Boundary(torch.autograd.Function):
         return None, None, None
 
 
+@dataclasses.dataclass(eq=False)
 class StageGraph:
     """The layers of a stage in one autograd graph; see [Note: layers are done in order].
 
     Calls `on_layer_done(position)` once for each layer, from the last to the first, during the backward.
     """
 
-    def __init__(self, num_layers: int, on_layer_done: Callable[[int], None]) -> None:
-        self._num_left = num_layers
-        self._on_layer_done = on_layer_done
-        self._is_in_backward = False
+    num_left: int  # layers that are not done; at first, all layers of the stage
+    on_layer_done: Callable[[int], None]
+    is_in_backward: bool = False
 
     def watch(self, position: int, outputs: Iterable[torch.Tensor]) -> None:
         """Register hooks on the outputs of the layer at `position`. When they run, all later layers are done."""
@@ -122,15 +122,15 @@ class StageGraph:
 
     def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None = None) -> None:
         """Run the backward from `roots`. Afterwards, report the layers as done that no gradient has reached."""
-        self._is_in_backward = True
+        self.is_in_backward = True
         if roots:
             torch.autograd.backward(roots, gradients)
         self._reached(-1, None)
 
     def _reached(self, position: int, _gradient: torch.Tensor | None) -> None:
-        while self._is_in_backward and self._num_left > position + 1:
-            self._num_left -= 1
-            self._on_layer_done(self._num_left)
+        while self.is_in_backward and self.num_left > position + 1:
+            self.num_left -= 1
+            self.on_layer_done(self.num_left)
 
 
 class GradientWatch:
