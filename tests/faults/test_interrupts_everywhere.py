@@ -191,6 +191,7 @@ def struck(call: Callable[[], object], strike: Strike) -> type[BaseException] | 
     """The type of what was raised; its frames would keep the model's threads alive."""
     with strike.watching():
         caught = caught_from(call)
+        strike.number = None  # leaving this block runs contextlib, too, and an interrupt there would end the test run
     return None if caught is None else type(caught)
 
 
