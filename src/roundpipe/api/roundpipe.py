@@ -54,7 +54,7 @@ class _Rehearsal(TorchFunctionMode):
 
 
 class ModelProxy(nn.Module):
-    """A module that reads and writes its attributes in the wrapped model, except for a few of its own."""
+    """A module whose attributes are those of the wrapped model, except for the few that are listed here."""
 
     model: nn.Module  # the module that runs
     original_model: nn.Module  # the module that the user has wrapped

@@ -63,6 +63,7 @@ class VirtualEvent:
     def wait(self) -> None:
         if self._stream.ran >= self._position:
             return
+        # Signal handlers raise on the main thread only: other threads, which wait for most events, need no shield.
         if _thread.get_ident() != threading.main_thread().ident or _fabric_lock._is_owned():  # type: ignore[attr-defined]
             self._force()
         else:

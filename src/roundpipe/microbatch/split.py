@@ -191,7 +191,7 @@ def split_call(
     """
     if isinstance(num_microbatch, bool) or not isinstance(num_microbatch, int) or num_microbatch < 1:
         raise ConfigError(f"num_microbatch must be an int of at least 1, got {num_microbatch!r}")
-    # The specs are checked only here. All code below relies on valid specs.
+    # The specs are checked only here; None, the default, is valid. All code below relies on valid specs.
     if split_input is not None:
         check_split_input(split_input)
     if split_label is not None:

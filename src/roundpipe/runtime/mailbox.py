@@ -23,6 +23,8 @@ from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import GradientParcel, HostValues, Parcel, Place, Run
 from roundpipe.runtime.transfer import Bundle, Transfer
 
+_Tensors = list[torch.Tensor | None]
+
 
 class Losses(NamedTuple):
     """The losses of one microbatch; `is_sequence`: loss_fn returned a sequence, not a tensor."""
@@ -144,9 +146,6 @@ class StageMail:
         if parcel.resident:
             return parcel.bundle
         return parcel.bundle.with_tensors(self._transfer.up(parcel.bundle.tensors, parcel.events))
-
-
-_Tensors = list[torch.Tensor | None]
 
 
 def _note_result(run: Run, results: dict[int, Any], key: int, value: Any) -> None:
