@@ -37,7 +37,11 @@ LEVELS = {
     "runtime": 5,
     "optim": 5,
     "api": 6,
-    "": 7,  # roundpipe/__init__.py, which only collects the public names
+    "checkpoint": 7,
+    "report": 7,
+    "integrations": 8,
+    "cli": 9,
+    "": 10,  # roundpipe/__init__.py, which only collects the public names
 }
 ALLOWED_BESIDE = {("context", "errors"), ("context", "monitor"), ("monitor", "errors")}
 WITHOUT_TORCH = ("plan", "timeline")

@@ -8,6 +8,7 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx, doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe.errors import (
     ArgumentTypeError,
+    CheckpointError,
     ClosedError,
     ConfigError,
     DeviceError,
@@ -15,12 +16,14 @@ from roundpipe.errors import (
     MergeError,
     ModelChangedError,
     ModelSplitError,
+    NonFiniteError,
     OwnershipError,
     PlanError,
     RecomputeError,
     RoundPipeError,
     SplitError,
     StaleGraphError,
+    StallError,
     UsageError,
 )
 from roundpipe.microbatch import RoundPipePackedData
@@ -31,6 +34,7 @@ from roundpipe.plan import ModelExecutePlan
 __all__ = [
     "ArgumentTypeError",
     "AutoRoundPipe",
+    "CheckpointError",
     "ClosedError",
     "ConfigError",
     "DeviceError",
@@ -40,6 +44,7 @@ __all__ = [
     "ModelChangedError",
     "ModelExecutePlan",
     "ModelSplitError",
+    "NonFiniteError",
     "OptimizerCtx",
     "OwnershipError",
     "PlanError",
@@ -50,6 +55,7 @@ __all__ = [
     "RoundPipeRunConfig",
     "SplitError",
     "StaleGraphError",
+    "StallError",
     "UsageError",
     "clip_grad_norm_",
     "doing_recompute",

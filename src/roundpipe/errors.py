@@ -14,6 +14,9 @@
     ├── StaleGraphError (RuntimeError)  backward cannot run: its weights have changed, or it ran already
     ├── RecomputeError (RuntimeError)   save_for_recompute or get_recompute_data was misused
     ├── UsageError (RuntimeError)       a call was made in the wrong place or order
+    ├── CheckpointError (RuntimeError)  a checkpoint cannot be written, or is damaged or does not fit
+    ├── NonFiniteError (ArithmeticError) a loss or gradient is infinite or NaN
+    ├── StallError (TimeoutError)       a wait took longer than the limit that the user has set
     └── ClosedError (RuntimeError)      a model or device pool is closed already
 
 Exceptions from the user's code (layers, loss_fn, step_fn) keep their type; a note says where they happened. Knows
@@ -82,6 +85,18 @@ class RecomputeError(RoundPipeError, RuntimeError):
 
 class UsageError(RoundPipeError, RuntimeError):
     """A call was made in the wrong place or in the wrong order."""
+
+
+class CheckpointError(RoundPipeError, RuntimeError):
+    """A checkpoint cannot be written; or it is damaged, incomplete or does not fit the model."""
+
+
+class NonFiniteError(RoundPipeError, ArithmeticError):
+    """A loss or gradient is infinite or NaN."""
+
+
+class StallError(RoundPipeError, TimeoutError):
+    """A wait took longer than the limit that the user has set."""
 
 
 class ClosedError(RoundPipeError, RuntimeError):

@@ -1,0 +1,1 @@
+"""Trainer classes of transformers and TRL that train through RoundPipe."""

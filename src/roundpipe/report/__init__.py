@@ -1,0 +1,1 @@
+"""Shows a training run: metrics, a live view in the terminal, a report with curves."""
