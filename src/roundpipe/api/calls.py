@@ -27,8 +27,9 @@ from roundpipe.microbatch import (
 )
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.rng import Ambient
-from roundpipe.runtime.run import Call, Costs, GradientParcel, LayerSettings, Parcel, Recall, Run
+from roundpipe.runtime.run import Call, Costs, GradientParcel, LayerSettings, Parcel, Recall, Run, TaskSpan, Trace
 from roundpipe.runtime.transfer import Bundle, check_movable
+from roundpipe.stats import CallFigures
 from roundpipe.store import LayerStore
 from roundpipe.timeline import Span, Timeline
 
@@ -124,7 +125,9 @@ def new_call(
     is_probe: bool = False,
 ) -> Call:
     """A complete Call. `schedule`: all tasks of the user's call; its backward tasks decide which inputs are saved."""
-    loss_fn, parcels = request.loss_fn, inputs.parcels
+    loss_fn, parcels, rows = request.loss_fn, inputs.parcels, request.batches.rows
+    token_ids = [kwargs.get("input_ids") for kwargs in request.batches.kwargs]
+    numbers = [ids.numel() for ids in token_ids if isinstance(ids, torch.Tensor)]
     signature: Hashable = None  # set for training calls only, which Recovery.is_proven compares
     if loss_fn is not None and not is_probe:
         shapes = tuple(tuple((t.shape, t.dtype) for t in parcel.bundle.tensors) for parcel in parcels)
@@ -140,6 +143,8 @@ def new_call(
         wants_outputs=request.wants_outputs,
         signature=signature,
         is_probe=is_probe,
+        num_rows=None if rows is None else sum(rows),
+        num_tokens=sum(numbers) if len(numbers) == len(token_ids) else None,
     )
 
 
@@ -198,7 +203,10 @@ def unwrapped(value: Any, *, wait: bool = False) -> tuple[Any, tuple[Event, ...]
 
 
 def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
-    """The sum of the microbatches' losses, in their order, on the CPU; a list if loss_fn returns a sequence."""
+    """The sum of the microbatches' losses, in their order, on the CPU; a list if loss_fn returns a sequence.
+
+    A single sum is also noted in the run's trace.
+    """
     totals: list[torch.Tensor] = []
     is_sequence = run.losses[0][0]
     for microbatch in range(run.num_microbatch):
@@ -218,7 +226,10 @@ def summed_losses(run: Run) -> torch.Tensor | list[torch.Tensor]:
             )
         # In the order of the microbatches: a floating-point sum depends on its order.
         totals = [total + loss for total, loss in zip(totals, losses, strict=True)] if totals else losses
-    return totals if is_sequence else totals[0]
+    if is_sequence:
+        return totals
+    run.trace.loss = totals[0].item()
+    return totals[0]
 
 
 def merged(outputs: Sequence[Parcel], config: ResolvedRunConfig, shares: LossShares) -> Any:
@@ -244,5 +255,26 @@ def _on_output_device(parcel: Parcel, config: ResolvedRunConfig) -> Any:
 def timeline_of(run: Run) -> Timeline:
     """The times of all tasks of a run, as the devices measured them. Waits until the run has finished."""
     run.wait_until_finished()
-    spans = [Span(s.device, s.label, s.microbatch, s.start.seconds(), s.end.seconds()) for s in run.spans]
+    return _timeline(run.trace.spans)
+
+
+def _timeline(task_spans: Sequence[TaskSpan]) -> Timeline:
+    spans = [Span(s.device, s.label, s.microbatch, s.start.seconds(), s.end.seconds()) for s in task_spans]
     return Timeline(tuple(sorted(spans, key=lambda span: span.start_s)))
+
+
+def figures_of(trace: Trace) -> CallFigures:
+    """The figures of a finished run: reads its times and adds up its bytes."""
+    return CallFigures(
+        generation=trace.generation,
+        is_call=trace.is_call,
+        started_s=trace.started_s,
+        timeline=_timeline(trace.spans),
+        rows=trace.num_rows,
+        tokens=trace.num_tokens,
+        loss=trace.loss,
+        weights_up_bytes=sum(trace.upload_bytes),
+        activations_up_bytes=sum(traffic.activations_up for traffic in trace.traffic),
+        activations_down_bytes=sum(traffic.activations_down for traffic in trace.traffic),
+        gradients_down_bytes=sum(traffic.gradients_down for traffic in trace.traffic),
+    )

@@ -43,12 +43,14 @@ from roundpipe.runtime.pool import DevicePool
 from roundpipe.runtime.rng import draw_call_seed
 from roundpipe.runtime.run import Call, GradientParcel, Parcel, Recall, Run, RunCancelled
 from roundpipe.split.replay import CallOrderChanged
+from roundpipe.stats import StepStats
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord, PinMode
 from roundpipe.timeline import Timeline
 
 logger = logging.getLogger("roundpipe")
 # Seed of every probe. Drawing a seed from the user's generator would change the user's sequence of random numbers.
 _PROBE_SEED = 0
+_MOST_TRACES = 32  # so many finished runs may wait for stats(), which reads their times
 _LossFn = Callable[[Any, Any], Any]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -270,6 +272,11 @@ class ModelEngine:
         """When each task of the most recent call ran, as the devices measured it."""
         return Timeline(()) if self._last_run is None else timeline_of(self._last_run)
 
+    @_call(of_group=True)
+    def stats(self) -> StepStats:
+        """The figures of the last step that is done. Waits neither for a step nor for calls after that step."""
+        return self.group.stats(self._pool.devices() if self.group.recovery.num_runs else ())
+
     # The life of a member: see group.Member.
 
     @property
@@ -306,6 +313,9 @@ class ModelEngine:
         """Pass the measurements of this model's finished runs to the planner, and forget these runs."""
         for run in self.group.recovery.take_finished(self.store):
             self._planner.learn(run)
+            self.group.traces.append(run.trace)
+        if len(self.group.traces) > _MOST_TRACES:
+            self.group.read_traces()
 
     def plan_smaller(self) -> bool:
         """Plan with less device memory from now on. Returns whether a smaller plan exists."""

@@ -100,10 +100,11 @@ class Recovery:
         finally:
             self._is_cancelling = False
 
-    def wait_for_runs(self) -> None:
-        """Wait until all runs have finished or failed, without raising failures."""
+    def wait_for_runs(self, before_generation: int | None = None) -> None:
+        """Wait until all runs (of earlier generations) have finished or failed, without raising failures."""
         for run in list(self._runs):
-            run.wait_until_finished()
+            if before_generation is None or run.generation < before_generation:
+                run.wait_until_finished()
 
     def take_finished(self, store: LayerStore) -> list[Run]:
         """Return the runs of one model that finished without a failure. Stops watching them; drops their undo data."""

@@ -15,6 +15,7 @@ runs inside `run_user_code`, where other calls are accepted.
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import functools
 import logging
 import os
@@ -25,8 +26,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from roundpipe.api.calls import figures_of
 from roundpipe.api.failures import IN_BACKGROUND, Recovery
 from roundpipe.context import current_iteration
+from roundpipe.devices import Device
 from roundpipe.errors import ClosedError, StallError, UsageError
 from roundpipe.monitor import (
     WAIT_LIMIT_VARIABLE,
@@ -37,9 +40,12 @@ from roundpipe.monitor import (
     watchdog_limit_s,
 )
 from roundpipe.optim.stepper import Stepper
+from roundpipe.runtime.run import Trace
+from roundpipe.stats import DeviceMemory, StepLog, StepStats
 from roundpipe.store import LayerStore, ParameterRecord
 
 logger = logging.getLogger("roundpipe")
+_GENERATIONS_LOGGED = 4  # asynchronous steps are done late: the last one that is done may be that old
 _MOST_FAILURES_LOGGED = 10  # close() logs at most so many failures, and waits for the remaining work after each
 
 
@@ -136,6 +142,8 @@ class Group:
         self.pending_save: BackgroundSave | None = None
         self.stop_requested = False
         self.is_closed = False  # whether all calls are refused
+        self.traces: list[Trace] = []  # of finished runs, not yet in the log
+        self._step_log = StepLog()
         self._is_shut_down = False  # whether all threads and memory are released
         self._has_warned_of_precision = False
         self._pid = os.getpid()
@@ -247,6 +255,28 @@ class Group:
         for member in self.members:
             member.learn()
 
+    def read_traces(self) -> None:
+        """Add the figures of finished runs to the log. Drops those of steps that `stats` no longer reports."""
+        oldest = self.stepper.generation - _GENERATIONS_LOGGED
+        traces, self.traces = self.traces, []
+        for trace in traces:
+            if trace.generation >= oldest:
+                self._step_log.add(figures_of(trace))
+
+    def stats(self, devices: Sequence[Device]) -> StepStats:
+        """The figures of the last step that is done, on these devices."""
+        done = list(self.stepper.done)
+        if done:  # its gradients have landed, but a worker may be about to report the end of its task
+            self.recovery.wait_for_runs(before_generation=done[-1].step)
+        for member in self.members:
+            member.learn()
+        self.read_traces()
+        memory = {device.name: _memory_of(device) for device in devices}
+        stats = self._step_log.stats(done, list(memory), memory)
+        if len(self.members) == 1:
+            return stats
+        return dataclasses.replace(stats, rows=None, tokens=None)  # each part of the model has counted them
+
     def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
         """Adopt what an optimizer wrote into the models' own parameters.
 
@@ -353,6 +383,11 @@ class Group:
         """Break the reference cycles, so that closed models and their memory are freed without a garbage collection."""
         self.members.clear()
         self.__dict__.pop("plain_loop", None)
+
+
+def _memory_of(device: Device) -> DeviceMemory:
+    use = device.memory_use()
+    return DeviceMemory(None if use is None else use.peak, device.memory_limit_bytes())
 
 
 def _plan_smaller(members: Sequence[Member]) -> None:

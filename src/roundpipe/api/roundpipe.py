@@ -30,6 +30,7 @@ from roundpipe.microbatch.merge import as_microbatches, is_merging_late, merge_l
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.split.transformers import has_pretrained
+from roundpipe.stats import StepStats
 from roundpipe.store import PinMode
 from roundpipe.store.adopt import refuse_owned
 from roundpipe.store.records import user_names
@@ -113,6 +114,13 @@ class ModelProxy(nn.Module):
     def stop_requested(self) -> bool:
         """Whether `request_stop()` was called, on this model or on one that is stepped together with it."""
         return self._engine.group.stop_requested
+
+    def stats(self) -> StepStats:
+        """The figures of the last optimizer step that is done; of all finished calls, if no step is done yet.
+
+        Does not wait for the devices: while an asynchronous step is pending, these are the figures of the step before.
+        """
+        return self._engine.stats()
 
     def close(self) -> None:
         """Finish pending work and release threads and pinned memory; the weights stay in the wrapped model."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ import torch
 from roundpipe.context import Iteration, OptimizerCtx, within_iteration
 from roundpipe.errors import add_note
 from roundpipe.monitor import THREAD_PREFIX, Monitor, end_threads, shielded, start_thread
+from roundpipe.stats import StepTime
 from roundpipe.store import LayerStore
 from roundpipe.store.store import LayerUpdate, StepAbandoned
 
@@ -134,6 +136,7 @@ class StepJob:
         handed: HandedStep | None = None,
     ) -> None:
         self.number = number  # the first step has number 1
+        self.issued_s = time.perf_counter()
         self.step_fn = step_fn
         self.is_async = is_async
         self.may_overlap = may_overlap  # whether step_fn may begin before all gradients have landed
@@ -176,6 +179,7 @@ class Stepper:
         self._void_versions: set[int] = set()  # versions of failed steps, see [Note: exactly one step old]
         self._lost_since: int | None = None  # the first generation whose gradients are incomplete and not yet dropped
         self.half_done: str | None = None  # describes what an abandoned step has changed, for the error message
+        self.done: deque[StepTime] = deque(maxlen=2)  # the latest steps that are done, the last one at the end
         self.thread: threading.Thread | None = None
         self._closing = False
 
@@ -351,6 +355,7 @@ class Stepper:
                 if job.is_async:
                     job.error = None  # `_jobs` keeps the last job, which must not keep the traceback alive
             job.done = True
+            self.done.append(StepTime(job.number, job.issued_s, time.perf_counter(), job.is_async))
             if job.handed is not None:
                 job.handed.finished(job.error)
             job.iteration.step_finished.set()

@@ -1,1 +1,8 @@
-"""Shows a training run: metrics, a live view in the terminal, a report with curves."""
+"""Shows training runs: metrics.jsonl, the live view of a terminal, and the report at the end.
+
+Knows numbers, files and terminals. Knows no model, no Trainer and no device.
+"""
+
+from roundpipe.report.metrics import MetricsWriter, RunRecord, read_metrics
+
+__all__ = ["MetricsWriter", "RunRecord", "read_metrics"]

@@ -283,6 +283,7 @@ class LayerImages:
         buffer = self._buffers.take(layer.image.total_bytes, run.weight_room_bytes)
         for part, host in run.store.weights.upload_pieces(layer_id, run.version, buffer):
             self._device.copy(part, host, StreamKind.WEIGHTS_UP)
+            run.trace.upload_bytes.append(part.nbytes)
         uploaded = self._device.record(StreamKind.WEIGHTS_UP)
         of_task.images[layer_id] = _Image(buffer, uploaded)
         of_task.to_upload.remove(layer_id)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -27,7 +28,7 @@ from roundpipe.microbatch import LossShares
 from roundpipe.plan import Phase, StageTask, TaskKind
 from roundpipe.runtime.autograd import ParameterHooks, hooks_of, refuse_hooks_on_shared
 from roundpipe.runtime.rng import Ambient
-from roundpipe.runtime.transfer import Bundle
+from roundpipe.runtime.transfer import Bundle, Traffic
 from roundpipe.store import LayerRecord, LayerStore, ParameterRecord
 
 _run_numbers = itertools.count()
@@ -151,6 +152,7 @@ class Call:
     wants_outputs: whether a fused task sends the model's outputs to the caller.
     signature: equal for calls that do the same work on tensors of the same shapes; None if calls are not compared.
     is_probe: the run only measures activations: it changes no gradient, buffer or attribute.
+    num_rows, num_tokens: sizes of the batch, for statistics; None if unknown.
     """
 
     tasks: tuple[StageTask, ...]
@@ -163,6 +165,8 @@ class Call:
     wants_outputs: bool = True
     signature: Hashable = None
     is_probe: bool = False
+    num_rows: int | None = None
+    num_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +188,28 @@ class TaskSpan:
     microbatch: int
     start: Mark
     end: Mark
+
+
+@dataclasses.dataclass
+class Trace:
+    """What a run has measured, for timelines and statistics. May be kept when the run is gone: it holds no tensor.
+
+    is_call: False in a probe, and in the backward pass of a call whose forward pass was another run.
+    spans: one entry per task and microbatch, in any order.
+    traffic: one entry per task.
+    upload_bytes: one entry per copy of weights.
+    loss: what the call has returned, unless that was a list.
+    """
+
+    generation: int
+    started_s: float
+    is_call: bool
+    num_rows: int | None
+    num_tokens: int | None
+    spans: list[TaskSpan] = dataclasses.field(default_factory=list)
+    traffic: list[Traffic] = dataclasses.field(default_factory=list)
+    upload_bytes: list[int] = dataclasses.field(default_factory=list)
+    loss: float | None = None
 
 
 class Run:
@@ -209,8 +235,7 @@ class Run:
         self.number = next(_run_numbers)
         self.store = store
         self.monitor = store.monitor
-        self.version = version
-        self.generation = generation
+        self.version, self.generation = version, generation
         self.iteration = iteration
         self._on_failure = on_failure
 
@@ -246,7 +271,8 @@ class Run:
         self.buffer_results: dict[int, HostValues] = {}
         self.measurements: list[Measurement] = []
         self.activation_bytes: dict[int, tuple[int, int]] = {}
-        self.spans: list[TaskSpan] = []
+        is_call = call.tasks[0].kind is not TaskKind.BACKWARD and not call.is_probe
+        self.trace = Trace(generation, time.perf_counter(), is_call, call.num_rows, call.num_tokens)
         self.failure: BaseException | None = None
         self.has_returned = False  # whether the call has returned its result to the user
         self._failure_is_known = False  # whether `fail` has completed

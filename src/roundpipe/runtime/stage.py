@@ -34,7 +34,7 @@ from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
 from roundpipe.runtime.replica import Behaviour, LayerImages, Replica
 from roundpipe.runtime.rng import HostRandomStream, ProcessRandomStream, stream_seed
 from roundpipe.runtime.run import SIZED_MICROBATCHES, TIMED_MICROBATCHES, LayerMeasurement, Place, Run, TaskSpan
-from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Transfer
+from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Traffic, Transfer
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -61,7 +61,11 @@ class StageRunner:
 
     def run(self, run: Run, task: StageTask) -> None:
         with self.device.computing(), within_iteration(run.iteration):
-            _Task(self, run, task).carry_out()
+            try:
+                _Task(self, run, task).carry_out()
+            finally:
+                run.trace.traffic.append(self.transfer.traffic)
+                self.transfer.traffic = Traffic()
 
 
 class _Layer(NamedTuple):
@@ -275,12 +279,13 @@ class _Task:
                 stacks[microbatch] = frames
             if microbatch == microbatches.start == 0:
                 self._runner.prefetch_next(False)
-        for _ in self._task.layers[1:]:
-            self._run.check()
-            for microbatch in microbatches:
-                self._place.microbatch = microbatch
-                self._is_last_microbatch = microbatch == microbatches[-1]
-                gradients[microbatch] = self._backward_layer(stacks[microbatch].pop(), gradients[microbatch])
+        with self._timed(microbatches[-1]):
+            for _ in self._task.layers[1:]:
+                self._run.check()
+                for microbatch in microbatches:
+                    self._place.microbatch = microbatch
+                    self._is_last_microbatch = microbatch == microbatches[-1]
+                    gradients[microbatch] = self._backward_layer(stacks[microbatch].pop(), gradients[microbatch])
         for microbatch in microbatches:
             self._mail.send_gradients(microbatch, gradients[microbatch])
 
@@ -539,7 +544,9 @@ class _Task:
         """Record for the timeline when the device works on a microbatch. Entered after the input has arrived."""
         start: Mark = self._device.mark()
         yield
-        self._run.spans.append(TaskSpan(self._device.name, self._task.name, microbatch, start, self._device.mark()))
+        self._run.trace.spans.append(
+            TaskSpan(self._device.name, self._task.name, microbatch, start, self._device.mark())
+        )
 
 
 def _roots(

@@ -192,6 +192,15 @@ def views_of(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     return found[1]
 
 
+@dataclasses.dataclass
+class Traffic:
+    """Bytes copied between host memory and a device, without weights."""
+
+    activations_up: int = 0
+    activations_down: int = 0
+    gradients_down: int = 0
+
+
 _ALIGNMENT_BYTES = 64  # CPU matrix kernels depend on it; torch allocates every tensor with at least this alignment
 
 
@@ -200,6 +209,7 @@ class Transfer:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.traffic = Traffic()  # of the present task
 
     def up(self, tensors: Sequence[torch.Tensor], after: Sequence[Event]) -> list[torch.Tensor]:
         """Copies of host tensors on the device. The compute stream waits for the copies.
@@ -219,6 +229,7 @@ class Transfer:
             )
             for tensor in tensors
         ]
+        self.traffic.activations_up += sum(copy.nbytes for copy in copies)
         device.stream_wait(StreamKind.COMPUTE, device.record(stream))
         for copy in copies:
             device.lend(copy, StreamKind.COMPUTE)  # allocated on the upload stream, read by compute
@@ -232,6 +243,7 @@ class Transfer:
             _copy_of(tensor.detach(), device.host_empty_strided, lambda new, old: device.copy(new, old, stream))
             for tensor in tensors
         ]
+        self.traffic.activations_down += sum(copy.nbytes for copy in copies)
         return copies, device.record(stream)
 
     def down_bundle(self, bundle: Bundle) -> tuple[Bundle, Event]:
@@ -245,6 +257,7 @@ class Transfer:
         device.poison(host, stream)  # landing buffers are reused: old values would hide a missing wait
         device.stream_wait(stream, device.record(StreamKind.COMPUTE))
         device.copy(host, gradients, stream)
+        self.traffic.gradients_down += gradients.nbytes
         return device.record(stream)
 
     def let_downloads_finish_first(self) -> None:

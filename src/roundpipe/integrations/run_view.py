@@ -1,0 +1,270 @@
+"""RunViewCallback: a callback of transformers' Trainer that writes metrics.jsonl, shows the run and ends with a report.
+
+Also works with a plain Trainer: figures that only a wrapped model measures are then null. Knows no layer and no device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import logging
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
+
+from roundpipe.api.roundpipe import ModelProxy
+from roundpipe.report.live_view import RunState, View, open_view
+from roundpipe.report.metrics import METRICS_FILE, MetricsWriter, RunRecord
+from roundpipe.stats import StepStats, host_memory
+
+logger = logging.getLogger("roundpipe")
+_EARLY_STEP = 2  # the first step of a process plans and allocates; the second one is the early step of the report
+_NEXT_TIMELINE = 1.25  # the next timeline is taken after so many times as many steps
+_VERSIONS = ("roundpipe", "torch", "transformers", "accelerate", "peft", "trl", "datasets")
+
+
+class RunViewCallback(TrainerCallback):
+    """Writes one row per optimizer step to `metrics.jsonl` in the output folder, shows the run, writes a report.
+
+    show: whether to show the run on the terminal. Metrics and the report are written in any case.
+    """
+
+    def __init__(self, *, show: bool = True) -> None:
+        self._show = show
+        self._writer: MetricsWriter | None = None
+        self._view: View | None = None
+        self._record = RunRecord()
+        self._state = RunState()
+        self._folder = Path()
+        self._pending: dict[str, Any] | None = None  # the row of the last step, while its log is still to come
+        self._loss: torch.Tensor | None = None
+        self._num_tokens: int | None = 0
+        self._tokens_seen = 0
+        self._grad_norm: float | torch.Tensor | None = None
+        self._lr: float | None = None
+        self._since_s = 0.0  # when the present step began
+        self._steps_done = 0  # of this process
+        self._timeline_at = _EARLY_STEP
+
+    # Called by the training step.
+
+    def note_loss(self, loss: torch.Tensor, num_tokens: int | None = None) -> None:
+        """Add the loss of one call, of which an optimizer step may have several. Does not wait for a device."""
+        loss = loss.detach().double()
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._num_tokens = None if num_tokens is None or self._num_tokens is None else self._num_tokens + num_tokens
+
+    def note_grad_norm(self, grad_norm: float | torch.Tensor | None) -> None:
+        """Set the norm of the gradients of the present step. Without it the rows have the norms that Trainer logs."""
+        self._grad_norm = grad_norm
+
+    # Called by the Trainer.
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        self.close()
+        model = kwargs.get("model")
+        self._folder = Path(args.output_dir or ".")
+        self._writer = MetricsWriter(self._folder / METRICS_FILE, resumed_step=state.global_step)
+        self._record = RunRecord.read(self._folder)
+        self._record.resume(state.global_step)
+        self._record.settings = _settings(args, model)
+        self._record.starts.append({"step": state.global_step, "time": time.time(), "devices": []})
+        self._record.write(self._folder)
+        self._state = RunState(args.run_name or _name_of(model), state.max_steps if state.max_steps > 0 else None)
+        self._view = open_view(self._state) if self._show else None
+        self._steps_done, self._timeline_at = 0, _EARLY_STEP
+        self._tokens_seen = int(state.num_input_tokens_seen or 0)
+        self._forget_step()
+        self._since_s = time.perf_counter()
+        atexit.register(self.close)  # Trainer does not call on_train_end after an error
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        optimizer = kwargs.get("optimizer")  # the scheduler changes the rate before on_step_end
+        self._lr = None if optimizer is None else float(optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._writer is None:
+            return
+        now_s = time.perf_counter()
+        model = kwargs.get("model")
+        stats = model.stats() if isinstance(model, ModelProxy) else None
+        self._pending = self._row(state, stats, now_s - self._since_s)
+        self._steps_done += 1
+        if isinstance(model, ModelProxy):
+            self._keep_timeline(model, state, control, stats)
+        self._forget_step()
+        self._since_s = now_s
+        # Trainer logs right after this, before it saves: so the row is complete before a checkpoint of this step is.
+        if not control.should_log or None not in (self._pending["loss"], self._pending["grad_norm"]):
+            self._write_pending()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        row = self._pending
+        if row is None or logs is None or "loss" not in logs:
+            return
+        if row["loss"] is None and args.logging_steps == 1:  # otherwise it is a mean of several steps
+            row["loss"] = logs["loss"]
+        row["grad_norm"] = logs.get("grad_norm") if row["grad_norm"] is None else row["grad_norm"]
+        self._write_pending()
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._write_pending()
+        if self._writer is not None and metrics is not None:
+            row = {"type": "eval", "step": state.global_step, "epoch": state.epoch, "time": time.time(), **metrics}
+            self._writer.write(row)
+            self._state.add(row)
+            self._show_state(f"eval_loss {metrics.get('eval_loss', '-')}")
+        self._since_s = time.perf_counter()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._write_pending()
+        self._state.checkpoint, self._state.checkpoint_time = f"checkpoint-{state.global_step}", time.time()
+        self._show_state(f"saved {self._state.checkpoint}")
+        self._since_s = time.perf_counter()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the view and write the report. Call it also when training ends with an error. Can be repeated."""
+        if self._writer is None:
+            return
+        atexit.unregister(self.close)
+        self._write_pending()
+        self._writer.close()
+        self._writer = None
+        if self._view is not None:
+            self._view.close()
+            self._view = None
+        self._record.write(self._folder)
+
+    # Rows.
+
+    def _row(self, state: TrainerState, stats: StepStats | None, step_s: float) -> dict[str, Any]:
+        """The row of the step that has just ended."""
+        tokens = self._num_tokens if self._loss is not None else None
+        seen = int(state.num_input_tokens_seen or 0)
+        if tokens is None and seen > self._tokens_seen:
+            tokens = seen - self._tokens_seen
+        self._tokens_seen = seen
+        if tokens is None and stats is not None:
+            tokens = stats.tokens
+        norm = self._grad_norm
+        return {
+            "type": "train",
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "loss": None if self._loss is None else self._loss.item(),
+            "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
+            "lr": self._lr,
+            "tokens": tokens,
+            "tokens_per_s": None if tokens is None or step_s <= 0 else tokens / step_s,
+            "step_s": step_s,
+            **_measured(stats),
+            "time": time.time(),
+        }
+
+    def _write_pending(self) -> None:
+        row, self._pending = self._pending, None
+        if row is not None and self._writer is not None:
+            self._writer.write(row)
+            self._state.add(row)
+            self._show_state()
+
+    def _show_state(self, event: str | None = None) -> None:
+        if self._view is not None:
+            self._view.update(self._state, event)
+
+    def _forget_step(self) -> None:
+        self._loss, self._num_tokens, self._grad_norm, self._lr = None, 0, None, None
+
+    def _keep_timeline(
+        self, model: ModelProxy, state: TrainerState, control: TrainerControl, stats: StepStats | None
+    ) -> None:
+        """Keep the timeline of an early step, and now and then of a later one. Reading it waits for the devices."""
+        if self._steps_done == 1 and stats is not None:
+            self._record.starts[-1]["devices"] = list(stats.device_share)
+        is_last = control.should_training_stop or state.global_step == state.max_steps
+        timeline = getattr(model, "timeline", None)
+        if (self._steps_done >= self._timeline_at or is_last) and timeline is not None:
+            self._timeline_at = max(int(self._steps_done * _NEXT_TIMELINE), self._steps_done + 1)
+            self._record.keep_timeline(state.global_step, timeline())
+
+
+def _measured(stats: StepStats | None) -> dict[str, Any]:
+    """The fields of a row that the model has measured; with a plain model only the host's memory is known."""
+    rss_bytes, available_bytes = host_memory() if stats is None else (stats.host_rss_bytes, stats.host_available_bytes)
+    memory = {} if stats is None else stats.device_memory
+    return {
+        "optimizer_wait_s": None if stats is None else stats.optimizer_wait_s,
+        "device_share": None if stats is None else dict(stats.device_share),
+        "bytes_up": None if stats is None else stats.bytes_up,
+        "bytes_down": None if stats is None else stats.bytes_down,
+        "weights_up_bytes": None if stats is None else stats.weights_up_bytes,
+        "gradients_down_bytes": None if stats is None else stats.gradients_down_bytes,
+        "host_rss_bytes": rss_bytes,
+        "host_available_bytes": available_bytes,
+        "device_peak_bytes": {name: of.peak_bytes for name, of in memory.items()} or None,
+        "device_limit_bytes": {name: of.limit_bytes for name, of in memory.items()} or None,
+    }
+
+
+# Settings of the run.
+
+
+def _name_of(model: nn.Module | None) -> str:
+    plain = model.original_model if isinstance(model, ModelProxy) else model
+    return "training" if plain is None else type(plain).__name__
+
+
+def _settings(args: TrainingArguments, model: nn.Module | None) -> dict[str, dict[str, Any]]:
+    """The settings that a report shows."""
+    of_model: dict[str, Any] = {"class": _name_of(model)}
+    if model is not None:
+        params = list(model.parameters())
+        of_model["parameters"] = sum(param.numel() for param in params)
+        of_model["trained parameters"] = sum(param.numel() for param in params if param.requires_grad)
+        of_model["dtype"] = ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params}))
+        if isinstance(model, ModelProxy):
+            of_model["layers"] = getattr(model, "num_layers", None)
+            of_model["optimizer dtype"] = str(getattr(model, "optim_dtype", None) or "as the parameters")
+    machine = {"python": platform.python_version(), "system": platform.platform(), "threads": torch.get_num_threads()}
+    return {"model": of_model, "arguments": args.to_dict(), "versions": _versions() | machine}
+
+
+def _versions() -> dict[str, Any]:
+    found = {}
+    for name in _VERSIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,106 @@
+"""The files of a run: metrics.jsonl with one row per optimizer step, and run.json with settings and timelines.
+
+Rows are JSON objects in the dialect of Python's json module: floats read back exactly, NaN and Infinity are allowed.
+A process that is killed can leave an incomplete last line, and rows of steps after the last checkpoint. Readers ignore
+the former; a resumed run removes both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from roundpipe.timeline import Span, Timeline
+
+METRICS_FILE = "metrics.jsonl"
+RECORD_FILE = "run.json"
+Row = dict[str, Any]
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
+    """Return the rows of a metrics.jsonl; an empty list if there is no such file. Ignores an incomplete last line."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is incomplete
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number} is not a JSON object: {error}") from error
+    return rows
+
+
+class MetricsWriter:
+    """Appends rows to a metrics.jsonl. Each row is one write, so that a killed process leaves whole rows."""
+
+    def __init__(self, path: str | os.PathLike[str], *, resumed_step: int = 0) -> None:
+        """Open the file for appending. Removes rows of steps after `resumed_step`, the step that the run resumes at."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [row for row in read_metrics(self.path) if resumed_step and row.get("step", 0) <= resumed_step]
+        _replace(self.path, "".join(_line(row) for row in kept))
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(_line(row).encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass
+class RunRecord:
+    """The content of run.json: everything of a report that is not in the metrics.
+
+    settings: sections of names and values.
+    starts: one entry per process that has worked on the run: `step`, `time`, `devices`.
+    timelines: by number of the step.
+    """
+
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    timelines: dict[int, Timeline] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Self:
+        """Return the record of a run; an empty one if the folder has none."""
+        path = Path(folder, RECORD_FILE)
+        if not path.exists():
+            return cls()
+        content = json.loads(path.read_text(encoding="utf-8"))
+        timelines = {
+            int(step): Timeline(tuple(Span(**span) for span in spans)) for step, spans in content["timelines"].items()
+        }
+        return cls(content["settings"], content["starts"], timelines)
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        timelines = {step: [asdict(span) for span in timeline.spans] for step, timeline in self.timelines.items()}
+        content = {"settings": self.settings, "starts": self.starts, "timelines": timelines}
+        _replace(Path(folder, RECORD_FILE), json.dumps(content, indent=1, default=str) + "\n")
+
+    def resume(self, step: int) -> None:
+        """Remove what belongs to steps after `step`."""
+        self.starts = [start for start in self.starts if step and start["step"] <= step]
+        self.timelines = {at: timeline for at, timeline in self.timelines.items() if at <= step}
+
+    def keep_timeline(self, step: int, timeline: Timeline) -> None:
+        """Add the timeline of a step. Of all timelines only the first and the last are kept."""
+        first = min(self.timelines, default=step)
+        self.timelines = {at: one for at, one in self.timelines.items() if at == first} | {step: timeline}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, default=str) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file such that a killed process leaves the old or the new content."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)

@@ -1,0 +1,111 @@
+"""metrics.jsonl and run.json: exact values, whole lines, and what a resumed run keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from roundpipe.report import MetricsWriter, RunRecord, read_metrics
+from roundpipe.timeline import Span, Timeline
+
+
+def rows(*steps: int) -> list[dict[str, object]]:
+    return [{"type": "train", "step": step, "loss": 1 / (3 + step)} for step in steps]
+
+
+def written(path: Path, *steps: int, resumed_step: int = 0) -> None:
+    writer = MetricsWriter(path, resumed_step=resumed_step)
+    for row in rows(*steps):
+        writer.write(row)
+    writer.close()
+
+
+def test_rows_read_back_exactly(tmp_path: Path) -> None:
+    row = {"step": 1, "loss": 0.1 + 0.2, "grad_norm": 1e-310, "lr": None, "device_share": {"cpu:0": 2 / 3}}
+    writer = MetricsWriter(tmp_path / "new" / "metrics.jsonl")
+    writer.write(row)
+    writer.write({"step": 2, "loss": math.nan, "grad_norm": math.inf})
+    found = read_metrics(tmp_path / "new" / "metrics.jsonl")  # rows are in the file before it is closed
+    writer.close()
+    assert found[0] == row
+    assert math.isnan(found[1]["loss"])
+    assert found[1]["grad_norm"] == math.inf
+
+
+def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, 1, 2, 3, 4, 5)
+    written(path, 4, 5, 6, resumed_step=3)
+    assert read_metrics(path) == rows(1, 2, 3, 4, 5, 6)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_new_run_begins_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, 1, 2)
+    written(path, 1)
+    assert read_metrics(path) == rows(1)
+
+
+@pytest.mark.parametrize("torn", ['{"type": "train", "st', '{"type": "train", "step": 4, "loss": 0.5}', "{"])
+def test_a_torn_last_line_is_ignored_and_dropped_on_resume(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, 1, 2, 3)
+    with path.open("a") as file:
+        file.write(torn)
+    assert read_metrics(path) == rows(1, 2, 3)
+    written(path, 4, resumed_step=3)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows(1, 2, 3, 4)
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2"):
+        read_metrics(path)
+
+
+def test_each_row_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    pieces: list[bytes] = []
+    monkeypatch.setattr(writer, "_file", type("File", (), {"write": lambda _, data: pieces.append(data)})())
+    writer.write({"step": 1, "text": "ä" * 100_000})
+    assert len(pieces) == 1
+    assert pieces[0].endswith(b"\n")
+    assert pieces[0].count(b"\n") == 1
+
+
+def timeline(at_s: float) -> Timeline:
+    return Timeline((Span("cpu:0", "F0", 0, at_s, at_s + 1 / 3), Span("cpu:1", "FB1", 0, at_s + 0.5, at_s + 0.7)))
+
+
+def test_a_record_reads_back(tmp_path: Path) -> None:
+    record = RunRecord(
+        {"model": {"class": "Tiny"}}, [{"step": 0, "time": 1.5, "devices": ["cpu:0"]}], {2: timeline(0.1)}
+    )
+    record.write(tmp_path)
+    assert RunRecord.read(tmp_path) == record
+    assert RunRecord.read(tmp_path / "nothing") == RunRecord()
+
+
+def test_a_record_keeps_the_first_and_the_last_timeline() -> None:
+    record = RunRecord()
+    for step in (2, 5, 9):
+        record.keep_timeline(step, timeline(step))
+    assert record.timelines == {2: timeline(2), 9: timeline(9)}
+
+
+def test_a_resumed_record_forgets_later_steps() -> None:
+    starts = [{"step": 0, "devices": []}, {"step": 4, "devices": []}, {"step": 8, "devices": []}]
+    record = RunRecord({}, list(starts), {2: timeline(2), 6: timeline(6)})
+    record.resume(5)
+    assert (record.starts, record.timelines) == (starts[:2], {2: timeline(2)})
+    record.resume(0)
+    assert (record.starts, record.timelines) == ([], {})
