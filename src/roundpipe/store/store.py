@@ -206,6 +206,7 @@ class LayerStore:
         self._takers: dict[tuple[int, int], Callable[[], None]] = {}  # `take` of `when_landed`, by layer and generation
         self.is_read_on_host = False  # whether calls also compute with the user's parameters on the host
         self.graphs_version = 0  # version of the weights that autograd graphs on the host have saved
+        self.held: set[int] = set()  # layers that a checkpoint still reads; a step must not change them yet
         self._names = names
         self._compositions = [Composition(layer, names) for layer in self.layers]
 
@@ -244,6 +245,11 @@ class LayerStore:
     def owns(self, param: torch.Tensor) -> bool:
         """Whether a tensor is a parameter of this model."""
         return id(param) in self._by_param
+
+    def wait_until_written(self) -> None:
+        """Block until no checkpoint reads the weights and masters any more."""
+        with self.monitor:
+            self.monitor.wait_until(lambda: not self.held, "a checkpoint to be written")
 
     def check_training_memory(self) -> None:
         """Raise HostMemoryError if training does not fit into host memory.
@@ -434,18 +440,29 @@ class LayerUpdate:
             self.release(record)
 
     @property
-    def has_landed(self) -> bool:
-        """Whether the layer's gradients have all landed. Does not wait."""
-        return self._gradients is not None
+    def may_be_changed(self) -> bool:
+        """Whether the layer's gradients have all landed and no checkpoint still reads the layer. Does not wait."""
+        return self._gradients is not None and self._layer_id not in self._store.held
+
+    def wait_until_landed(self) -> None:
+        """Block until the layer's gradients have landed; raises StepAbandoned if they never will."""
+        self._wait_until(lambda: self._gradients is not None, f"gradients of layer {self._layer_id}")
 
     def wait_for_gradients(self) -> None:
-        """Block until the layer's gradients have landed; raises StepAbandoned if they never will."""
-        if self._gradients is None:
-            monitor = self._store.monitor
-            with monitor:
-                monitor.wait_until(
-                    lambda: self._abandoned() or self._gradients is not None, f"gradients of layer {self._layer_id}"
-                )
+        """Block until the gradients have landed and no checkpoint still reads the layer: the step may change it.
+
+        Raises StepAbandoned if the gradients will never land.
+        """
+        if not self.may_be_changed:
+            self.wait_until_landed()
+            held = self._store.held
+            self._wait_until(lambda: self._layer_id not in held, f"a checkpoint to read layer {self._layer_id}")
+        if self._abandoned():
+            raise StepAbandoned
+
+    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        with self._store.monitor:
+            self._store.monitor.wait_until(lambda: self._abandoned() or ready(), what)
         if self._abandoned():
             raise StepAbandoned
 
