@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from roundpipe.api.engine import ModelEngine
-from roundpipe.api.roundpipe import ModelProxy, RoundPipe, call_site, check_options
+from roundpipe.api.roundpipe import ModelProxy, RoundPipe, call_site, check_options, like_the_models
 from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DeviceSpec, host_pinner, parse_devices
@@ -127,6 +127,7 @@ class AutoRoundPipe(ModelProxy):
 
     # Calls for training and inference.
 
+    @like_the_models
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward on the calling thread; RoundPipes inside it run on the devices."""
         if "roundpipe_run_config" in kwargs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import operator
 import os
 import weakref
@@ -36,9 +37,32 @@ from roundpipe.store.adopt import refuse_owned
 from roundpipe.store.records import user_names
 from roundpipe.timeline import Timeline
 
+logger = logging.getLogger("roundpipe")
+
 # nn.Module keeps its content in these attributes. The proxy shares them with the wrapped model, so that all names and
 # keys are the model's.
 _CONTENT = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_load_state_dict_post_hooks")
+# Attributes that libraries set on the model they call, such as accelerate for autocast. They stay on the proxy: on the
+# wrapped model, a forward would replace the code that RoundPipe runs.
+_OF_CALLS = frozenset(("forward", "_original_forward", "_is_accelerate_prepared"))
+
+
+class like_the_models:
+    """Decorates `forward` of a wrapper: inspect.signature(wrapper.forward) is then that of the wrapped model."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __get__(self, wrapper: ModelProxy | None, owner: type | None = None) -> Callable[..., Any]:
+        return self._function if wrapper is None else _BoundForward(self._function, wrapper)
+
+
+class _BoundForward(functools.partial[Any]):
+    """The `forward` of one wrapper."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.args[0].original_model.forward)
 
 
 class _Rehearsal(TorchFunctionMode):
@@ -185,6 +209,16 @@ class ModelProxy(nn.Module):
         self._engine.synchronize()
         return result
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model's own `save_pretrained` on the newest weights."""
+        self._engine.synchronize()
+        return self._target().save_pretrained(*args, **kwargs)  # type: ignore[operator]
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model's own `push_to_hub` on the newest weights."""
+        self._engine.synchronize()
+        return self._target().push_to_hub(*args, **kwargs)  # type: ignore[operator]
+
     def train(self, mode: bool = True) -> Self:
         """Set training mode in the module that runs and in the user's module, which may be two modules."""
         for module in {id(m): m for m in (self.model, self._target())}.values():
@@ -196,8 +230,14 @@ class ModelProxy(nn.Module):
         self._target()._load_from_state_dict(*args)
 
     def __getattr__(self, name: str) -> Any:
-        if "original_model" not in self.__dict__:
+        if "original_model" not in self.__dict__ or name in _OF_CALLS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == "accepts_loss_kwargs":  # only the constructor of transformers' Trainer asks for it
+            raise UsageError(
+                f"{self.name} is a {type(self).__name__}, which the Trainer of transformers and the trainers of TRL "
+                "cannot train. Use RoundPipeTrainer, RoundPipeSFTTrainer or RoundPipeDPOTrainer of "
+                "roundpipe.integrations, or put RoundPipeMixin before your own trainer class."
+            )
         return getattr(self._target(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -208,7 +248,7 @@ class ModelProxy(nn.Module):
             raise UsageError(
                 f"{name!r} of a {type(self).__name__} cannot be set; wrap the model again with what you want."
             )
-        elif name in self.__dict__:
+        elif name in self.__dict__ or name in _OF_CALLS:
             super().__setattr__(name, value)  # attributes that nn.Module keeps in the proxy, such as hooks
         else:
             setattr(self._target(), name, value)
@@ -216,7 +256,10 @@ class ModelProxy(nn.Module):
     def __delattr__(self, name: str) -> None:
         if name in self._fixed:
             raise UsageError(f"{name!r} of a {type(self).__name__} cannot be deleted; close() it to free the model.")
-        delattr(self._target(), name)
+        if name in _OF_CALLS:
+            super().__delattr__(name)
+        else:
+            delattr(self._target(), name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._target())})
@@ -239,6 +282,9 @@ class ModelProxy(nn.Module):
 
     def cpu(self) -> Self:
         return self
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        logger.info("%s: gradient checkpointing stays off: RoundPipe recomputes layers by its own plan", self.name)
 
     def __copy__(self) -> Self:
         return self.__deepcopy__({})
@@ -355,6 +401,7 @@ class RoundPipe(ModelProxy):
 
     # Calls for training and inference.
 
+    @like_the_models
     def forward(
         self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(), **kwargs: Any
     ) -> Any:
@@ -409,7 +456,7 @@ class RoundPipe(ModelProxy):
             if self._engine.split_model is not None:
                 self._follow_layers(self._engine.split_model)
 
-    # Generating, saving, closing and inspecting.
+    # Generating, closing and inspecting.
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Take attributes, parameter names and state_dict keys from `original_model`."""
@@ -433,11 +480,6 @@ class RoundPipe(ModelProxy):
             )
         self._engine.wait_for_visible_weights()  # generate() runs code on the host, which may read parameters
         return split_model.generating(self.forward).generate(*args, **kwargs)
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model's own `save_pretrained` on the newest weights."""
-        self._engine.synchronize()
-        return self._target().save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
     def _follow_layers(self, split_model: SplitModel) -> None:
         """Set this wrapper's layers to those of the split model, which a call of a new form may have changed."""

@@ -1,0 +1,478 @@
+"""RoundPipeTrainer: transformers' Trainer over a RoundPipe, and the mixin that makes one of any Trainer class.
+
+The mixin lets Trainer construct itself with the plain model and wraps the model afterwards. Data, schedules, logging,
+evaluation and callbacks stay Trainer's. The mixin replaces the forward and backward pass of a batch, the optimizer
+step, and saving and loading. Knows the interface of Trainer and the calls of a wrapper, nothing of their insides.
+
+[Note: settings of a step]
+An asynchronous step runs while Trainer goes on and its scheduler sets the next learning rate. So the scheduler works on
+the param groups of a SteppedOptimizer, and each step gets a copy of their settings as they are when it is issued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import unwrap_peft_model
+
+from roundpipe.api.roundpipe import ModelProxy, RoundPipe
+from roundpipe.api.wrap import wrap_model_to_roundpipe
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.context import OptimizerCtx
+from roundpipe.errors import ConfigError, NonFiniteError, UsageError
+from roundpipe.optim import Adam, AdamW
+from roundpipe.optim.gradients import clip_grad_norm_
+
+logger = logging.getLogger("roundpipe")
+_HOST = torch.device("cpu")
+_FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
+_Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundPipeOptions:
+    """How a trainer wraps and steps its model.
+
+    devices, optim_dtype, pin_model: as for `wrap_model_to_roundpipe`.
+    num_microbatch: into how many microbatches a batch is split; default the number of devices + 1.
+    is_async: whether steps run beside the next batch, which then computes with weights that are one step old.
+    nonfinite: "stop" raises NonFiniteError if a loss or gradient is infinite or NaN, before it reaches the weights;
+        "skip" leaves the step out and logs a warning; "off" does not check.
+    view: whether to show the run in the terminal and to write metrics and a report.
+    """
+
+    devices: Sequence[str | torch.device] | str | None = None
+    num_microbatch: int | None = None
+    is_async: bool = False
+    optim_dtype: torch.dtype | None = torch.float32
+    pin_model: Literal["alloc", "register", "off"] = "alloc"
+    nonfinite: Literal["stop", "skip", "off"] = "stop"
+    view: bool = True
+
+    def __post_init__(self) -> None:
+        if self.nonfinite not in ("stop", "skip", "off"):
+            raise ConfigError(f'nonfinite must be "stop", "skip" or "off", got {self.nonfinite!r}.')
+
+
+class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Looks like an optimizer of accelerate; `step()` passes the step of the inner optimizer to the model.
+
+    Has its own param groups: see [Note: settings of a step].
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, run_step: Callable[[Callable[[], None]], None]) -> None:
+        """`run_step`: runs a function that takes the inner optimizer's step, when the gradients have arrived."""
+        super().__init__(optimizer, device_placement=False)
+        self._is_accelerate_prepared = True  # accelerate then takes this object as it is
+        self._run_step = run_step
+        self._groups = [dict(group) for group in optimizer.param_groups]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            raise UsageError("an optimizer of a RoundPipe trainer takes no closure in step().")
+        if self.gradient_state.sync_gradients:
+            settings = [_settings_of(group) for group in self._groups]
+
+            def take_step() -> None:
+                self._set_inner(settings)
+                self.optimizer.step()
+
+            self._run_step(take_step)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: each step clears the gradients that it has used."""
+
+    def state_dict(self) -> dict[str, Any]:
+        self.set_inner_settings()
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+        self.take_inner_settings()
+
+    def set_inner_settings(self) -> None:
+        """Write the present settings to the inner optimizer. Only while no step runs."""
+        self._set_inner([_settings_of(group) for group in self._groups])
+
+    def take_inner_settings(self) -> None:
+        """Take over settings that were loaded into the inner optimizer."""
+        for group, inner in zip(self._groups, self.optimizer.param_groups, strict=True):
+            group.update(_settings_of(inner))
+
+    def _set_inner(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        for group, values in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(values)
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+class _KeepsGradients:
+    """Stands for the model in Trainer's loop while steps are asynchronous: `zero_grad()` does nothing.
+
+    Steps clear the gradients they have used. The model's own zero_grad() would wait for the running step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def zero_grad(self) -> None:
+        pass
+
+
+class RoundPipeMixin(_Base):  # type: ignore[misc]
+    """Put before Trainer or a subclass of it: the model then trains through RoundPipe.
+
+    The constructor takes the arguments of the other class and `roundpipe`, the options. The model may be plain or
+    wrapped already. After construction `trainer.model` is the wrapped model.
+    """
+
+    args: Any
+    state: Any
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    label_smoother: Any
+
+    def __init__(self, *args: Any, roundpipe: RoundPipeOptions | None = None, **kwargs: Any) -> None:
+        if roundpipe is not None and not isinstance(roundpipe, RoundPipeOptions):
+            raise ConfigError(f"roundpipe must be RoundPipeOptions(...), got {type(roundpipe).__name__}.")
+        self.roundpipe = roundpipe or RoundPipeOptions()
+        self._is_wrapped = False
+        self._skips_step = False  # whether a loss of this step was not finite
+        self._grad_norm: torch.Tensor | float | None = None
+        # Trainer reads the class and the signature of the model that it is constructed with, so it gets the plain one.
+        given = args[0] if args else kwargs.get("model")
+        self._given = given if isinstance(given, ModelProxy) else None
+        if self._given is not None:
+            plain = self._given.original_model
+            args, kwargs = ((plain, *args[1:]), kwargs) if args else (args, {**kwargs, "model": plain})
+        super().__init__(*args, **kwargs)
+        self.wrap_model()
+
+    # Construction.
+
+    def wrap_model(self) -> None:
+        """Wrap the model, if that has not happened yet."""
+        if self._is_wrapped:
+            return
+        self._is_wrapped = True
+        plain = self.model
+        self._check_arguments()
+        self._set_signature_columns_if_needed()  # while the model is plain: an adapter shows the inner signature
+        name = unwrap_peft_model(plain)._get_name()
+        if self.label_smoother is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            # Trainer shifts labels if the model's class has such a name; the class of a wrapper has another one.
+            self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
+        if self._given is not None and self._given.original_model is not plain:
+            raise UsageError(
+                f"{type(self).__name__} got a wrapped model and arguments that make another model of it, such as "
+                "peft_config; pass the plain model."
+            )
+        self._use(self._given or self.wrapped(plain))
+
+    def wrapped(self, model: nn.Module, *, trains: bool = True) -> ModelProxy:
+        """Wrap a model by the options. `trains`: False for a model that only computes outputs."""
+        options = self.roundpipe
+        with contextlib.suppress(AttributeError):  # it has no such method, or the method has nothing to undo
+            # TRL lets the embeddings' outputs require grad for gradient checkpointing, which RoundPipe replaces.
+            model.disable_input_require_grads()  # type: ignore[operator]
+        return wrap_model_to_roundpipe(
+            model,
+            optim_dtype=options.optim_dtype if trains else None,
+            devices=options.devices,
+            pin_model=options.pin_model,
+            model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
+        )
+
+    def _use(self, model: ModelProxy) -> None:
+        self.model = self.model_wrapped = self.callback_handler.model = model
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """The model of `model_init`, wrapped if it replaces the one that Trainer was constructed with."""
+        model = super().call_model_init(trial)
+        if not self._is_wrapped:
+            return model
+        self.model.close()
+        return self.wrapped(model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1  # RoundPipe uses all devices itself: no DataParallel, no larger batches
+        super().create_accelerator_and_postprocess()
+        self.accelerator.device_placement = False  # models, optimizers and batches stay in host memory
+
+    def _check_arguments(self) -> None:
+        """Raise for arguments that do not go with RoundPipe."""
+        args = self.args
+        refused = {
+            "fp16": (args.fp16, "bf16=True, which needs no loss scaling"),
+            "fp16_full_eval": (args.fp16_full_eval, "a model loaded in float16"),
+            "bf16_full_eval": (args.bf16_full_eval, "bf16=True, or a model loaded in bfloat16"),
+            "torch_compile": (args.torch_compile, "the model as it is"),
+            "deepspeed": (args.deepspeed, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
+            "fsdp": (args.fsdp, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
+            "use_liger_kernel": (args.use_liger_kernel, "a model wrapped with liger_kernels=True"),
+        }
+        for name, (is_set, advice) in refused.items():
+            if is_set:
+                raise ConfigError(f"{type(self).__name__} does not support {name}={is_set!r}; use {advice}.")
+        if args.world_size > 1:
+            raise ConfigError(
+                f"{type(self).__name__} runs in one process, which uses all devices, but {args.world_size} processes "
+                "were launched; start the script with python instead of torchrun or accelerate launch."
+            )
+
+    # What Trainer does with the model.
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do nothing: weights stay in host memory."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Return the model itself. Before training, make the optimizer step through the model."""
+        if training and not isinstance(self.optimizer, SteppedOptimizer):
+            inner = self.optimizer
+            _put_masters_into(inner, self.model)
+            self.optimizer = SteppedOptimizer(inner, self._run_step)
+            if getattr(self.lr_scheduler, "optimizer", None) is inner:  # the user has passed both
+                self.lr_scheduler.optimizer = self.optimizer
+        return model
+
+    def _prepare_input(self, data: Any) -> Any:
+        return data  # batches stay in host memory
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        return super()._get_num_items_in_batch(batch_samples, _HOST)
+
+    # Forward and backward pass.
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward pass of a batch; returns its share of the step's loss."""
+        if self._trains_in_one_call(num_items_in_batch):
+            loss = self._forward_backward(inputs, num_items_in_batch)
+        else:
+            loss = super().training_step(self.model, inputs, num_items_in_batch)
+        if self.roundpipe.nonfinite != "off" and not bool(loss.isfinite()):
+            self._handle_loss(float(loss), inputs)
+        return loss.to(self.args.device)
+
+    def _trains_in_one_call(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
+        """Whether the loss is the model's own, so that forward_backward() computes it."""
+        has_own_loss = self.label_smoother is None and self.compute_loss_func is None
+        return isinstance(self.model, RoundPipe) and has_own_loss and type(self).compute_loss is Trainer.compute_loss
+
+    def _forward_backward(self, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
+        """The counterpart of Trainer.training_step for a model that computes its own loss."""
+        self.begin_training_step()
+        inputs = dict(self._prepare_inputs(inputs))
+        options: dict[str, Any] = {}
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs["num_items_in_batch"] = num_items_in_batch
+        elif self.current_gradient_accumulation_steps > 1:
+            num_calls = self.current_gradient_accumulation_steps
+            options["loss_fn"] = lambda outputs, labels: _loss_of(outputs) / num_calls
+            options["run_config"] = RoundPipeRunConfig(whole_batch_loss=True)
+        with self.accelerator.autocast():
+            loss: torch.Tensor = self.model.forward_backward(input_kwargs=inputs, **options)
+        return loss.detach()
+
+    def begin_training_step(self) -> None:
+        """Set the model, and an optimizer that knows such modes, to training mode."""
+        self.model.train()
+        self.optimizer.train()
+
+    def _run_epoch(self, model: nn.Module, **kwargs: Any) -> None:
+        loop_model: Any = _KeepsGradients(model) if self.roundpipe.is_async else model
+        super()._run_epoch(model=loop_model, **kwargs)
+
+    # Optimizer steps.
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        with OptimizerCtx():  # parameters of the model are then their masters
+            return super().create_optimizer(model)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """Trainer's choice; RoundPipe's Adam and AdamW instead of torch's."""
+        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if {"params", "model", "optimizer_dict"} & kwargs.keys() or "bitsandbytes" in str(optimizer_class):
+            raise ConfigError(
+                f"optim={str(args.optim)!r} works on the parameters of a model on a GPU, and RoundPipe steps in host "
+                'memory; use optim="adamw_torch" or another optimizer of torch.'
+            )
+        if optimizer_class in _FAST:
+            kwargs = {name: value for name, value in kwargs.items() if name != "fused"}
+        return _FAST.get(optimizer_class, optimizer_class), kwargs
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        names = super().get_decay_parameter_names(model)
+        # Trainer leaves out parameters of nn.LayerNorm, which a part of an AutoRoundPipe hides.
+        parts = [
+            (path, module.original_model) for path, module in model.named_modules() if isinstance(module, RoundPipe)
+        ]
+        hidden = tuple(f"{path}." for path, module in parts if path and isinstance(module, nn.LayerNorm))
+        return [name for name in names if not name.startswith(hidden)] if hidden else names
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Do nothing: steps clip gradients."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The gradient norm of the coming step, which sets it; of an earlier step if steps are asynchronous."""
+        if not self.roundpipe.is_async:
+            self._grad_norm = torch.full((), float("nan"))
+        return self._grad_norm
+
+    def _run_step(self, take_step: Callable[[], None]) -> None:
+        """Clip gradients, call `take_step` and clear gradients, as one step of the model."""
+        step, norm = self.state.global_step + 1, self._grad_norm
+        if self._skips_step:
+            self._skips_step = False
+            self.model.zero_grad()
+            return
+        max_norm = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
+        nonfinite = self.roundpipe.nonfinite
+
+        def step_fn() -> None:
+            try:
+                measured = clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off")
+            except NonFiniteError as error:
+                if nonfinite == "stop":
+                    error.add_note(f"in step {step}; no weight was changed")
+                    raise
+                logger.warning("step %d was skipped: %s", step, error)
+                measured = torch.full((), float("nan"))
+            else:
+                take_step()
+            self._clear_gradients()
+            if isinstance(norm, torch.Tensor):
+                norm.copy_(measured)
+            else:
+                self._grad_norm = float(measured)
+
+        self.model.step(step_fn, is_async=self.roundpipe.is_async)
+
+    def _clear_gradients(self) -> None:
+        for master in self.model.optim_parameters():
+            master.grad = None
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.synchronize()  # the newest weights count, also after an asynchronous step
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.synchronize()
+        return super().predict(*args, **kwargs)
+
+    # Losses and gradients that are not finite.
+
+    def _handle_loss(self, loss: float, inputs: dict[str, Any]) -> None:
+        """Raise NonFiniteError for a loss that is not finite, or skip the step, as the options say."""
+        step = self.state.global_step + 1
+        found = f"the loss of step {step} is {loss}; {self._first_nonfinite_output(inputs)}"
+        if self.roundpipe.nonfinite == "skip":
+            logger.warning("step %d is skipped: %s", step, found)
+            self._skips_step = True
+            return
+        self.model.zero_grad()
+        raise NonFiniteError(
+            f"{found}. No weight was changed by this step. Lower the learning rate, check the data of this batch, or "
+            'continue without such steps: RoundPipeOptions(nonfinite="skip").'
+        )
+
+    def _first_nonfinite_output(self, inputs: dict[str, Any]) -> str:
+        """Run the batch once more, without gradients, and describe the first module whose output is not finite."""
+        found: list[str] = []
+
+        def watch(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            if not found and not all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point()):
+                found.append(name)
+
+        model: ModelProxy = self.model
+        named = [(name, module) for name, module in model.original_model.named_modules() if name]
+        handles = [module.register_forward_hook(functools.partial(watch, name)) for name, module in named]
+        try:
+            with torch.random.fork_rng(devices=()), torch.no_grad(), self.accelerator.autocast():
+                model(**self._prepare_inputs(inputs))
+        finally:
+            for handle in handles:
+                handle.remove()
+        if found:
+            return f"{found[0]} is the first module whose output is not finite"
+        return "the outputs of all modules are finite, so the labels or the loss function must be the cause"
+
+    # Saving.
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write model, tokenizer and arguments. Unlike Trainer, writes the arguments as JSON: no file is a pickle."""
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(folder, state_dict=state_dict)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
+
+
+class RoundPipeTrainer(RoundPipeMixin, Trainer):  # type: ignore[misc]
+    """transformers' Trainer over a RoundPipe. Takes the same arguments, and the option `roundpipe`."""
+
+
+def _loss_of(outputs: Any) -> Any:
+    """The loss in a model's outputs, where Trainer looks for it."""
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+
+
+def _put_masters_into(optimizer: torch.optim.Optimizer, model: ModelProxy) -> None:
+    """Make an optimizer on the model's own parameters one on their masters."""
+    masters = dict(model.optim_named_parameters())
+    known = {id(master): master for master in masters.values()}
+    frozen = set()
+    for name, param in model.named_parameters():
+        if name in masters:
+            known[id(param)] = masters[name]
+        else:
+            frozen.add(id(param))
+    groups = [[param for param in group["params"] if id(param) not in frozen] for group in optimizer.param_groups]
+    unknown = [param for params in groups for param in params if id(param) not in known]
+    if unknown:
+        raise UsageError(
+            f"the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that is none of the "
+            "model's. Leave `optimizers` out, pass optimizer_cls_and_kwargs, or build the optimizer on "
+            "trainer.model.optim_parameters() and set trainer.optimizer."
+        )
+    changed = [param for params in groups for param in params if known[id(param)] is not param]
+    if changed and optimizer.state:
+        raise UsageError(
+            "the optimizer has taken steps on the model's own parameters, and RoundPipe steps on their masters; build "
+            "it anew, or on trainer.model.optim_parameters()."
+        )
+    for group, params in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = [known[id(param)] for param in params]

@@ -1,0 +1,123 @@
+"""RoundPipeSFTTrainer and RoundPipeDPOTrainer: trainers of TRL over a RoundPipe.
+
+TRL replaces the forward of a model by one that returns log-probabilities of the labels and builds no logits. RoundPipe
+splits the model with this forward into layers, so the losses and metrics are computed by TRL's code.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
+from torch import nn
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.sft_trainer import SFTTrainer
+from trl.trainer.utils import use_adapter
+
+from roundpipe.api.roundpipe import ModelProxy, RoundPipe
+from roundpipe.integrations.trainer import RoundPipeMixin
+
+
+class _TrlMixin(RoundPipeMixin):
+    """What the trainers of TRL have in common."""
+
+    def wrapped(self, model: nn.Module, *, trains: bool = True) -> ModelProxy:
+        _let_copies_run(model.get_base_model() if is_peft_model(model) else model)  # type: ignore[operator]
+        return super().wrapped(model, trains=trains)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        name = self.args.hub_model_id
+        self.create_model_card(model_name=Path(self.args.output_dir).name if name is None else name.split("/")[-1])
+        super()._save_checkpoint(model, trial)
+
+
+class RoundPipeSFTTrainer(_TrlMixin, SFTTrainer):  # type: ignore[misc]
+    """TRL's SFTTrainer over a RoundPipe. Takes the same arguments, and the option `roundpipe`."""
+
+    def _trains_in_one_call(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
+        """Whether the loss is the mean over tokens, so that forward_backward() of the fused head computes it."""
+        is_mean = self.args.loss_type == "nll" and self.label_smoother is None and not self.aux_loss_enabled
+        is_own = self.compute_loss_func is None and type(self).compute_loss is SFTTrainer.compute_loss
+        has_count = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return isinstance(self.model, RoundPipe) and is_mean and is_own and has_count
+
+    def _forward_backward(self, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
+        """Let TRL compute the loss and its metrics, from outputs whose gradients are computed already."""
+
+        def run(**kwargs: Any) -> Any:
+            kwargs["num_items_in_batch"] = num_items_in_batch
+            with self.accelerator.autocast():
+                return self.model.forward_backward(input_kwargs=kwargs, return_outputs=True)[1]
+
+        self.begin_training_step()
+        with self.compute_loss_context_manager():
+            loss: torch.Tensor = self.compute_loss(run, self._prepare_inputs(inputs), False, num_items_in_batch)
+        return loss.detach()
+
+
+class RoundPipeDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]
+    """TRL's DPOTrainer over a RoundPipe. The reference model is wrapped, too."""
+
+    ref_model: Any
+
+    def wrap_model(self) -> None:
+        if self._is_wrapped:
+            return
+        plain = self.model
+        super().wrap_model()
+        if self.ref_model is not None:
+            self._wrap_reference()
+        elif is_peft_model(plain):
+            self.ref_model = _AdapterSetAside(plain, self.model)
+
+    def _wrap_reference(self) -> None:
+        reference = self.ref_model
+        if "_original_forward" in vars(reference):  # accelerate has put autocast around it, which goes to the wrapper
+            reference.forward = vars(reference).pop("_original_forward")
+        vars(reference).pop("_is_accelerate_prepared", None)
+        reference.requires_grad_(False)
+        self.ref_model = self.accelerator.prepare_model(self.wrapped(reference, trains=False), evaluation_mode=True)
+        self.ref_model.eval()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, SyncRefModelCallback):
+                callback.ref_model = self.ref_model
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        self.wrap_model()  # TRL computes them at the end of its constructor
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
+
+class _AdapterSetAside:
+    """The reference model of a model with an adapter: the same model without it, or with TRL's copy of it."""
+
+    def __init__(self, plain: Any, model: ModelProxy) -> None:
+        self._plain, self._model = plain, model
+        self._adapter = "ref" if "ref" in plain.peft_config else None
+
+    def __call__(self, **kwargs: Any) -> Any:
+        with use_adapter(self._plain, self._adapter):
+            return self._model(**kwargs)
+
+
+def _let_copies_run(model: nn.Module) -> None:
+    """Replace TRL's forward of a model by one that copies of the model can run.
+
+    TRL's forward has the original's own forward in its closure, so a copy would run the layers of the original.
+    """
+    replaced = vars(model).get("forward")
+    if not isinstance(replaced, types.MethodType):
+        return
+    fused = replaced.__func__
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if fused_lm_head:
+            return fused(self, *args, fused_lm_head=True, **kwargs)
+        return type(self).forward(self, *args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
