@@ -41,6 +41,7 @@ LEVELS = {
     "report": 7,
     "integrations": 8,
     "cli": 9,
+    "__main__": 10,
     "": 10,  # roundpipe/__init__.py, which only collects the public names
 }
 ALLOWED_BESIDE = {("context", "errors"), ("context", "monitor"), ("monitor", "errors")}
