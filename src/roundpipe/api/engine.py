@@ -175,6 +175,12 @@ class ModelEngine:
         self.group.end_host_graphs()
 
     @_call(of_group=True)
+    def while_idle(self, work: Callable[[], _T]) -> _T:
+        """Wait for everything, then return `work()`. No other call can begin meanwhile."""
+        self.group.settle()
+        return work()
+
+    @_call(of_group=True)
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step."""
         group, stepper = self.group, self.group.stepper

@@ -228,7 +228,7 @@ class Recovery:
             with self._monitor:
                 of_steps, self._stepper.errors = self._stepper.errors, []
             for other in of_steps[1:]:
-                logger.error("another optimizer step failed, beside the one whose error is raised", exc_info=other)
+                logger.error("another step or checkpoint failed, beside the one whose error is raised", exc_info=other)
             if run is None and isinstance(of_steps[0], torch.OutOfMemoryError):
                 self._on_out_of_memory()
             _raise_unchanged(of_steps[0])

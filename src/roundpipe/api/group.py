@@ -70,6 +70,13 @@ class OpenStep(Protocol):
         """End an open step, because the models are being closed."""
 
 
+class BackgroundSave(Protocol):
+    """A checkpoint that is being written: see checkpoint.save."""
+
+    def wait_until_done(self) -> None:
+        """Block until the checkpoint is complete or has failed. A failure is then in the stepper's errors."""
+
+
 class CallLock(_thread.RLock):  # type: ignore[misc]
     """Serialises the calls of a group. Entered and left by C code only: see [Note: locks and Ctrl-C]."""
 
@@ -119,6 +126,7 @@ class Group:
         # The recovery refers to the list of members, not to the group: see `dissolve`.
         self.recovery = Recovery(self.stepper, self.monitor, functools.partial(_plan_smaller, self.members))
         self.steps_are_exact = False  # whether the last step was synchronous: a guess for the next one
+        self.pending_save: BackgroundSave | None = None
         self.stop_requested = False
         self.is_closed = False  # whether all calls are refused
         self._is_shut_down = False  # whether all threads and memory are released
@@ -200,10 +208,13 @@ class Group:
         self.steps_are_exact = is_exact
 
     def wait_for_everything(self) -> None:
-        """Wait for all runs and steps, and raise their failures."""
+        """Wait for all runs, steps and checkpoints, and raise their failures."""
         self.recovery.wait_for_runs()
         self.recovery.raise_failures(IN_BACKGROUND)
         self.stepper.wait_until_idle()
+        save = self.pending_save
+        if save is not None:
+            save.wait_until_done()
         self.recovery.raise_failures(IN_BACKGROUND)
 
     def wait_until_quiet(self) -> None:
@@ -213,11 +224,11 @@ class Group:
 
     def show_newest(self) -> None:
         """Wait for all runs and steps. Parameters then hold the newest weights, and `.grad` the gathered gradients."""
-        self._settle()
+        self.settle()
         for store in self.stores:
             store.gradients.expose()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for all runs and steps, make the newest weights visible, and forget finished runs."""
         self.wait_for_everything()
         self.stepper.publish_latest()
@@ -306,7 +317,7 @@ class Group:
     def _settles(self, name: str) -> bool:
         """Wait for all runs and steps. If one fails, log it and return False: other work may still be pending."""
         try:
-            self._settle()
+            self.settle()
         except KeyboardInterrupt:
             raise
         except BaseException:

@@ -1,1 +1,11 @@
-"""Saves and loads checkpoints of a training run."""
+"""Checkpoints of training runs: `save`, `load`, and `latest` to find the newest one.
+
+A checkpoint is a folder. Its weights load with `from_pretrained`; the rest resumes the run bit for bit, in a new
+process and on any number of devices.
+"""
+
+from roundpipe.checkpoint.folders import latest
+from roundpipe.checkpoint.load import load, load_rng
+from roundpipe.checkpoint.save import PendingSave, save
+
+__all__ = ["PendingSave", "latest", "load", "load_rng", "save"]

@@ -3,6 +3,7 @@
 All calls of device APIs such as torch.cuda are in this package.
 """
 
+from roundpipe.devices.cuda import generator_states, set_generator_states
 from roundpipe.devices.discover import (
     DeviceSpec,
     default_specs,
@@ -23,9 +24,11 @@ __all__ = [
     "MemoryUse",
     "StreamKind",
     "default_specs",
+    "generator_states",
     "host_pinner",
     "open_devices",
     "parse_devices",
     "require_device",
+    "set_generator_states",
     "wait_for_producers",
 ]

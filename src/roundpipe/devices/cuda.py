@@ -35,6 +35,17 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
+def generator_states() -> list[torch.Tensor]:
+    """The state of each GPU's default generator; empty if this process has not used CUDA yet."""
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def set_generator_states(states: Sequence[torch.Tensor]) -> None:
+    """Set the default generators of the GPUs that exist here to states of `generator_states`."""
+    for index, state in enumerate(states[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, index)
+
+
 def synchronize_current_stream(device: torch.device) -> None:
     torch.cuda.current_stream(device).synchronize()
 

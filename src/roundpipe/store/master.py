@@ -191,6 +191,9 @@ class CopyHome(Protocol):
     """The store that made a copy."""
 
     gradient_owner: GradientOwner | None
+    held: set[int]  # not empty while a checkpoint reads the values of copies
+
+    def wait_until_written(self) -> None: ...
 
 
 class OptimizerCopy(nn.Parameter):
@@ -271,10 +274,7 @@ class OptimizerCopy(nn.Parameter):
                 self.halves = None
 
     def rest_between_steps(self) -> None:
-        """Give memory back if values were read in this interval, unless they were read in the last `_HABIT` ones, too.
-
-        Keeps the memory also if an autograd graph may use the copy.
-        """
+        """Give memory back if values were read in this interval, unless `_HABIT` or an autograd graph keep it."""
         if self._was_read and self._reads_in_a_row < _HABIT and not self._may_be_in_graph:
             self._give_memory_back()
 
@@ -292,7 +292,10 @@ class OptimizerCopy(nn.Parameter):
         """Allocate memory if there is none, and keep it until `_end_use`.
 
         `_end_use` may come as soon as the operation has returned: a result that still needs the memory shares it.
+        Waits for a checkpoint that reads the values: the operation may write them.
         """
+        if self.home is not None and (home := self.home()) is not None and home.held:
+            home.wait_until_written()
         if self._weight is not None:
             with self.lock:
                 self.take_memory()

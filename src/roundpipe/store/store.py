@@ -206,6 +206,7 @@ class LayerStore:
         self._takers: dict[tuple[int, int], Callable[[], None]] = {}  # `take` of `when_landed`, by layer and generation
         self.is_read_on_host = False  # whether calls also compute with the user's parameters on the host
         self.graphs_version = 0  # version of the weights that autograd graphs on the host have saved
+        self.held: set[int] = set()  # layers that a checkpoint still reads; a step must not change them yet
         self._names = names
         self._compositions = [Composition(layer, names) for layer in self.layers]
 
@@ -244,6 +245,11 @@ class LayerStore:
     def owns(self, param: torch.Tensor) -> bool:
         """Whether a tensor is a parameter of this model."""
         return id(param) in self._by_param
+
+    def wait_until_written(self) -> None:
+        """Block until no checkpoint reads the weights and masters any more."""
+        with self.monitor:
+            self.monitor.wait_until(lambda: not self.held, "a checkpoint to be written")
 
     def check_training_memory(self) -> None:
         """Raise HostMemoryError if training does not fit into host memory.
@@ -435,17 +441,19 @@ class LayerUpdate:
 
     @property
     def has_landed(self) -> bool:
-        """Whether the layer's gradients have all landed. Does not wait."""
-        return self._gradients is not None
+        """Whether the layer's gradients have all landed and the layer may be changed. Does not wait."""
+        return self._gradients is not None and self._layer_id not in self._store.held
 
     def wait_for_gradients(self) -> None:
-        """Block until the layer's gradients have landed; raises StepAbandoned if they never will."""
-        if self._gradients is None:
-            monitor = self._store.monitor
+        """Block until the gradients have landed and no checkpoint still reads the layer.
+
+        Raises StepAbandoned if the gradients will never land.
+        """
+        if not self.has_landed:
+            monitor, held = self._store.monitor, self._layer_id in self._store.held
+            what = f"a checkpoint of layer {self._layer_id}" if held else f"gradients of layer {self._layer_id}"
             with monitor:
-                monitor.wait_until(
-                    lambda: self._abandoned() or self._gradients is not None, f"gradients of layer {self._layer_id}"
-                )
+                monitor.wait_until(lambda: self._abandoned() or self.has_landed, what)
         if self._abandoned():
             raise StepAbandoned
 

@@ -1,0 +1,268 @@
+"""What a checkpoint holds: which tensors of a model and its optimizer are saved under which names, and all other state.
+
+`weights_of` and `capture` are called while nothing runs on the model. Knows no files.
+
+[Note: names in a checkpoint] The group "weights" has the keys of the state dict (of a PEFT model: those of its
+adapters, the base model is not saved). The group "optimizer" has the parameter's name behind a prefix:
+`state/exp_avg/NAME` for the optimizer's tensors, `master/NAME` for a master in full, `master.low/NAME` and
+`master.ties/NAME` for a halved master, whose high half is the weight. A master that equals its weight is not saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from roundpipe.api.group import Group
+from roundpipe.checkpoint.format import DTYPES
+from roundpipe.devices import generator_states, set_generator_states
+from roundpipe.errors import CheckpointError
+from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
+
+STATE = "state/"
+MASTER, MASTER_LOW, MASTER_TIES = "master/", "master.low/", "master.ties/"
+_DEFAULT_ADAPTER = "default"
+
+
+class HasState(Protocol):
+    """A scheduler or a scaler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+# Weights under their names.
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSet:
+    """Weights that go into one set of files.
+
+    `tensors` share the memory of the model. `folder` and `file` are where the libraries that load the files look.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    folder: str = ""
+    file: str = "model"
+    may_shard: bool = True
+
+
+def is_adapter(model: nn.Module) -> bool:
+    """Whether a model is a PEFT model, of which only the adapters are saved."""
+    return any(cls.__name__ == "PeftModel" for cls in type(model).__mro__)
+
+
+def weights_of(model: nn.Module) -> list[WeightSet]:
+    """The tensors of a model that a checkpoint holds. Raises CheckpointError for a value that it cannot hold."""
+    if not is_adapter(model):
+        sets = [WeightSet(model.state_dict())]
+    else:
+        from peft import get_peft_model_state_dict
+
+        sets = [
+            WeightSet(
+                get_peft_model_state_dict(model, adapter_name=adapter),
+                folder="" if adapter == _DEFAULT_ADAPTER else f"{adapter}/",
+                file="adapter_model",
+                may_shard=False,  # peft reads one file
+            )
+            for adapter in model.peft_config  # type: ignore[union-attr]
+        ]
+    for one in sets:
+        for key, value in one.tensors.items():
+            if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.layout is not torch.strided:
+                kind = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise CheckpointError(f"{key!r} of the model's state dict is a {kind}, which a checkpoint cannot hold.")
+    return sets
+
+
+def description(model: nn.Module) -> dict[str, str]:
+    """The class of a model, and whether its checkpoint holds the whole model or an adapter."""
+    return {"class": type(model).__name__, "kind": "adapter" if is_adapter(model) else "full"}
+
+
+# Capturing the state of a run.
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One tensor to save. `layer`: the store and layer that must not change until the tensor is written."""
+
+    name: str
+    tensor: torch.Tensor
+    layer: tuple[LayerStore, int] | None = None
+
+
+@dataclasses.dataclass
+class Contents:
+    """The state of a training run at one moment. The tensors share the memory that training uses."""
+
+    weight_sets: list[tuple[WeightSet, list[Source]]]
+    optimizer_tensors: list[Source]
+    aliases: dict[str, str]
+    values: dict[str, Any]  # everything that is not a large tensor
+    step: int  # number of optimizer steps since the model was wrapped
+    model: dict[str, str]
+
+
+class _Layers:
+    """The records of a group by the memory of their weights, and the order in which layers are written.
+
+    The last layer comes first: its gradients land first, so the next step needs to write it first.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.in_order = [(store, layer) for store in reversed(group.stores) for layer in reversed(store.layers)]
+        self.homes = {record: (store, layer.layer_id) for store, layer in self.in_order for record in layer.at_home}
+        self._by_address = {record.weights.data_ptr(): record for record in self.homes if record.weights.numel()}
+
+    def record_of(self, tensor: torch.Tensor) -> ParameterRecord | None:
+        """The record whose weights are exactly this tensor, if any."""
+        record = self._by_address.get(tensor.data_ptr()) if tensor.device.type == "cpu" else None
+        if record is None or record.weights.shape != tensor.shape or record.weights.dtype != tensor.dtype:
+            return None
+        return record
+
+
+def capture(
+    model: nn.Module,
+    group: Group,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: HasState | None,
+    scaler: HasState | None,
+    extra: Any,
+) -> Contents:
+    """The state of a model whose group is idle. Copies small tensors and refers to large ones."""
+    layers = _Layers(group)
+    aliases: dict[str, str] = {}
+    weight_sets = [(one, _weight_sources(one, layers, aliases)) for one in weights_of(model)]
+    tensors = [source for store, layer in layers.in_order for source in _master_sources(store, layer.at_home)]
+    values: dict[str, Any] = {
+        "extra": extra,
+        "random": random_states(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "optimizer": None,
+    }
+    if optimizer is not None:
+        states, values["optimizer"] = _optimizer_state(optimizer, layers)
+        tensors += states
+        order = {home: position for position, home in enumerate(dict.fromkeys(layers.homes.values()))}
+        tensors.sort(key=lambda source: len(order) if source.layer is None else order[source.layer])
+    return Contents(weight_sets, tensors, aliases, values, group.stepper.steps_issued, description(model))
+
+
+def _weight_sources(weights: WeightSet, layers: _Layers, aliases: dict[str, str]) -> list[Source]:
+    """The weights in the order of writing. A tensor with several keys is saved under the first; `aliases` has others.
+
+    Tensors other than parameters, such as buffers, are copied: the next call may change them.
+    """
+    of_layers: dict[ParameterRecord, Source] = {}
+    others: list[Source] = []
+    for key, tensor in weights.tensors.items():
+        record, name = layers.record_of(tensor), weights.folder + key
+        if record is None:
+            others.append(Source(name, tensor.detach().cpu().clone()))
+        elif record in of_layers:
+            aliases[name] = of_layers[record].name
+        else:
+            of_layers[record] = Source(name, tensor.detach(), layers.homes[record])
+    return [*(of_layers[record] for record in layers.homes if record in of_layers), *others]
+
+
+def _master_sources(store: LayerStore, records: list[ParameterRecord]) -> Iterator[Source]:
+    """What is needed besides the weights to restore masters bit for bit."""
+    for record in records:
+        master = record.master
+        if master is None:
+            continue
+        home = (store, record.home)
+        with master.lock:
+            halves = master.halves
+            if halves is not None and halves.weight is record.weights and record.weights.is_contiguous():
+                # Halves stay halves: joining them would need twice their memory.
+                for prefix, key in ((MASTER_LOW, "low"), (MASTER_TIES, "ties")):
+                    if key in vars(halves):
+                        yield Source(prefix + record.name, vars(halves)[key], home)
+                continue
+            values = master.values() if halves is None else halves.joined()
+        if values.dtype != record.weights.dtype or not torch.equal(values, record.weights):
+            yield Source(MASTER + record.name, values, home)
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, layers: _Layers) -> tuple[list[Source], dict[str, Any]]:
+    """The optimizer's tensors, and its options and numbers as plain values."""
+    names, sources = names_in(optimizer, layers.homes), list[Source]()
+    by_name = {record.name: home for record, home in layers.homes.items()}
+    numbers: dict[str, dict[str, Any]] = {}
+    for param, state in optimizer.state.items():
+        name = names[id(param)]
+        home = by_name.get(name)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                # A parameter that is not the model's can be updated at any time: its state is copied now.
+                tensor = value.detach() if home is not None else value.detach().cpu().clone()
+                sources.append(Source(f"{STATE}{key}/{name}", tensor, home))
+            else:
+                is_tensor = isinstance(value, torch.Tensor)
+                numbers.setdefault(name, {})[key] = value.detach().clone() if is_tensor else copy.deepcopy(value)
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}}
+        | {"params": [names[id(param)] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return sources, {"class": type(optimizer).__name__, "groups": copy.deepcopy(groups), "numbers": numbers}
+
+
+def names_in(optimizer: torch.optim.Optimizer, records: Mapping[ParameterRecord, Any]) -> dict[int, str]:
+    """The names of an optimizer's parameters by id: those of the model, else their position in the optimizer."""
+    named = {id(record.param): record.name for record in records}
+    named |= {id(record.master): record.name for record in records if record.master is not None}
+    names: dict[int, str] = {}
+    for group_id, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if isinstance(param, OptimizerCopy) and id(param) not in named:
+                raise CheckpointError(
+                    f"parameter {position} of the optimizer's group {group_id} belongs to another model than the one "
+                    "given; save each model with its own optimizer."
+                )
+            names[id(param)] = named.get(id(param), f"other.{group_id}.{position}")
+    return names
+
+
+# Random number generators.
+
+
+def random_states() -> dict[str, Any]:
+    """The states of the generators of torch, Python, numpy (if it is imported) and the devices."""
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "devices": generator_states(),
+        "numpy": None,
+    }
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tobytes(), *rest)
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Set the generators to states of `random_states`. A generator that does not exist here is left out."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    set_generator_states(states["devices"])
+    if states["numpy"] is not None:
+        import numpy
+
+        kind, keys, *rest = states["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))

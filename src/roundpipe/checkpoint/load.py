@@ -1,0 +1,340 @@
+"""Loads checkpoints: verifies all files, compares them with the model, and only then changes anything.
+
+Reads each tensor from its file into the memory where training uses it; no second copy exists. Knows no writer: it reads
+whatever ranges the manifest names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundpipe.api.group import Group
+from roundpipe.api.roundpipe import ModelProxy
+from roundpipe.checkpoint.contents import (
+    MASTER,
+    MASTER_LOW,
+    MASTER_TIES,
+    STATE,
+    HasState,
+    description,
+    names_in,
+    set_random_states,
+    weights_of,
+)
+from roundpipe.checkpoint.folders import find
+from roundpipe.checkpoint.format import (
+    DTYPE_OF,
+    DTYPES,
+    MANIFEST,
+    STATE_FILE,
+    Manifest,
+    Reader,
+    TensorEntry,
+    from_json,
+    read_manifest,
+    verify_files,
+)
+from roundpipe.checkpoint.save import check_model
+from roundpipe.errors import CheckpointError
+from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord
+from roundpipe.store.host_memory import host_zeros_like, require_host_memory
+
+_MOST_NAMED = 5  # an error lists at most so many keys
+_ADVICE = "Nothing was loaded. Free memory, or train fewer parameters."
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: ModelProxy,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: HasState | None = None,
+    scaler: HasState | None = None,
+) -> Any:
+    """Load a checkpoint into a model of the same architecture, and set all random number generators. Returns `extra`.
+
+    Training then continues bit for bit as after the save, on any number of devices. All files are verified first: if
+    the checkpoint is damaged or does not fit, a CheckpointError names the reason and nothing has changed. What is not
+    given is not loaded; without an optimizer, masters that do not exist yet are made from the weights when needed.
+    """
+    engine = check_model(model)._engine
+    path, manifest, values = _verified(folder)
+
+    def restore() -> Any:
+        with Reader(path) as reader:
+            group = engine.group
+            plan = _Restoration(path, manifest, values, model, group, wants_masters=optimizer is not None)
+            plan.check_weights()
+            plan.check_masters()
+            if optimizer is not None:
+                plan.check_optimizer(optimizer)
+            pairs = [("scheduler", scheduler), ("scaler", scaler)]
+            _load_small([(name, part, values[name]) for name, part in pairs if part is not None], path)
+            plan.read_weights(reader)
+            plan.read_masters(reader)
+            if optimizer is not None:
+                plan.read_optimizer(reader, optimizer)
+        set_random_states(values["random"])
+        return values["extra"]
+
+    return engine.while_idle(restore)
+
+
+def load_rng(folder: str | os.PathLike[str]) -> None:
+    """Set all random number generators to the state that a checkpoint holds."""
+    _, _, values = _verified(folder, only=(STATE_FILE,))
+    set_random_states(values["random"])
+
+
+def _verified(folder: str | os.PathLike[str], only: Sequence[str] = ()) -> tuple[Path, Manifest, dict[str, Any]]:
+    """Read the manifest and the values of a checkpoint. First compare all files, or `only` some, with the manifest."""
+    path = find(Path(folder))
+    manifest = read_manifest(path)
+    if STATE_FILE not in manifest.files:
+        raise CheckpointError(f"{path / MANIFEST} does not list {STATE_FILE}.")
+    verify_files(path, manifest, only or tuple(manifest.files))
+    try:
+        values = from_json(json.loads((path / STATE_FILE).read_bytes()))
+        _ = values["extra"], values["random"], values["scheduler"], values["scaler"], values["optimizer"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / STATE_FILE} does not have the expected content ({error!r}).") from error
+    return path, manifest, values
+
+
+def _load_small(parts: Iterable[tuple[str, HasState, Any]], path: Path) -> None:
+    """Load scheduler and scaler. If one refuses its state, those loaded before get their old state back."""
+    undo: list[Callable[[], Any]] = []
+    for name, part, state in parts:
+        before = part.state_dict()
+        try:
+            if state is None:
+                raise CheckpointError(f"{path} has no {name}; load without {name}=, or save it with one.")
+            if isinstance(before, Mapping) and set(before) != set(state):
+                differing = _listed(set(before) ^ set(state))
+                raise CheckpointError(f"the {name} in {path} is of another kind: its entries differ in {differing}.")
+            undo.append(lambda part=part, before=before: part.load_state_dict(before))  # type: ignore[misc]
+            part.load_state_dict(state)
+        except Exception as error:
+            for restore in reversed(undo):
+                restore()
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"the {name} refuses its state in {path}: {error}") from error
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = sorted(names)
+    rest = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
+    return ", ".join(map(repr, every[:_MOST_NAMED])) + rest
+
+
+class _Restoration:
+    """Compares one checkpoint with one model, then reads it. The checks change nothing."""
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        values: Mapping[str, Any],
+        model: ModelProxy,
+        group: Group,
+        *,
+        wants_masters: bool,
+    ) -> None:
+        self._path, self._manifest, self._values, self._group = path, manifest, values, group
+        self._model = model.original_model
+        self._wants_masters = wants_masters
+        self._weights = manifest.tensors.get("weights", {})
+        self._tensors = manifest.tensors.get("optimizer", {})
+        self._records: dict[ParameterRecord, LayerStore] = {
+            record: store for store in group.stores for record in store.parameters
+        }
+        self._targets: list[tuple[TensorEntry, ParameterRecord]] = []  # weights that are parameters
+        self._others: dict[str, TensorEntry] = {}  # further tensors of the state dict, such as buffers
+
+    # Checks.
+
+    def check_weights(self) -> None:
+        saved, present = self._manifest.model, description(self._model)
+        if saved.get("kind") != present["kind"]:
+            raise CheckpointError(
+                f"{self._path} holds {saved.get('class')!r} saved as {saved.get('kind')!r}, the model given is "
+                f"{present['class']!r} and loads {present['kind']!r}."
+            )
+        current = {one.folder + key: tensor for one in weights_of(self._model) for key, tensor in one.tensors.items()}
+        known = {**{name: name for name in self._weights}, **self._manifest.aliases}
+        missing, unexpected = current.keys() - known.keys(), known.keys() - current.keys()
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{self._path} does not fit this {present['class']}: "
+                + "; ".join(
+                    f"{len(names)} keys {what}: {_listed(names)}"
+                    for what, names in (("are missing in it", missing), ("of it are unexpected", unexpected))
+                    if names
+                )
+                + "."
+            )
+        by_address = {record.weights.data_ptr(): record for record in self._records if record.weights.numel()}
+        for name, tensor in current.items():
+            entry = self._entry(self._weights, known[name])
+            self._check_tensor(name, entry, tensor)
+            if name in self._weights:
+                record = by_address.get(tensor.data_ptr())
+                if record is not None and record.weights.shape == tensor.shape:
+                    self._targets.append((entry, record))
+                else:
+                    self._others[name] = entry
+
+    def check_masters(self) -> None:
+        """Compare the precision of the masters that will be read with that of the model's."""
+        for record, store in self._records.items():
+            saved = self._tensors.get(MASTER + record.name)
+            dtype = saved and DTYPE_OF[saved.dtype]
+            if MASTER_LOW + record.name in self._tensors:
+                dtype = torch.float32
+            wanted = store.masters.optim_dtype or record.weights.dtype
+            if dtype is not None and dtype != wanted and self._reads_master(record):
+                raise CheckpointError(
+                    f"the optimizer's copy of {record.name!r} in {self._path} has dtype {dtype}, this model's has "
+                    f"{wanted}; wrap the model with optim_dtype={dtype}."
+                )
+
+    def _reads_master(self, record: ParameterRecord) -> bool:
+        return record.master is not None or (self._wants_masters and record.param.requires_grad)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        saved = self._values["optimizer"]
+        if saved is None:
+            raise CheckpointError(f"{self._path} has no optimizer; load it without one, or save with one.")
+        kind = type(optimizer).__name__
+        if saved["class"] != kind:
+            raise CheckpointError(f"{self._path} has the state of {saved['class']!r}, the optimizer given is {kind!r}.")
+        names = names_in(optimizer, self._records)
+        groups = optimizer.param_groups
+        if len(groups) != len(saved["groups"]):
+            raise CheckpointError(
+                f"the optimizer in {self._path} has {len(saved['groups'])} parameter groups, the one given has "
+                f"{len(groups)}."
+            )
+        for index, (group, options) in enumerate(zip(groups, saved["groups"], strict=True)):
+            differing = {names[id(param)] for param in group["params"]} ^ set(options["params"])
+            if differing:
+                raise CheckpointError(
+                    f"parameter group {index} of the optimizer in {self._path} has other parameters than the one "
+                    f"given: {_listed(differing)} are in only one of them."
+                )
+        params = {names[id(param)]: param for group in groups for param in group["params"]}
+        needed = 0
+        for name, entry in self._tensors.items():
+            if name.startswith(STATE):
+                param = params.get(name.split("/", 2)[2])
+                if param is None:
+                    raise CheckpointError(f"{self._path} has {name!r}, but the optimizer has no such parameter.")
+                needed += 0 if optimizer.state.get(param) else entry.num_bytes
+        require_host_memory({"optimizer state": needed}, f"loading {self._path}", _ADVICE)
+
+    def _entry(self, group: Mapping[str, TensorEntry], name: str) -> TensorEntry:
+        if name not in group:
+            raise CheckpointError(f"{self._path / MANIFEST} names the tensor {name!r} and does not say where it is.")
+        return group[name]
+
+    def _check_tensor(self, name: str, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        if entry.shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{name!r} has shape {list(entry.shape)} in {self._path}, the model's has {list(tensor.shape)}."
+            )
+        if entry.dtype != DTYPES[tensor.dtype]:
+            raise CheckpointError(
+                f"{name!r} has dtype {DTYPE_OF.get(entry.dtype)} in {self._path}, the model's has {tensor.dtype}; "
+                "build the model in the dtype of the checkpoint."
+            )
+
+    # Reading.
+
+    def read_weights(self, reader: Reader) -> None:
+        for entry, record in self._targets:
+            reader.read_into(entry, record.weights)
+        # Also sets the masters to the weights, and makes pending autograd graphs invalid.
+        self._group.adopt_written([record for _, record in self._targets])
+        if self._others:
+            self._model.load_state_dict(
+                {name: reader.read(entry) for name, entry in self._others.items()}, strict=False
+            )
+
+    def read_masters(self, reader: Reader) -> None:
+        for record, store in self._records.items():
+            low, full = self._tensors.get(MASTER_LOW + record.name), self._tensors.get(MASTER + record.name)
+            if (low is None and full is None) or not self._reads_master(record):
+                continue
+            master = store.masters.of(record)
+            if full is not None:
+                _set_values(master, reader.read(full))
+                continue
+            assert low is not None
+            ties = self._tensors.get(MASTER_TIES + record.name)
+            with master.lock:
+                if master.halves is None:
+                    saved = HalvedMaster(record.weights, reader.read(low), None if ties is None else reader.read(ties))
+                    saved.join_into(master.values())
+                    continue
+                reader.read_into(low, master.halves.low)
+                if ties is not None:
+                    reader.read_into(ties, master.halves.ties)
+
+    def read_optimizer(self, reader: Reader, optimizer: torch.optim.Optimizer) -> None:
+        saved, names = self._values["optimizer"], names_in(optimizer, self._records)
+        params = {names[id(param)]: param for group in optimizer.param_groups for param in group["params"]}
+        for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+        for param in params.values():
+            if optimizer.state.get(param):
+                _forget_missing(optimizer.state[param], names[id(param)], self._tensors, saved["numbers"])
+        for name, numbers in saved["numbers"].items():
+            optimizer.state[params[name]].update(numbers)
+        for name, entry in self._tensors.items():
+            if name.startswith(STATE):
+                _, key, owner = name.split("/", 2)
+                state = optimizer.state[params[owner]]
+                old = state.get(key)
+                if not isinstance(old, torch.Tensor) or old.shape != entry.shape or DTYPES[old.dtype] != entry.dtype:
+                    old = state[key] = _memory_for(entry, params[owner])
+                reader.read_into(entry, old)
+        order = getattr(optimizer, "_order_states", None)
+        if order is not None:
+            order()
+
+
+def _forget_missing(
+    state: dict[str, Any], name: str, tensors: Mapping[str, TensorEntry], numbers: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Remove entries of a parameter's state that the checkpoint does not have."""
+    for key in list(state):
+        if f"{STATE}{key}/{name}" not in tensors and key not in numbers.get(name, {}):
+            del state[key]
+
+
+def _memory_for(entry: TensorEntry, param: torch.Tensor) -> torch.Tensor:
+    """Memory for a tensor of an optimizer's state: laid out as its parameter if it has the same shape."""
+    dtype = DTYPE_OF[entry.dtype]
+    if entry.shape == tuple(param.shape) and dtype == param.dtype and param.device.type == "cpu":
+        return host_zeros_like(param)
+    return torch.empty(entry.shape, dtype=dtype, device=param.device)
+
+
+def _set_values(master: OptimizerCopy, values: torch.Tensor) -> None:
+    """Set the values of a master; it stays halved if its halves can hold them."""
+    with master.lock:
+        if master.halves is None or not master.halves.take(_like(values, master.halves.weight)):
+            master.values().copy_(values)
+            master.mark_touched()
+
+
+def _like(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The values in the memory order of a weight."""
+    return torch.empty_like(weight, dtype=values.dtype, memory_format=torch.preserve_format).copy_(values)
