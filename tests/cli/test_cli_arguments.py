@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from roundpipe.cli import arguments
 from roundpipe.cli.arguments import TrainSettings, parse
 from roundpipe.errors import ConfigError, DeviceError
 
@@ -187,3 +188,11 @@ def test_mistakes_in_a_config_file_name_the_file(tmp_path: Path, text: str, part
 def test_an_empty_config_file_is_one_without_options(tmp_path: Path) -> None:
     got: Any = with_config(tmp_path, "", *NEEDED, "--devices", "cpu")
     assert got.model == "m"
+
+
+def test_the_page_describes_every_own_option() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
+    parser = arguments._Parser(add_help=False)
+    arguments._add_own_options(parser)
+    missing = [name for name in parser._option_string_actions if f"`{name}" not in page]
+    assert not missing

@@ -38,8 +38,9 @@ def save_model(
     folder: Path, *, weights: bool = True, chat_template: str | None = MARKED_TEMPLATE, **changes: Any
 ) -> Path:
     """Save a tiny model, or its config alone, and its tokenizer."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=264, pad_token_id=0, eos_token_id=1, max_position_embeddings=256, **sizes | changes)
+    sizes = {"vocab_size": 264, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 256}
+    config = LlamaConfig(pad_token_id=0, eos_token_id=1, **sizes | changes)
     if weights:
         set_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)

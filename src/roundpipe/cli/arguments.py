@@ -174,7 +174,7 @@ def _add_own_options(parser: _Parser) -> None:
     steps = parser.add_argument_group("steps")
     steps.add_argument("--batch", type=int, help="sequences per optimizer step (8)")
     steps.add_argument("--epochs", type=float, help="passes over the data (1)")
-    steps.add_argument("--steps", type=int, help="optimizer steps; overrides --epochs")
+    steps.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
     steps.add_argument("--lr", type=float, help=f"learning rate (LoRA {_LORA_RATE:g}, full {_FULL_RATE:g})")
     steps.add_argument("--schedule", help="learning-rate schedule (cosine)")
     steps.add_argument("--warmup", type=float, help="warm-up steps, or a share of all steps below 1 (0.03)")

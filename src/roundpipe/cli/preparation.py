@@ -26,6 +26,8 @@ from roundpipe.split.discovery import block_paths
 from roundpipe.store.adopt import SECOND_WEIGHTS, PinMode, training_memory
 from roundpipe.store.host_memory import available_host_bytes, memory_table, require_host_memory
 
+_WEIGHT_ENDINGS = (".safetensors", ".bin")
+
 
 def say(text: str = "") -> None:
     """Write a line to stdout."""
@@ -67,7 +69,7 @@ def prepare(settings: TrainSettings) -> Prepared:
     tokens, counts = {}, {}
     text_config = model_config.get_text_config()
     for name, rows in read.items():
-        with quiet_datasets():
+        with plain_output():
             tokens[name] = tokenize(rows, tokenizer, sft_config, assistant_only=settings.sft.get("assistant_only_loss"))
         counts[name] = check_tokens(
             tokens[name],
@@ -111,6 +113,8 @@ def _load_config_and_tokenizer(settings: TrainSettings) -> tuple[Any, Any]:
     looks_like_path = folder.is_absolute() or settings.model.startswith(".") or settings.model.count("/") > 1
     if not folder.exists() and looks_like_path:
         raise ConfigError(f"--model: there is no folder {settings.model}.")
+    if folder.is_dir() and not settings.init and not any(each.suffix in _WEIGHT_ENDINGS for each in folder.iterdir()):
+        raise ConfigError(f"--model: {folder} has no weights (*.safetensors); for random weights add --init.")
     options = {"trust_remote_code": bool(settings.sft.get("trust_remote_code"))}
     what = "config"
     try:
@@ -169,17 +173,21 @@ def one_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """No progress bars of datasets inside the block."""
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars  # type: ignore[import-untyped]
+def plain_output() -> Iterator[None]:
+    """No progress bars of datasets and transformers inside the block, unless they go to a terminal."""
+    from datasets.utils import disable_progress_bars, enable_progress_bars  # type: ignore[import-untyped]
+    from transformers.utils import logging as transformers_logging
 
-    was_disabled = are_progress_bars_disabled()
+    if sys.stderr.isatty():
+        yield
+        return
     disable_progress_bars()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if not was_disabled:
-            enable_progress_bars()
+        enable_progress_bars()
+        transformers_logging.enable_progress_bar()
 
 
 # Memory and disk.
@@ -222,9 +230,9 @@ def memory_needs(settings: TrainSettings, prepared: Prepared) -> Needs:
         from peft import get_peft_model
 
         model = get_peft_model(model, lora_config(settings), autocast_adapter_dtype=False)
-    mode = PinMode(settings.roundpipe.get("pin_model", "alloc"))
     optim_dtype = getattr(torch, settings.roundpipe.get("optim_dtype", "float32"))
-    host = training_memory([model], optim_dtype, mode)
+    # REGISTER: what moving the weights needs depends on their memory, and this model has none. Wrapping counts it.
+    host = training_memory([model], optim_dtype, PinMode.REGISTER)
     second = host.pop(SECOND_WEIGHTS)
     if settings.roundpipe["is_async"]:
         host[SECOND_WEIGHTS] = second

@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
-import random
 import shlex
 import signal
 import threading
@@ -31,13 +31,14 @@ from roundpipe.cli.preparation import (
     model_options,
     new_model,
     one_line,
+    plain_output,
     prepare,
-    quiet_datasets,
     report_dry_run,
     say,
 )
-from roundpipe.errors import ConfigError
-from roundpipe.monitor import WAIT_LIMIT_VARIABLE
+from roundpipe.errors import ConfigError, DeviceError
+
+WAIT_LIMIT_VARIABLE = "ROUNDPIPE_WAIT_LIMIT_S"
 
 logger = logging.getLogger("roundpipe")
 
@@ -105,9 +106,7 @@ def _load_model(settings: TrainSettings, prepared: Prepared) -> nn.Module:
             settings.model, dtype=prepared.dtype, **model_options(settings), **further
         )
     except OSError as error:
-        raise ConfigError(
-            f"--model: cannot load the weights of {settings.model}: {one_line(error)} For random weights add --init."
-        ) from error
+        raise ConfigError(f"--model: cannot load the weights of {settings.model}: {one_line(error)}") from error
     return model
 
 
@@ -120,7 +119,8 @@ def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None)
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trainer.model.synchronize()  # the last checkpoint is complete
             if stop.signum is None:
-                trainer.save_model(str(settings.out))
+                with plain_output():
+                    trainer.save_model(str(settings.out))
     finally:
         trainer.model.close()
     if stop.signum is not None:
@@ -141,8 +141,8 @@ def _new_trainer(settings: TrainSettings, prepared: Prepared) -> Any:
         options["optim_dtype"] = getattr(torch, options["optim_dtype"])
     # The tokenizer has the chat template already.
     config = dataclasses.replace(prepared.sft_config, chat_template_path=None, model_init_kwargs=None)
-    with quiet_datasets():
-        return _trainer_class()(
+    with plain_output():
+        trainer = _trainer_class()(
             model=_load_model(settings, prepared),
             args=config,
             train_dataset=prepared.train.dataset,
@@ -151,34 +151,43 @@ def _new_trainer(settings: TrainSettings, prepared: Prepared) -> Any:
             peft_config=None if settings.lora is None else lora_config(settings),
             roundpipe=RoundPipeOptions(**options),
         )
+    trainer.searches = "num_microbatch" not in settings.roundpipe
+    return trainer
 
 
 def _trainer_class() -> Any:
     from roundpipe.integrations import RoundPipeSFTTrainer
 
     class SearchingTrainer(RoundPipeSFTTrainer):  # type: ignore[misc]
-        """Doubles the number of microbatches while the first step runs out of device memory."""
+        """Doubles the number of microbatches when a step runs out of device memory, unless the user has set it."""
 
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        searches = True
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
             while True:
-                randomness = _Randomness()
+                randomness = torch.get_rng_state()  # calls draw their seeds from it
                 try:
                     return super().training_step(*args, **kwargs)
-                except torch.OutOfMemoryError:
-                    pass
+                except torch.OutOfMemoryError as error:
+                    self._split_further(error)
+                    torch.set_rng_state(randomness)
+
+        def _split_further(self, error: torch.OutOfMemoryError) -> None:
+            used, most = self.roundpipe.num_microbatch, self.args.per_device_train_batch_size
+            # With accumulation, the failed call may have been one of several whose gradients add up.
+            if not self.searches or used >= most or self.args.gradient_accumulation_steps > 1:
+                raise DeviceError(
+                    f"a step with {used} microbatches of {math.ceil(most / used)} sequences does not fit into device "
+                    f"memory ({one_line(error)}). Raise --num-microbatch up to --batch {most}, lower --seq-len, or "
+                    "use --attn-implementation sdpa."
+                ) from error
+            number = min(2 * used, most)
+            logger.warning("a step does not fit into device memory; trying %d microbatches, not %d", number, used)
+            self.model.zero_grad()  # gradients of the microbatches that did fit
+            self.roundpipe = dataclasses.replace(self.roundpipe, num_microbatch=number)
+            self.model.model_run_config = dataclasses.replace(self.model.model_run_config, num_microbatch=number)
 
     return SearchingTrainer
-
-
-class _Randomness:
-    """The states of the random generators of the process, to be restored before a call is repeated."""
-
-    def __init__(self) -> None:
-        self._torch, self._python = torch.get_rng_state(), random.getstate()
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
 
 
 # Signals and what is said at the end.
