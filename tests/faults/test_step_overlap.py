@@ -388,18 +388,18 @@ def assert_begins_with_whole_gradients(
     made: Overlap, held: int, gate: Gate, step: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer thread is seen to wait for the layer that is held, and step_fn has not begun by then."""
-    real = LayerUpdate.wait_for_gradients
+    real = LayerUpdate.wait_until_landed
     waits, began = threading.Event(), Gate()
     began.opened.set()
 
-    def wait_for_gradients(update: LayerUpdate) -> None:
+    def wait_until_landed(update: LayerUpdate) -> None:
         if update._layer_id == held:
             waits.set()
         real(update)
 
     made.traps.act("step_fn", None, 0, began)
     with monkeypatch.context() as patch:
-        patch.setattr(LayerUpdate, "wait_for_gradients", wait_for_gradients)
+        patch.setattr(LayerUpdate, "wait_until_landed", wait_until_landed)
         step()
         wait_for(waits)
         assert not began.reached.is_set()

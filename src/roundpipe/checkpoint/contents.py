@@ -111,6 +111,7 @@ class Contents:
     values: dict[str, Any]  # everything that is not a large tensor
     step: int  # number of optimizer steps since the model was wrapped
     model: dict[str, str]
+    counters: dict[tuple[LayerStore, int], list[tuple[ParameterRecord, int]]]  # version counters of the parameters
 
 
 class _Layers:
@@ -123,6 +124,17 @@ class _Layers:
         self.in_order = [(store, layer) for store in reversed(group.stores) for layer in reversed(store.layers)]
         self.homes = {record: (store, layer.layer_id) for store, layer in self.in_order for record in layer.at_home}
         self._by_address = {record.weights.data_ptr(): record for record in self.homes if record.weights.numel()}
+
+    def version_counters(self) -> dict[tuple[LayerStore, int], list[tuple[ParameterRecord, int]]]:
+        """The version counters of all parameters by layer: they show writes by the user.
+
+        Without those that the host computes with, whose counters change in every step.
+        """
+        return {
+            (store, layer.layer_id): [(record, record.param._version) for record in layer.at_home]
+            for store, layer in self.in_order
+            if not store.is_read_on_host
+        }
 
     def record_of(self, tensor: torch.Tensor) -> ParameterRecord | None:
         """The record whose weights are exactly this tensor, if any."""
@@ -157,7 +169,8 @@ def capture(
         tensors += states
         order = {home: position for position, home in enumerate(dict.fromkeys(layers.homes.values()))}
         tensors.sort(key=lambda source: len(order) if source.layer is None else order[source.layer])
-    return Contents(weight_sets, tensors, aliases, values, group.stepper.steps_issued, description(model))
+    step, about = group.stepper.steps_issued, description(model)
+    return Contents(weight_sets, tensors, aliases, values, step, about, layers.version_counters())
 
 
 def _weight_sources(weights: WeightSet, layers: _Layers, aliases: dict[str, str]) -> list[Source]:

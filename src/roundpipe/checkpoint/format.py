@@ -44,6 +44,9 @@ DTYPES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
@@ -340,7 +343,8 @@ def _entries(paths: Iterable[Path]) -> Iterator[FileEntry]:
 
 def io_threads() -> int:
     """How many threads read or write files: a few, so that checksums keep up with the disk."""
-    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(4, cores // 2))
 
 
 class Reader:

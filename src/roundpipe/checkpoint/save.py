@@ -103,8 +103,8 @@ def save(
     def begin() -> PendingSave:
         if engine.group.recovery.has_gradients():
             logger.warning(
-                "%s: gradients gathered since the last optimizer step are not part of the checkpoint %s; save after a step "
-                "to resume exactly.",
+                "%s: gradients gathered since the last optimizer step are not part of the checkpoint %s; save after a "
+                "step to resume exactly.",
                 model.name,
                 target,
             )
@@ -262,6 +262,13 @@ class PendingSave:
         parent = self.folder.parent
         parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(parent)
+        needed = sum(source.tensor.nbytes for shard in self._shards for source in shard.sources)
+        free = shutil.disk_usage(parent).free
+        if needed > free:
+            raise CheckpointError(
+                f"the checkpoint {self.folder} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free on its disk. "
+                "Nothing was written; free space, or save elsewhere."
+            )
         self._partial = free_name(self.folder, PARTIAL)
         self._partial.mkdir()
         self._lock = locked(self._partial)
@@ -342,20 +349,30 @@ class PendingSave:
                 self._written(source)
             os.fsync(file.fileno())
             # The system need not keep the file in memory, which training needs.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with self._monitor:
             self._files[shard.name] = FileEntry(size, digest.hexdigest())
 
     def _written(self, source: Source) -> None:
         """Let the optimizer change a layer whose tensors are all written."""
+        layer = source.layer
         with self._monitor:
-            self._left[source.layer] -= 1
-            if not self._left[source.layer]:
-                del self._left[source.layer]
-                if source.layer is not None:
-                    store, layer_id = source.layer
-                    store.held.discard(layer_id)
-                    self._monitor.changed()
+            self._left[layer] -= 1
+            if self._left[layer]:
+                return
+            del self._left[layer]
+            if layer is None:
+                return
+            for record, counter in self._contents.counters.get(layer, ()):
+                if record.param._version != counter:
+                    raise CheckpointError(
+                        f"parameter {record.name!r} was written while the checkpoint {self.folder} was being saved; "
+                        "call wait() of what save() returns before writing into parameters."
+                    )
+            store, layer_id = layer
+            store.held.discard(layer_id)
+            self._monitor.changed()
 
     def _complete(self) -> None:
         """Write the manifest, give the folder its name, then replace `latest` and remove old checkpoints."""
@@ -428,6 +445,8 @@ class PendingSave:
                     add_note(error, "it happened in the background while a checkpoint was written; training can go on")
                     self._group.stepper.errors.append(error)
             self._monitor.changed()
+        if error is not None and self._group.is_closed:  # no later call can raise it
+            logger.error("a checkpoint failed after its model was closed", exc_info=error)
 
 
 def _versions() -> dict[str, str]:

@@ -419,9 +419,9 @@ def step_in_one_pass(
     one_pass = _OnePass(optimizer, kernel, reserve, checked)
     done: list[int] = []
     while left:
-        # Layers are updated in the order in which their gradients land. Once all gradients have landed, layers are
-        # updated in the opposite order, in which the next call needs the weights.
-        update = left.pop() if all(update.has_landed for update in left) else left.popleft()
+        # Layers are updated in the order in which their gradients land and in which a checkpoint writes them. Once all
+        # may be changed, they are updated in the opposite order, in which the next call needs the weights.
+        update = left.pop() if all(update.may_be_changed for update in left) else left.popleft()
         done += update.carry_out(functools.partial(one_pass.update_layer, update, items[update]))
     return frozenset(done)
 

@@ -398,7 +398,8 @@ class Stepper:
         self._publish_late(job.number - 1)
         if not job.may_overlap:
             for update in updates:
-                update.wait_for_gradients()
+                # The body of a handed step may write parameters directly, so no checkpoint may read them any more.
+                update.wait_until_landed() if job.handed is None else update.wait_for_gradients()
         with self._monitor:
             job.begun = not job.abandoned
         if not job.begun:

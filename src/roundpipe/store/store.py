@@ -440,20 +440,29 @@ class LayerUpdate:
             self.release(record)
 
     @property
-    def has_landed(self) -> bool:
-        """Whether the layer's gradients have all landed and the layer may be changed. Does not wait."""
+    def may_be_changed(self) -> bool:
+        """Whether the layer's gradients have all landed and no checkpoint still reads the layer. Does not wait."""
         return self._gradients is not None and self._layer_id not in self._store.held
 
+    def wait_until_landed(self) -> None:
+        """Block until the layer's gradients have landed; raises StepAbandoned if they never will."""
+        self._wait_until(lambda: self._gradients is not None, f"gradients of layer {self._layer_id}")
+
     def wait_for_gradients(self) -> None:
-        """Block until the gradients have landed and no checkpoint still reads the layer.
+        """Block until the gradients have landed and no checkpoint still reads the layer: the step may change it.
 
         Raises StepAbandoned if the gradients will never land.
         """
-        if not self.has_landed:
-            monitor, held = self._store.monitor, self._layer_id in self._store.held
-            what = f"a checkpoint of layer {self._layer_id}" if held else f"gradients of layer {self._layer_id}"
-            with monitor:
-                monitor.wait_until(lambda: self._abandoned() or self.has_landed, what)
+        if not self.may_be_changed:
+            self.wait_until_landed()
+            held = self._store.held
+            self._wait_until(lambda: self._layer_id not in held, f"a checkpoint to read layer {self._layer_id}")
+        if self._abandoned():
+            raise StepAbandoned
+
+    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        with self._store.monitor:
+            self._store.monitor.wait_until(lambda: self._abandoned() or ready(), what)
         if self._abandoned():
             raise StepAbandoned
 

@@ -92,7 +92,7 @@ def test_it_happens_once_and_changes_nothing(model: RoundPipe, made_ready: list[
 
 def test_states_are_in_the_order_of_parameters(model: RoundPipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although layers are updated as their gradients land, the last one first."""
-    monkeypatch.setattr(LayerUpdate, "has_landed", False)
+    monkeypatch.setattr(LayerUpdate, "may_be_changed", False)
     optimizer = optim.Adam(list(model.optim_parameters()), lr=1e-3)
     step(model, optimizer)
     assert list(optimizer.state_dict()["state"]) == [0, 1, 2, 3]
