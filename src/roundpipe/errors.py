@@ -15,7 +15,7 @@
     ├── RecomputeError (RuntimeError)   save_for_recompute or get_recompute_data was misused
     ├── UsageError (RuntimeError)       a call was made in the wrong place or order
     ├── CheckpointError (RuntimeError)  a checkpoint cannot be written, or is damaged or does not fit
-    ├── NonFiniteError (ArithmeticError) a loss or gradient is infinite or NaN
+    ├── NonFiniteError (ArithmeticError, RuntimeError) a loss or gradient is infinite or NaN
     ├── StallError (TimeoutError)       a wait took longer than the limit that the user has set
     └── ClosedError (RuntimeError)      a model or device pool is closed already
 
@@ -91,8 +91,8 @@ class CheckpointError(RoundPipeError, RuntimeError):
     """A checkpoint cannot be written; or it is damaged, incomplete or does not fit the model."""
 
 
-class NonFiniteError(RoundPipeError, ArithmeticError):
-    """A loss or gradient is infinite or NaN."""
+class NonFiniteError(RoundPipeError, ArithmeticError, RuntimeError):
+    """A loss or gradient is infinite or NaN. A RuntimeError as well, because torch raises that for such a norm."""
 
 
 class StallError(RoundPipeError, TimeoutError):

@@ -2,6 +2,12 @@
 
 A Monitor guards state that several threads share. Every wait has a description; a wait longer than the watchdog limit
 is logged together with the stacks of the library's threads. Knows no tensors, devices or schedules.
+
+[Note: stalls] If the user has set a wait limit, a longer wait of a thread of the user raises StallError. It interrupts
+an operation at a point where its state may be inconsistent, and the thread that was waited for may be stuck forever. So
+a stall is final: `stalls` makes every model of the process refuse calls, later waits of the user's threads raise at
+once, and closing a model does not wait for its work. Threads of the library go on waiting: they end when the model is
+closed. Waits with a timeout end by themselves and never raise.
 """
 
 from __future__ import annotations
@@ -21,13 +27,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, StallError
 
 logger = logging.getLogger("roundpipe")
 
 THREAD_PREFIX = "roundpipe-"
 WATCHDOG_VARIABLE = "ROUNDPIPE_WATCHDOG_S"
 DEFAULT_WATCHDOG_S = 300.0
+WAIT_LIMIT_VARIABLE = "ROUNDPIPE_WAIT_LIMIT_S"
 IDLE_SLEEP_S = 1.0
 # The main thread runs signal handlers when it wakes up. A signal may be delivered to a different thread and then does
 # not wake the main thread, so no sleep may be longer than this.
@@ -37,6 +44,7 @@ _POLL_FIRST_S = 20e-6
 _POLL_LAST_S = 1e-3
 
 
+stalls: list[str] = []  # what the waits that have raised StallError were for; see [Note: stalls]
 _process_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 _frees_locks_in_children = False
 
@@ -67,23 +75,41 @@ def follow_forks() -> None:
 
 
 def _free_locks() -> None:
-    """Reset all process locks; runs in a forked child, which has one thread."""
+    """Reset all process locks and forget stalls; runs in a forked child, which has one thread."""
     for lock in list(_process_locks):
         lock._at_fork_reinit()
+    stalls.clear()
 
 
 def watchdog_limit_s() -> float:
     """Return the seconds after which a wait is logged, from `ROUNDPIPE_WATCHDOG_S` or the default."""
-    text = os.environ.get(WATCHDOG_VARIABLE)
+    return _seconds_from(WATCHDOG_VARIABLE, DEFAULT_WATCHDOG_S)
+
+
+def wait_limit_s() -> float:
+    """Return the seconds after which a wait raises StallError, from `ROUNDPIPE_WAIT_LIMIT_S`; infinity if unset."""
+    return _seconds_from(WAIT_LIMIT_VARIABLE, math.inf)
+
+
+def _seconds_from(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
     if not text:
-        return DEFAULT_WATCHDOG_S
+        return default
     try:
         limit = float(text)
     except ValueError:
         limit = math.nan
     if not limit > 0:
-        raise ConfigError(f"ROUNDPIPE_WATCHDOG_S={text!r} is not a positive number of seconds; set one, or unset it.")
+        raise ConfigError(f"{variable}={text!r} is not a positive number of seconds; set one, or unset it.")
     return limit
+
+
+def stall_of_process() -> StallError:
+    """The error for a call after a stall."""
+    return StallError(
+        f"RoundPipe cannot be used in this process any more: the wait for {stalls[0]} took longer than "
+        f"{WAIT_LIMIT_VARIABLE}. End the process and resume from the last checkpoint."
+    )
 
 
 class Monitor(_thread.RLock):  # type: ignore[misc]
@@ -123,11 +149,12 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
     def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> bool:
         """Block until `ready()` is true; return False if that takes longer than `timeout_s`.
 
-        The caller holds the lock; it is released while this thread sleeps. `what` describes the wait in logs.
+        The caller holds the lock; it is released while this thread sleeps. `what` describes the wait in logs. Without
+        `timeout_s`, raises StallError if the wait takes longer than the user's limit: see [Note: stalls].
         """
         if ready():
             return True
-        alarm = _Alarm(what, self._waits)
+        alarm = Alarm(what, self._waits, may_raise=timeout_s is None)
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         ident = _thread.get_ident()
         outer = self._waits.get(ident)  # waits may nest: `ready` may wait itself
@@ -137,8 +164,8 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
                 now = time.monotonic()
                 if now >= deadline:
                     return False
-                self._sleep(ready, min(deadline - now, alarm.due_in_s(), _LONGEST_SLEEP_S))
                 alarm.ring_if_due()
+                self._sleep(ready, min(deadline - now, alarm.due_in_s(), _LONGEST_SLEEP_S))
         finally:
             if outer is None:
                 self._waits.pop(ident, None)
@@ -216,7 +243,7 @@ def shielded(action: Callable[[], object]) -> None:
     """Run a short `action` to its end even if a signal handler raises; raise that exception afterwards.
 
     Only the main thread runs signal handlers, so on the main thread the action runs on a helper thread. If no thread
-    can be started, the action runs unshielded.
+    can be started, the action runs unshielded. If the action is stuck, raises StallError: see [Note: stalls].
     """
     if _thread.get_ident() != threading.main_thread().ident:
         action()
@@ -239,20 +266,27 @@ def shielded(action: Callable[[], object]) -> None:
         done.set()
         return True
 
-    begun, interrupt = False, None
-    while not outcome:
+    # The action's own waits name what they wait for, so they raise first.
+    alarm = Alarm("an action that must not be interrupted", {}, grace_s=2 * _LONGEST_SLEEP_S)
+    begun, interrupt, stall = False, None, None
+    while not outcome and stall is None:
         try:
             if not begun:
                 # CPython handles signals after calls and backward jumps, so none interrupts between these two lines.
                 begun = True
                 _thread.start_new_thread(run, ())  # Thread.start uses a threading.Event [Note: locks and Ctrl-C]
-            done.wait(_LONGEST_SLEEP_S)
+            if not done.wait(_LONGEST_SLEEP_S):
+                alarm.ring_if_due()
+        except StallError as error:
+            stall = error
         except BaseException as error:
             # RuntimeError: no thread could be started, so run the action here.
             if not (isinstance(error, RuntimeError) and run()):
                 interrupt = error
     if interrupt is not None:
         raise interrupt
+    if stall is not None:
+        raise stall
     if outcome[0] is not None:
         raise outcome[0]
 
@@ -267,23 +301,43 @@ def start_thread(thread: threading.Thread) -> None:
     shielded(thread.start)
 
 
-class _Alarm:
-    """Logs a wait when the watchdog limit has passed, and again after each further limit."""
+class Alarm:
+    """Logs a wait when the watchdog limit has passed, and again after each further limit.
 
-    def __init__(self, what: str, waits: dict[int, str]) -> None:
+    On a thread of the user, raises StallError when the wait limit has passed: see [Note: stalls].
+    """
+
+    def __init__(self, what: str, waits: dict[int, str], *, may_raise: bool = True, grace_s: float = 0.0) -> None:
+        """`waits`: what the threads wait for. `grace_s`: added to the wait limit."""
         self._what, self._waits = what, waits
         self._limit_s = watchdog_limit_s()
         self._since = time.monotonic()
         self._due = self._since + self._limit_s
+        wait_s = math.inf if not may_raise else 0.0 if stalls else wait_limit_s()
+        self._end = self._since + wait_s + grace_s
 
     def due_in_s(self) -> float:
-        return max(self._due - time.monotonic(), 1e-3)
+        return max(min(self._due, self._end) - time.monotonic(), 1e-3)
 
     def ring_if_due(self) -> None:
         now = time.monotonic()
+        if now >= self._end:
+            if threading.current_thread().name.startswith(THREAD_PREFIX):
+                self._end = math.inf
+            elif stalls:
+                raise stall_of_process()
+            else:
+                stalls.append(self._what)
+                raise StallError(stall_report(self._what, now - self._since, self._waits, _STALLED))
         if now >= self._due:
             self._due = now + self._limit_s
             logger.warning("%s", stall_report(self._what, now - self._since, self._waits))
+
+
+_STALLED = (
+    f"this is longer than {WAIT_LIMIT_VARIABLE} allows. RoundPipe cannot be used in this process any more: end the "
+    "process and resume from the last checkpoint"
+)
 
 
 def end_threads(threads: Sequence[threading.Thread], timeout_s: float) -> None:
@@ -311,24 +365,28 @@ def _join(threads: Sequence[threading.Thread], timeout_s: float) -> None:
 
 
 def wait_for_event(done: Callable[[], bool], what: str) -> None:
-    """Poll a device event until `done()`, without holding a lock; the watchdog logs long waits."""
+    """Poll a device event until `done()`, without holding a lock; the watchdog logs long waits.
+
+    Raises StallError if the wait takes longer than the user's limit: see [Note: stalls].
+    """
     pause = _POLL_FIRST_S  # most events are done soon; longer waits poll less often
-    alarm = _Alarm(what, {})
+    alarm = Alarm(what, {})
     while not done():
         time.sleep(pause)
         pause = min(2 * pause, _POLL_LAST_S)
         alarm.ring_if_due()
 
 
-def stall_report(what: str, waited_s: float, waits: dict[int, str]) -> str:
-    """Return a log message: what each thread waits for, and the stacks of the library's threads."""
+def stall_report(what: str, waited_s: float, waits: dict[int, str], then: str = "it continues to wait") -> str:
+    """Return a message: what each thread waits for, and the stacks of the library's threads. `then`: what follows."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     me = names.get(threading.get_ident(), "?")
-    lines = [f"{me} has waited {waited_s:.0f} s for {what}; it continues to wait."]
+    lines = [f"{me} has waited {waited_s:.1f} s for {what}; {then}."]
     # Copies: other threads change `waits` meanwhile.
     lines += [f"  {names.get(ident, ident)} waits for {other}" for ident, other in list(waits.items())]
     for ident, frame in sys._current_frames().items():
-        name = names.get(ident, "")
+        # Threads without a Thread object are those of `shielded`.
+        name = names.get(ident, f"{THREAD_PREFIX}thread {ident}")
         if name.startswith(THREAD_PREFIX) or ident == threading.main_thread().ident:
             lines.append(f"  stack of {name}:")
             lines += ["    " + text.rstrip().replace("\n", "\n    ") for text in traceback.format_stack(frame)]

@@ -77,12 +77,13 @@ def test_an_unknown_option(scene: Scene) -> None:
         scene.with_config(num_microbatches=4)
 
 
-def test_a_watchdog_limit_that_is_no_number(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["ROUNDPIPE_WATCHDOG_S", "ROUNDPIPE_WAIT_LIMIT_S"])
+def test_a_limit_of_waits_that_is_no_number(variable: str, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("soon", "-1", "0", "nan"):
-        monkeypatch.setenv("ROUNDPIPE_WATCHDOG_S", text)
-        with refused(ConfigError, f"ROUNDPIPE_WATCHDOG_S={text!r}", "seconds"):
+        monkeypatch.setenv(variable, text)
+        with refused(ConfigError, f"{variable}={text!r}", "seconds"):
             scene.forward_backward()
-    monkeypatch.delenv("ROUNDPIPE_WATCHDOG_S")
+    monkeypatch.delenv(variable)
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------

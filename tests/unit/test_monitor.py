@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import _thread
 import logging
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from roundpipe import monitor as monitors
-from roundpipe.errors import ConfigError
+from roundpipe.errors import ConfigError, StallError
 from roundpipe.monitor import (
     DEFAULT_WATCHDOG_S,
     THREAD_PREFIX,
@@ -20,8 +21,11 @@ from roundpipe.monitor import (
     Monitor,
     end_threads,
     shielded,
+    stall_of_process,
     stall_report,
+    stalls,
     wait_for_event,
+    wait_limit_s,
     watchdog_limit_s,
 )
 
@@ -190,6 +194,112 @@ def test_an_invalid_limit_is_refused(text: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ROUNDPIPE_WATCHDOG_S", text)
     with pytest.raises(ConfigError, match=text):
         watchdog_limit_s()
+
+
+@pytest.mark.parametrize(("text", "limit_s"), [("", math.inf), ("2.5", 2.5), ("inf", math.inf)])
+def test_the_wait_limit_is_read_from_the_environment(
+    text: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROUNDPIPE_WAIT_LIMIT_S", text)
+    assert wait_limit_s() == limit_s
+
+
+@pytest.fixture
+def limit_s(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
+    monkeypatch.setenv("ROUNDPIPE_WAIT_LIMIT_S", "0.1")
+    yield 0.1
+    stalls.clear()
+
+
+def waiting(what: str, timeout_s: float | None = None) -> bool:
+    monitor = Monitor()
+    with monitor:
+        try:
+            return monitor.wait_until(lambda: False, what, timeout_s)
+        finally:
+            assert monitor.is_held()
+            assert monitor._waits == {}
+            assert monitor._sleepers == {}
+
+
+def test_a_wait_longer_than_the_limit_raises_and_later_waits_raise_at_once(limit_s: float) -> None:
+    began = time.monotonic()
+    with pytest.raises(StallError, match=r"MainThread has waited 0\.\d s for this thing; this is longer") as caught:
+        waiting("this thing")
+    assert time.monotonic() - began >= limit_s
+    assert "MainThread waits for this thing" in str(caught.value)
+    assert "stack of MainThread" in str(caught.value)
+    assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(StallError, match="the wait for this thing took longer"):
+        waiting("another thing")
+    with pytest.raises(StallError, match="the wait for this thing took longer"):
+        wait_for_event(lambda: False, "an event")
+    monitor = Monitor()
+    with monitor:
+        assert monitor.wait_until(lambda: True, "what is there already")
+    assert "this thing" in str(stall_of_process())
+
+
+def test_a_wait_that_has_its_own_timeout_does_not_raise(limit_s: float) -> None:
+    assert not waiting("this thing", timeout_s=2 * limit_s)
+    stalls.append("something")
+    assert not waiting("this thing", timeout_s=0.01)
+
+
+def test_a_thread_of_the_library_goes_on_waiting(limit_s: float) -> None:
+    monitor, state, outcome = Monitor(), {"ready": False}, list[bool]()
+
+    def wait() -> None:
+        with monitor:
+            outcome.append(monitor.wait_until(lambda: state["ready"], "work"))
+
+    thread = start(wait, f"{THREAD_PREFIX}other")
+    thread.join(3 * limit_s)
+    assert thread.is_alive()
+    with monitor:
+        state["ready"] = True
+        monitor.changed()
+    thread.join(WAIT_S)
+    assert outcome == [True]
+    assert stalls == []
+
+
+def test_a_condition_that_holds_after_the_limit_is_no_stall(limit_s: float) -> None:
+    """The thread wakes up late, as on a busy machine: after the limit, when the condition holds already."""
+    looks = iter([False, False, True])
+
+    def ready() -> bool:
+        holds = next(looks)
+        if holds:
+            time.sleep(2 * limit_s)
+        return holds
+
+    monitor = Monitor()
+    with monitor:
+        assert monitor.wait_until(ready, "what is there in the end")
+    assert stalls == []
+
+
+def test_an_event_that_never_comes_raises(limit_s: float) -> None:
+    with pytest.raises(StallError, match="for a copy; this is longer"):
+        wait_for_event(lambda: False, "a copy")
+
+
+def test_a_stuck_shielded_action_raises_and_its_own_wait_raises_first(limit_s: float) -> None:
+    over = threading.Event()
+    with pytest.raises(StallError, match="an action that must not be interrupted") as caught:
+        shielded(lambda: over.wait(WAIT_S))
+    assert "over.wait(WAIT_S)" in str(caught.value), "the stack of the helper thread"
+    over.set()
+    stalls.clear()
+    with pytest.raises(StallError, match="for the inner thing; this is longer"):
+        shielded(lambda: waiting("the inner thing"))
+
+
+def test_a_forked_child_knows_no_stall_of_its_parent(limit_s: float) -> None:
+    stalls.append("something")
+    monitors._free_locks()
+    assert stalls == []
 
 
 def test_a_report_names_ended_threads_by_their_id() -> None:

@@ -27,8 +27,15 @@ import torch
 
 from roundpipe.api.failures import IN_BACKGROUND, Recovery
 from roundpipe.context import current_iteration
-from roundpipe.errors import ClosedError, UsageError
-from roundpipe.monitor import WATCHDOG_VARIABLE, watchdog_limit_s
+from roundpipe.errors import ClosedError, StallError, UsageError
+from roundpipe.monitor import (
+    WAIT_LIMIT_VARIABLE,
+    WATCHDOG_VARIABLE,
+    stall_of_process,
+    stalls,
+    wait_limit_s,
+    watchdog_limit_s,
+)
 from roundpipe.optim.stepper import Stepper
 from roundpipe.store import LayerStore, ParameterRecord
 
@@ -187,8 +194,13 @@ class Group:
         """
         if self.is_closed:
             raise ClosedError(f"{name} was closed; wrap the model again to go on using it.")
+        if stalls:
+            raise stall_of_process()
+        # An invalid value raises here instead of in a background thread.
         if WATCHDOG_VARIABLE in os.environ:
-            watchdog_limit_s()  # an invalid value raises here instead of in a background thread
+            watchdog_limit_s()
+        if WAIT_LIMIT_VARIABLE in os.environ:
+            wait_limit_s()
         if is_outermost:
             # A Ctrl-C may have left the flag set, and runs whose calls never returned.
             self.lock.runs_user_code = False
@@ -296,13 +308,14 @@ class Group:
         with self.call_lock(name, "closed") as is_outermost:
             if self._is_shut_down:
                 return
-            if not self.is_closed:
-                self.plain_loop.close()
             try:
+                if not self.is_closed and not stalls:
+                    self.plain_loop.close()
                 if is_outermost:
                     self.recovery.settle_interrupted()
-                # If an earlier close() was interrupted, `is_closed` is set, and this close() waits for nothing.
-                for _ in range(0 if self.is_closed else _MOST_FAILURES_LOGGED):
+                # If an earlier close() was interrupted, `is_closed` is set, and this close() waits for nothing. After a
+                # stall the work may never end: see [Note: stalls] in monitor.
+                for _ in range(0 if self.is_closed or stalls else _MOST_FAILURES_LOGGED):
                     if self._settles(name):
                         break
             finally:
@@ -318,7 +331,7 @@ class Group:
         """Wait for all runs and steps. If one fails, log it and return False: other work may still be pending."""
         try:
             self.settle()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StallError):
             raise
         except BaseException:
             logger.exception("%s: a failure in the background came to light when the model was closed", name)

@@ -10,11 +10,12 @@ adapters, the base model is not saved). The group "optimizer" has the parameter'
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -269,13 +270,27 @@ def random_states() -> dict[str, Any]:
     return states
 
 
+def check_random_states(states: Mapping[str, Any]) -> None:
+    """Raise if `set_random_states` would: set generators that are not used otherwise."""
+    torch.Generator().set_state(states["torch"])
+    random.Random().setstate(states["python"])
+    _ = states["devices"]
+    _set_numpy_state(states["numpy"], lambda numpy: numpy.random.RandomState())
+
+
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Set the generators to states of `random_states`. A generator that does not exist here is left out."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     set_generator_states(states["devices"])
-    if states["numpy"] is not None:
-        import numpy
+    _set_numpy_state(states["numpy"], lambda numpy: numpy.random)
 
-        kind, keys, *rest = states["numpy"]
-        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+def _set_numpy_state(saved: Any, generator: Callable[[Any], Any]) -> None:
+    """Set a generator of numpy, which `generator` gets from the module, if a state is saved and numpy is installed."""
+    if saved is not None:
+        with contextlib.suppress(ImportError):
+            import numpy
+
+            kind, keys, *rest = saved
+            generator(numpy).set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))

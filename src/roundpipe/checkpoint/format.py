@@ -241,7 +241,7 @@ def read_manifest(folder: Path) -> Manifest:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise _no_checkpoint(folder) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a RoundPipe checkpoint; load a folder that save() wrote.")
@@ -255,9 +255,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} was altered after it was written: its checksum does not match its content.")
     try:
         manifest = _parsed(data)
+        _check_paths(path, manifest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} does not have the expected content ({error!r}).") from error
-    _check_paths(path, manifest)
     return manifest
 
 
@@ -296,10 +296,13 @@ def _check_paths(path: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{path} names the file {name!r}, which is outside of the checkpoint.")
     for entries in manifest.tensors.values():
         for name, entry in entries.items():
+            if entry.dtype not in DTYPE_OF or any(size < 0 for size in entry.shape):
+                raise CheckpointError(f"{path}: tensor {name!r} has dtype {entry.dtype!r} and shape {entry.shape}.")
             covered = 0
             for piece in sorted(entry.pieces, key=lambda piece: piece.start):
                 file = manifest.files.get(piece.file)
-                if file is None or piece.offset < 0 or piece.offset + piece.num_bytes > file.num_bytes:
+                is_inside = piece.offset >= 0 and piece.num_bytes >= 0
+                if file is None or not is_inside or piece.offset + piece.num_bytes > file.num_bytes:
                     raise CheckpointError(f"{path}: tensor {name!r} lies outside of its file {piece.file!r}.")
                 if piece.start != covered:
                     break

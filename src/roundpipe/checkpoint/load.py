@@ -22,6 +22,7 @@ from roundpipe.checkpoint.contents import (
     MASTER_TIES,
     STATE,
     HasState,
+    check_random_states,
     description,
     names_in,
     set_random_states,
@@ -101,8 +102,11 @@ def _verified(folder: str | os.PathLike[str], only: Sequence[str] = ()) -> tuple
     verify_files(path, manifest, only or tuple(manifest.files))
     try:
         values = from_json(json.loads((path / STATE_FILE).read_bytes()))
-        _ = values["extra"], values["random"], values["scheduler"], values["scaler"], values["optimizer"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _ = values["extra"], values["scheduler"], values["scaler"]
+        check_random_states(values["random"])
+        if values["optimizer"] is not None:
+            _ = values["optimizer"]["class"], values["optimizer"]["groups"], values["optimizer"]["numbers"]
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # RuntimeError includes RecursionError
         raise CheckpointError(f"{path / STATE_FILE} does not have the expected content ({error!r}).") from error
     return path, manifest, values
 
@@ -194,6 +198,7 @@ class _Restoration:
     def check_masters(self) -> None:
         """Compare the precision of the masters that will be read with that of the model's."""
         for record, store in self._records.items():
+            self._check_master_shapes(record)
             saved = self._tensors.get(MASTER + record.name)
             dtype = saved and DTYPE_OF[saved.dtype]
             if MASTER_LOW + record.name in self._tensors:
@@ -203,6 +208,16 @@ class _Restoration:
                 raise CheckpointError(
                     f"the optimizer's copy of {record.name!r} in {self._path} has dtype {dtype}, this model's has "
                     f"{wanted}; wrap the model with optim_dtype={dtype}."
+                )
+
+    def _check_master_shapes(self, record: ParameterRecord) -> None:
+        count = record.weights.numel()
+        shapes = {MASTER: tuple(record.weights.shape), MASTER_LOW: (count,), MASTER_TIES: (-(-count // 8),)}
+        for prefix, shape in shapes.items():
+            entry = self._tensors.get(prefix + record.name)
+            if entry is not None and entry.shape != shape:
+                raise CheckpointError(
+                    f"{prefix + record.name!r} has shape {list(entry.shape)} in {self._path} instead of {list(shape)}."
                 )
 
     def _reads_master(self, record: ParameterRecord) -> bool:
@@ -233,10 +248,13 @@ class _Restoration:
         needed = 0
         for name, entry in self._tensors.items():
             if name.startswith(STATE):
-                param = params.get(name.split("/", 2)[2])
+                param = params.get(name.removeprefix(STATE).partition("/")[2])
                 if param is None:
                     raise CheckpointError(f"{self._path} has {name!r}, but the optimizer has no such parameter.")
                 needed += 0 if optimizer.state.get(param) else entry.num_bytes
+        unknown = saved["numbers"].keys() - params.keys()
+        if unknown:
+            raise CheckpointError(f"{self._path} has a state of {_listed(unknown)}, which the optimizer does not have.")
         require_host_memory({"optimizer state": needed}, f"loading {self._path}", _ADVICE)
 
     def _entry(self, group: Mapping[str, TensorEntry], name: str) -> TensorEntry:

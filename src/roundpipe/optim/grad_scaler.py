@@ -23,10 +23,8 @@ so with is_async=True the decision takes effect at the next update():
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import os
-import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -39,11 +37,8 @@ from torch import Tensor
 from roundpipe import context
 from roundpipe.context import Iteration
 from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
-from roundpipe.monitor import process_lock, shielded, stall_report, watchdog_limit_s
+from roundpipe.monitor import Alarm, process_lock, shielded
 from roundpipe.optim.gradients import unscale
-
-logger = logging.getLogger("roundpipe")
-
 
 # Checks and arithmetic of scales.
 
@@ -192,17 +187,12 @@ def wait_for_steps(method: str, iterations: Iterable[Iteration]) -> None:
     """Block until the steps of all iterations are done. Logs a stall each time the watchdog limit has passed.
 
     The caller holds no lock. In a forked child, steps of the parent process are ignored: they never finish there.
+    Raises StallError after the user's wait limit: see [Note: stalls] in monitor.
     """
-    limit_s = watchdog_limit_s()
-    what = f"an optimizer step that was issued and has not finished, in GradScaler.{method}()"
+    alarm = Alarm(f"an optimizer step that was issued and has not finished, in GradScaler.{method}()", {})
     for iteration in [iteration for iteration in iterations if iteration.pid == os.getpid()]:
-        begin_s = time.monotonic()
-        due_s = begin_s + limit_s
-        while not iteration.step_finished.wait(min(due_s - time.monotonic(), _WAIT_SLICE_S)):
-            now_s = time.monotonic()
-            if now_s >= due_s:
-                due_s = now_s + limit_s
-                logger.warning("%s", stall_report(what, now_s - begin_s, {}))
+        while not iteration.step_finished.wait(min(alarm.due_in_s(), _WAIT_SLICE_S)):
+            alarm.ring_if_due()
 
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")

@@ -8,6 +8,7 @@ scaler.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
+from roundpipe.errors import ArgumentTypeError, ConfigError, NonFiniteError, UsageError
 from roundpipe.store import OptimizerCopy
 
 
@@ -63,7 +64,8 @@ def clip_grad_norm_(
     """Scale all gradients down so that their total norm is at most `max_norm`; returns the norm before clipping.
 
     Gives the same bits as `torch.nn.utils.clip_grad_norm_`. `max_norm=float("inf")` only measures the norm. With a
-    GradScaler, call `scaler.unscale_(optimizer)` first.
+    GradScaler, call `scaler.unscale_(optimizer)` first. `error_if_nonfinite`: if the norm is infinite or NaN, raise
+    NonFiniteError, which names the parameters, and change no gradient.
     """
     _check_positive("max_norm", max_norm)
     _check_positive("norm_type", norm_type)
@@ -72,33 +74,79 @@ def clip_grad_norm_(
     # A pending gradient is still in the dtype in which it landed. If only some gradients are pending, torch's function
     # clips all of them: it reads `.grad`, which converts pending gradients to the dtype of the master.
     if pending and len(pending) == len(params) and len({copy.dtype for copy in pending}) == 1:
-        norm = _clip_pending(pending, float(max_norm), float(norm_type), error_if_nonfinite)
+        norm = _pending_norm(pending, float(norm_type))
         if norm is not None:
+            if error_if_nonfinite and not norm.isfinite():
+                position = {id(param): at for at, param in enumerate(params)}
+                gradients = ((position[id(copy)], values) for copy, values in widened(pending))
+                raise _nonfinite_error(model_or_params, params, gradients)
+            factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+            for copy in pending:
+                copy.scale_gradient(float(factor))
             return norm
-    return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+    try:
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+    except RuntimeError:
+        found = [(at, param.grad) for at, param in enumerate(params) if param.grad is not None]
+        if not error_if_nonfinite or _norm_is_finite([gradient for _, gradient in found], norm_type):
+            raise
+    raise _nonfinite_error(model_or_params, params, found)
 
 
 @torch.no_grad()
-def _clip_pending(
-    copies: list[OptimizerCopy], max_norm: float, norm_type: float, error_if_nonfinite: bool
-) -> Tensor | None:
-    """Clip as torch does, operation by operation, without converting the gradients to tensors.
-
-    Returns None and changes nothing if there are no gradients, or if torch would raise on a norm that is not finite.
-    """
+def _pending_norm(copies: list[OptimizerCopy], norm_type: float) -> Tensor | None:
+    """The total norm as torch computes it, without converting the gradients to tensors. None without gradients."""
     # Norms are computed in the order in which gradients land, but stacked in the order of parameters as in torch: the
     # rounding of the total norm depends on the order.
     norms = {id(copy): torch.linalg.vector_norm(values, norm_type) for copy, values in widened(copies)}
-    if not norms:
-        return None
     in_order = [norms[id(copy)] for copy in copies if id(copy) in norms]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
-    if error_if_nonfinite and not total.isfinite():
-        return None
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for copy in copies:
-        copy.scale_gradient(float(factor))
-    return total
+    return torch.linalg.vector_norm(torch.stack(in_order), norm_type) if in_order else None
+
+
+@torch.no_grad()
+def _norm_is_finite(gradients: Sequence[Tensor], norm_type: float) -> bool:
+    norms = [torch.linalg.vector_norm(gradient, norm_type).to("cpu") for gradient in gradients]
+    return not norms or bool(torch.linalg.vector_norm(torch.stack(norms), norm_type).isfinite())
+
+
+_MOST_NAMED = 5  # an error names at most so many parameters
+
+
+def _nonfinite_error(
+    model_or_params: Any, params: Sequence[Tensor], gradients: Iterable[tuple[int, Tensor]]
+) -> NonFiniteError:
+    """The error for a norm that is not finite. It names the parameters whose gradients are not finite.
+
+    gradients: each with the position of its parameter. Each is valid only until the next one, see `widened`.
+    """
+    largest = [(float(gradient.abs().max()), at) for at, gradient in gradients if gradient.numel()]
+    bad = sorted(at for value, at in largest if not math.isfinite(value))
+    names = _names(model_or_params, params)
+    if bad:
+        more = f" and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""
+        named = ", ".join(names[at] for at in bad[:_MOST_NAMED]) + more
+        found = f"{len(bad)} of {len(largest)} gradients contain infinity or NaN: those of {named}"
+    else:
+        value, at = max(largest)
+        found = f"every gradient is finite, but the norm overflows: that of {names[at]} has values up to {value:.3g}"
+    return NonFiniteError(
+        f"the total norm of the gradients is non-finite; {found}. No gradient was changed. To go on, drop these "
+        "gradients and skip the step; to find the cause, check the batch, the learning rate and the loss scale."
+    )
+
+
+def _names(model_or_params: Any, params: Sequence[Tensor]) -> list[str]:
+    """What an error calls each parameter: its name in the user's model, or its position if the name is not known."""
+    known: dict[int, str] = {}
+    if hasattr(model_or_params, "optim_named_parameters"):
+        known = {id(param): name for name, param in model_or_params.optim_named_parameters()}
+    # A copy knows its record while it has a gradient source: in steps, and while gradients are viewed.
+    records = [getattr(param, "record", None) for param in params]
+    known |= {id(param): record.name for param, record in zip(params, records, strict=True) if record is not None}
+    return [
+        repr(known[id(param)]) if id(param) in known else f"parameter {at} of shape {tuple(param.shape)}"
+        for at, param in enumerate(params)
+    ]
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe.errors import ArgumentTypeError, ConfigError, RoundPipeError
+from roundpipe.errors import ArgumentTypeError, ConfigError, NonFiniteError, RoundPipeError
 from roundpipe.optim.gradients import clip_grad_norm_
 
 
@@ -76,12 +76,49 @@ def test_no_gradients_give_norm_zero() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_nonfinite_norm(value: float) -> None:
-    params = make_params()
-    assert params[1].grad is not None
-    params[1].grad[2] = value
-    with pytest.raises(RuntimeError, match="non-finite"):
+    params, untouched = make_params(), make_params()
+    for one in (params[1], untouched[1]):
+        assert one.grad is not None
+        one.grad[2] = value
+    with pytest.raises(RuntimeError, match="non-finite") as caught:  # as torch raises it
         clip_grad_norm_(ModelWithCopies(params), 1.0, error_if_nonfinite=True)
+    assert isinstance(caught.value, NonFiniteError)
+    assert "1 of 4 gradients contain infinity or NaN: those of parameter 1 of shape (5,)." in str(caught.value)
+    for one, other in zip(params, untouched, strict=True):
+        if one.grad is not None and other.grad is not None:
+            assert torch.equal(one.grad.nan_to_num(7.0), other.grad.nan_to_num(7.0))
     assert not math.isfinite(clip_grad_norm_(ModelWithCopies(params), 1.0))
+
+
+def test_nonfinite_gradients_are_named_and_counted() -> None:
+    network = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    for param in network.parameters():
+        param.grad = torch.full_like(param, math.nan)
+
+    class Named(ModelWithCopies):
+        def optim_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+            return network.named_parameters()
+
+    with pytest.raises(NonFiniteError) as caught:
+        clip_grad_norm_(Named(list(network.parameters())), 1.0, error_if_nonfinite=True)
+    assert "8 of 8 gradients" in str(caught.value)
+    assert "those of '0.weight', '0.bias', '1.weight', '1.bias', '2.weight' and 3 more." in str(caught.value)
+
+
+def test_a_norm_that_overflows_though_its_gradients_are_finite() -> None:
+    params = make_params()
+    params[3].grad = torch.full((3, 2, 4), 3e38)
+    with pytest.raises(NonFiniteError, match=r"the norm overflows: that of parameter 3 .* has values up to 3e\+38"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+
+
+def test_other_errors_of_torch_are_raised_as_they_are() -> None:
+    param = nn.Parameter(torch.zeros(2, 2))
+    param.grad = torch.eye(2).to_sparse()
+    for error_if_nonfinite in (False, True):
+        with pytest.raises(RuntimeError, match=r"(?i)sparse") as caught:
+            clip_grad_norm_([param], 1.0, error_if_nonfinite=error_if_nonfinite)
+        assert not isinstance(caught.value, NonFiniteError)
 
 
 @pytest.mark.parametrize("max_norm", [0, 0.0, -1.0, math.nan, -math.inf])

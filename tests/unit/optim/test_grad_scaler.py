@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from roundpipe import context
 from roundpipe.context import Iteration
-from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
+from roundpipe.errors import ArgumentTypeError, ConfigError, StallError, UsageError
+from roundpipe.monitor import stalls
 from roundpipe.optim.grad_scaler import GradScaler
 
 WAIT_S = 20.0
@@ -490,6 +491,20 @@ def test_a_long_wait_is_logged(loop: Loop, caplog: pytest.LogCaptureFixture, mon
     assert "GradScaler.update()" in caplog.messages[0]
     assert "optimizer step" in caplog.messages[0]
     assert "stack of" in caplog.messages[0]
+
+
+def test_a_wait_longer_than_the_limit_raises(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_WAIT_LIMIT_S", "0.1")
+    scaler = GradScaler()
+    gate = threading.Event()
+    done = loop.step(stepper(scaler), gate)
+    try:
+        with pytest.raises(StallError, match=r"optimizer step .* in GradScaler\.update\(\); this is longer"):
+            scaler.update(is_async=False)
+    finally:
+        stalls.clear()
+        gate.set()
+        done.result(WAIT_S)
 
 
 def test_watchdog_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

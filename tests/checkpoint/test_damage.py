@@ -1,0 +1,506 @@
+"""Damaged and foreign checkpoints are refused with a CheckpointError that names file, key and reason.
+
+A refusal changes no bit of model, optimizer, scheduler, scaler and random number generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helpers_checkpoints import (
+    MANIFEST,
+    STATE,
+    WIDTH,
+    TrainingRun,
+    network,
+    rewrite_file,
+    rewrite_manifest,
+    rewrite_state,
+)
+from roundpipe import CheckpointError, checkpoint, optim
+
+NOTES = "notes.json"
+SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+NOBODY = 65534
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def sound() -> Iterator[Path]:
+    """A checkpoint of three shards of weights. Other users may enter its folder: one test is another user."""
+    with tempfile.TemporaryDirectory() as parent, pytest.MonkeyPatch.context() as patch:
+        os.chmod(parent, 0o755)
+        # By its name: the package's attribute `save` is the function.
+        patch.setattr(importlib.import_module("roundpipe.checkpoint.save"), "_SHARD_BYTES", 1000)
+        run = TrainingRun()
+        run.train(2)
+        folder = Path(parent) / "checkpoint-2"
+        run.save(folder, files={NOTES: '{"by": "hand"}'}).wait()
+        run.close()
+        assert {*SHARDS, NOTES, STATE, MANIFEST} <= {path.name for path in folder.iterdir()}
+        yield folder
+
+
+@pytest.fixture
+def folder(sound: Path) -> Iterator[Path]:
+    """A copy of the checkpoint, to be damaged."""
+    copy = sound.with_name("copy")
+    shutil.copytree(sound, copy)
+    yield copy
+    shutil.rmtree(copy) if copy.is_dir() and not copy.is_symlink() else copy.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def module_run() -> Iterator[TrainingRun]:
+    run = TrainingRun(num_devices=1, seed=2)
+    run.train(3)
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def run(module_run: TrainingRun) -> TrainingRun:
+    """A run in another state than the checkpoint. Refusals do not change it, so one serves all tests."""
+    return module_run
+
+
+def check_refused(run: TrainingRun, folder: Path, *expected: str, load: Callable[[], object] | None = None) -> None:
+    """Loading raises a CheckpointError with the `expected` parts, changes nothing, and the sound one still loads."""
+    before = run.snapshot()
+    with pytest.raises(CheckpointError) as caught:
+        run.load(folder) if load is None else load()
+    for part in expected:
+        assert part in str(caught.value)
+    assert run.snapshot() == before
+
+
+# Files that are damaged.
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def extend(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def make_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+DAMAGES = {
+    "flipped": (flip_bit, "checksum"),
+    "truncated": (truncate, "bytes instead of"),
+    "extended": (extend, "bytes instead of"),
+    "missing": (Path.unlink, "is missing"),
+    "a folder": (make_folder, "is missing"),
+    "a link to itself": (make_loop, "is missing"),
+    "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [SHARDS[0], SHARDS[2], "optimizer-00001", STATE, NOTES])
+def test_damaged_file(name: str, damage: str, folder: Path, run: TrainingRun) -> None:
+    (path,) = folder.glob(f"{name}*")
+    act, reason = DAMAGES[damage]
+    act(path)
+    check_refused(run, folder, str(path), reason)
+
+
+def test_swapped_files(folder: Path, run: TrainingRun) -> None:
+    sizes: dict[int, Path] = {}
+    # Two files of the same size, so that only the checksum tells them apart.
+    one, other = next(
+        (sizes[path.stat().st_size], path)
+        for path in sorted(folder.glob("optimizer-*"))
+        if sizes.setdefault(path.stat().st_size, path) != path
+    )
+    other.rename(folder / "aside")
+    one.rename(other)
+    (folder / "aside").rename(one)
+    check_refused(run, folder, str(one), "checksum")
+
+
+# Manifests.
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "cannot be read"),
+        (b"{", "cannot be read"),
+        (b"\xff\xfe\0", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (b"[1, 2]", "not the manifest of a RoundPipe checkpoint"),
+        (b"{}", "not the manifest of a RoundPipe checkpoint"),
+        (b'{"format": "other"}', "not the manifest of a RoundPipe checkpoint"),
+    ],
+    ids=["empty", "cut", "no text", "deep", "a list", "no keys", "of another program"],
+)
+def test_manifest_that_is_none(content: bytes, reason: str, folder: Path, run: TrainingRun) -> None:
+    (folder / MANIFEST).write_bytes(content)
+    check_refused(run, folder, str(folder / MANIFEST), reason)
+
+
+def test_manifest_missing(folder: Path, run: TrainingRun) -> None:
+    (folder / MANIFEST).unlink()
+    check_refused(run, folder, str(folder), f"has no {MANIFEST}")
+
+
+@pytest.mark.parametrize("make", [make_folder, make_loop])
+def test_manifest_that_cannot_be_read(make: Damage, folder: Path, run: TrainingRun) -> None:
+    make(folder / MANIFEST)
+    check_refused(run, folder, str(folder / MANIFEST), "cannot be read")
+
+
+def test_manifest_altered(folder: Path, run: TrainingRun) -> None:
+    text = (folder / MANIFEST).read_text()
+    (folder / MANIFEST).write_text(text.replace('"step": 2', '"step": 3'))
+    check_refused(run, folder, str(folder / MANIFEST), "altered", "checksum")
+
+
+def test_a_flipped_bit_in_the_manifest(folder: Path, run: TrainingRun) -> None:
+    content = (folder / MANIFEST).read_bytes()
+    generator = random.Random(3)
+    for position in [generator.randrange(len(content)) for _ in range(25)]:
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << generator.randrange(7)
+        if damaged[position : position + 1].isspace() and content[position : position + 1].isspace():
+            continue  # one kind of white space for another: the content is the same
+        (folder / MANIFEST).write_bytes(damaged)
+        check_refused(run, folder, str(folder / MANIFEST))
+
+
+@pytest.mark.parametrize("version", [2, 0, "1", None, 1.5])
+def test_other_format_version(version: Any, folder: Path, run: TrainingRun) -> None:
+    rewrite_manifest(folder, lambda data: data.update(version=version))
+    check_refused(run, folder, str(folder / MANIFEST), f"format version {version!r}", "this release reads version 1")
+
+
+def first_tensor(data: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = data["tensors"]["weights"]["0.0.weight"]
+    return entry
+
+
+def first_piece(data: dict[str, Any]) -> dict[str, Any]:
+    piece: dict[str, Any] = first_tensor(data)["pieces"][0]
+    return piece
+
+
+FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a file outside": (lambda data: data["files"].update({"../x": data["files"][STATE]}), "'../x'"),
+    "a file below and up": (lambda data: data["files"].update({"a/../../x": data["files"][STATE]}), "'a/../../x'"),
+    "a file from the root": (lambda data: data["files"].update({"/etc/passwd": data["files"][STATE]}), "'/etc/passwd'"),
+    "a file without a name": (lambda data: data["files"].update({"": data["files"][STATE]}), "''"),
+    "a tensor beyond its file": (lambda data: first_piece(data).update(offset=10**6), "'0.0.weight'"),
+    "a tensor before its file": (lambda data: first_piece(data).update(offset=-1), "'0.0.weight'"),
+    "a piece of negative size": (lambda data: first_piece(data).update(num_bytes=-512), "'0.0.weight'"),
+    "a tensor in an unknown file": (lambda data: first_piece(data).update(file="x"), "'0.0.weight'"),
+    "a tensor with a gap": (lambda data: first_piece(data).update(start=2), "'0.0.weight'"),
+    "a tensor without pieces": (lambda data: first_tensor(data).update(pieces=[]), "'0.0.weight'"),
+    "a tensor of unknown type": (lambda data: first_tensor(data).update(dtype="F7"), "F7"),
+    "a tensor of negative shape": (lambda data: first_tensor(data).update(shape=[-16, -16]), "'0.0.weight'"),
+    "a shape of words": (lambda data: first_tensor(data).update(shape=["a", 16]), MANIFEST),
+    "an alias of nothing": (lambda data: data["aliases"].update({"0.0.weight": "x"}), "'x'"),
+    "no tensors": (lambda data: data.pop("tensors"), "'tensors'"),
+    "tensors as a list": (lambda data: data.update(tensors=[1]), MANIFEST),
+    "files as a list": (lambda data: data.update(files=[1]), MANIFEST),
+    "a file without a size": (lambda data: data["files"][STATE].pop("num_bytes"), MANIFEST),
+    "a size that is a word": (lambda data: data["files"][STATE].update(num_bytes="9"), STATE),
+    "no state": (lambda data: data["files"].pop(STATE), STATE),
+    "another kind of model": (lambda data: data["model"].update(kind="adapter"), "'adapter'"),
+    "no kind of model": (lambda data: data.update(model={}), "None"),
+    "a step that is a list": (lambda data: data.update(step=[]), MANIFEST),
+    "a further weight": (
+        lambda data: data["tensors"]["weights"].update({"9.weight": first_tensor(data)}),
+        "unexpected: '9.weight'",
+    ),
+    "a weight less": (lambda data: data["tensors"]["weights"].pop("0.0.weight"), "missing in it: '0.0.weight'"),
+    "an optimizer's tensor of another parameter": (
+        lambda data: data["tensors"]["optimizer"].update({"state/exp_avg/9.weight": first_tensor(data)}),
+        "state/exp_avg/9.weight",
+    ),
+    "an optimizer's tensor without a parameter": (
+        lambda data: data["tensors"]["optimizer"].update({"state/exp_avg": first_tensor(data)}),
+        "state/exp_avg",
+    ),
+    "low halves of another shape": (
+        lambda data: data["tensors"]["optimizer"].update({"master.low/0.0.bias": first_tensor(data)}),
+        "master.low/0.0.bias",
+    ),
+    "a full master of another shape": (
+        lambda data: data["tensors"]["optimizer"].update(
+            {"master/0.0.bias": data["tensors"]["optimizer"]["state/exp_avg/0.0.weight"]}
+        ),
+        "master/0.0.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_manifest_with_a_matching_checksum(forgery: str, folder: Path, run: TrainingRun) -> None:
+    change, reason = FORGERIES[forgery]
+    rewrite_manifest(folder, change)
+    check_refused(run, folder, str(folder), reason)
+
+
+# State files.
+
+FALSE_STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no optimizer's class": (lambda state: state["optimizer"].pop("class"), STATE),
+    "no optimizer's groups": (lambda state: state["optimizer"].pop("groups"), STATE),
+    "no optimizer's numbers": (lambda state: state["optimizer"].pop("numbers"), STATE),
+    "numbers of another parameter": (
+        lambda state: state["optimizer"]["numbers"].update({"9.weight": {"step": 1}}),
+        "'9.weight'",
+    ),
+    "an optimizer that is a list": (lambda state: state.update(optimizer=[1]), STATE),
+    "no random states": (lambda state: state.pop("random"), STATE),
+    "no torch generator": (lambda state: state["random"].pop("torch"), STATE),
+    "a torch generator of another size": (lambda state: state["random"].update(torch=[1, 2]), STATE),
+    "a python generator of another kind": (lambda state: state["random"].update(python="seed"), STATE),
+    "a numpy generator of another kind": (lambda state: state["random"].update(numpy=["PCG64", 1]), STATE),
+    "a value of an unknown kind": (lambda state: state.update(extra={"$type": "set", "value": []}), STATE),
+    "a value without a value": (lambda state: state.update(extra={"$type": "tuple"}), STATE),
+    "a tensor of an unknown type": (
+        lambda state: state.update(extra={"$type": "tensor", "dtype": "F7", "shape": [1], "value": "AAAA"}),
+        STATE,
+    ),
+    "a scheduler of another kind": (lambda state: state["scheduler"].pop("base_lrs"), "scheduler"),
+    "a scheduler that is a number": (lambda state: state.update(scheduler=3), "scheduler"),
+    "a scaler that refuses its state": (lambda state: state["scaler"].update(scale=-1.0), "scaler"),
+}
+
+
+@pytest.mark.parametrize("falsehood", FALSE_STATES)
+def test_state_file_with_a_matching_checksum(falsehood: str, folder: Path, run: TrainingRun) -> None:
+    change, reason = FALSE_STATES[falsehood]
+    rewrite_state(folder, change)
+    check_refused(run, folder, str(folder), reason)
+
+
+def test_state_file_that_is_a_list(folder: Path, run: TrainingRun) -> None:
+    rewrite_file(folder, STATE, b"[1, 2]")
+    check_refused(run, folder, str(folder / STATE))
+
+
+def test_state_file_that_is_too_deep(folder: Path, run: TrainingRun) -> None:
+    rewrite_file(folder, STATE, b"[" * 100_000)
+    check_refused(run, folder, str(folder / STATE))
+
+
+@pytest.mark.parametrize("name", [MANIFEST, STATE, SHARDS[0]])
+@pytest.mark.parametrize("is_listed", [False, True], ids=["alone", "listed in the manifest"])
+def test_a_pickle_is_never_opened(name: str, is_listed: bool, folder: Path, run: TrainingRun, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    content = pickle.dumps(Bomb())
+    if not is_listed or name == MANIFEST:
+        (folder / name).write_bytes(content)
+    else:
+        rewrite_file(folder, name, content)
+    check_refused(run, folder, str(folder))
+    assert not (tmp_path / "exploded").exists()
+
+
+# Folders.
+
+
+def test_folder_missing_empty_or_a_file(folder: Path, run: TrainingRun) -> None:
+    check_refused(run, folder / "absent", str(folder / "absent"), "does not exist")
+    check_refused(run, folder / STATE, str(folder / STATE))
+    for path in folder.iterdir():
+        path.unlink()
+    check_refused(run, folder, str(folder), f"has no {MANIFEST}")
+
+
+def test_folder_of_several_checkpoints(folder: Path, run: TrainingRun) -> None:
+    check_refused(run, folder.parent, str(folder.parent), "checkpoint-2", "load one of them")
+
+
+def test_folder_that_is_a_link_to_itself(folder: Path, run: TrainingRun) -> None:
+    shutil.rmtree(folder)
+    make = folder.with_name("copy")
+    make.symlink_to("copy")
+    check_refused(run, folder, str(folder))
+
+
+@contextlib.contextmanager
+def as_another_user() -> Iterator[None]:
+    """The superuser may read everything; so become somebody else, if this is the superuser."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, STATE, SHARDS[1], NOTES, ""])
+def test_no_permission(name: str, folder: Path, run: TrainingRun) -> None:
+    path = folder / name
+    mode = path.stat().st_mode
+    path.chmod(0)
+    try:
+        with as_another_user():
+            check_refused(run, folder, str(path), "Permission denied")
+    finally:
+        path.chmod(mode)
+
+
+# Other models and optimizers.
+
+
+def check_other(folder: Path, model: nn.Module | None, *expected: str, **options: Any) -> None:
+    other = TrainingRun(model, **options)
+    try:
+        check_refused(other, folder, str(folder), *expected)
+    finally:
+        other.close()
+
+
+def test_other_architecture(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH)).bfloat16()
+    check_other(folder, model, "Sequential", "4 keys are missing in it: '0.bias', '0.weight'", "unexpected: '0.0.bias'")
+
+
+def test_missing_key(folder: Path) -> None:
+    model = network()
+    model[2].extra = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    check_other(folder, model, "1 keys are missing in it: '2.extra'")
+
+
+def test_unexpected_key(folder: Path) -> None:
+    model = network()
+    model[2][0] = nn.Linear(WIDTH, WIDTH, bias=False).bfloat16()
+    check_other(folder, model, "1 keys of it are unexpected: '2.0.bias'")
+
+
+def test_buffer_of_another_shape(folder: Path) -> None:
+    model = network()
+    model[1][3].running_mean = torch.zeros(3, dtype=torch.bfloat16)
+    check_other(folder, model, "'1.3.running_mean' has shape [16]", "the model's has [3]")
+
+
+def test_other_shapes(folder: Path) -> None:
+    model = network()
+    model[2][0] = nn.Linear(WIDTH, 2 * WIDTH).bfloat16()
+    check_other(folder, model, "'2.0.weight' has shape [16, 16]", "the model's has [32, 16]")
+
+
+def test_other_dtype(folder: Path) -> None:
+    check_other(folder, network(dtype=torch.float32), "has dtype torch.bfloat16", "the model's has torch.float32")
+
+
+def test_other_precision_of_masters(folder: Path) -> None:
+    check_other(folder, None, "has dtype torch.float32", "optim_dtype=torch.float32", optim_dtype=torch.bfloat16)
+
+
+def test_optimizer_of_another_kind(folder: Path) -> None:
+    check_other(folder, None, "'AdamW'", "'SGD'", make_optimizer=torch.optim.SGD)
+    check_other(folder, None, "'AdamW'", "'Adam'", make_optimizer=optim.Adam)
+
+
+def two_groups(params: Any, lr: float) -> torch.optim.Optimizer:
+    every = list(params)
+    return optim.AdamW([{"params": every[:2]}, {"params": every[2:]}], lr=lr)
+
+
+def without_the_last(params: Any, lr: float) -> torch.optim.Optimizer:
+    return optim.AdamW(list(params)[:-1], lr=lr)
+
+
+def in_reverse(params: Any, lr: float) -> torch.optim.Optimizer:
+    return optim.AdamW([{"params": [param]} for param in reversed(list(params))], lr=lr)
+
+
+def test_other_parameter_groups(folder: Path) -> None:
+    check_other(folder, None, "1 parameter groups, the one given has 2", make_optimizer=two_groups)
+    check_other(folder, None, "parameter group 0", "'2.0.bias'", make_optimizer=without_the_last)
+
+
+def test_parameter_groups_in_another_order(tmp_path: Path) -> None:
+    ours = TrainingRun(make_optimizer=lambda params, lr: optim.AdamW([{"params": [p]} for p in params], lr=lr))
+    ours.train(1)
+    ours.save(tmp_path / "one").wait()
+    ours.close()
+    check_other(tmp_path / "one", None, "parameter group 0", "'0.0.weight'", make_optimizer=in_reverse)
+
+
+def test_checkpoint_without_optimizer_scheduler_and_scaler(run: TrainingRun, tmp_path: Path) -> None:
+    folder = tmp_path / "alone"
+    checkpoint.save(folder, run.model).wait()
+    for part, options in {
+        "optimizer": {"optimizer": run.optimizer},
+        "scheduler": {"scheduler": run.scheduler},
+        "scaler": {"scaler": run.scaler},
+    }.items():
+        check_refused(
+            run, folder, str(folder), f"has no {part}", load=lambda o=options: checkpoint.load(folder, run.model, **o)
+        )
+
+
+def test_what_comes_first_is_undone_if_what_comes_later_is_refused(run: TrainingRun, tmp_path: Path) -> None:
+    folder = tmp_path / "no-scaler"
+    checkpoint.save(folder, run.model, run.optimizer, scheduler=run.scheduler).wait()
+    run.train(1)
+    check_refused(run, folder, str(folder), "has no scaler")
+
+
+def test_adapter_of_another_rank_and_of_another_kind(run: TrainingRun, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(rank: int, targets: list[str]) -> nn.Module:
+        config = LoraConfig(r=rank, target_modules=targets, lora_alpha=4)
+        made: nn.Module = get_peft_model(network(), config)
+        return made
+
+    ours = TrainingRun(adapted(2, ["0.0", "2.0"]))
+    try:
+        ours.train(1)
+        ours.save(tmp_path / "adapter").wait()
+    finally:
+        ours.close()
+    lora = "'base_model.model.0.0.lora_A.weight'"
+    check_other(tmp_path / "adapter", adapted(4, ["0.0", "2.0"]), lora, "has shape [2, 16]", "[4, 16]")
+    check_other(tmp_path / "adapter", adapted(2, ["1.0", "2.0"]), "unexpected: 'base_model.model.0.0.lora_A.weight'")
+    check_refused(run, tmp_path / "adapter", "'adapter'", "'full'")
+
+
+def test_the_sound_checkpoint_loads(sound: Path) -> None:
+    """What all refusals above are compared with."""
+    ours = TrainingRun(seed=9)
+    assert ours.load(sound) == {"step": 2}
+    ours.close()
