@@ -1,0 +1,62 @@
+"""The commands `roundpipe` and `python -m roundpipe`.
+
+Turns errors into exit codes: 0 done, 2 a mistake of the user, 1 other failures, 128 + n ended by signal n. Knows no
+options.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from roundpipe.cli.arguments import parse
+from roundpipe.cli.train import how_to_resume, run
+from roundpipe.errors import CheckpointError, ConfigError, DeviceError, HostMemoryError, NonFiniteError, StallError
+
+_USAGE = """usage: roundpipe train --model DIR_OR_NAME --data FILE_OR_DIR --out DIR [options]
+
+commands:
+  train     fine-tune a causal language model; roundpipe train --help lists the options
+"""
+_MISTAKES = (ConfigError, DeviceError, HostMemoryError, CheckpointError)
+_EXTRAS = ("transformers", "trl", "datasets", "accelerate", "peft", "safetensors", "rich", "yaml", "jinja2")
+_DONE, _FAILED, _MISTAKE, _INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code. Unexpected exceptions leave with their traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(_USAGE)
+        return _DONE if words else _MISTAKE
+    if words[0] != "train":
+        return _complain(f"there is no command {words[0]!r}; the commands are: train.", _MISTAKE)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    settings = None
+    try:
+        settings = parse(words[1:])
+        return run(settings)
+    except _MISTAKES as error:
+        return _complain(str(error), _MISTAKE)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRAS:
+            raise
+        return _complain(f"{error.name} is not installed; run: pip install 'roundpipe[train]'", _MISTAKE)
+    except (NonFiniteError, StallError) as error:
+        hint = "" if settings is None else f"\n{how_to_resume(settings)}"
+        return _complain(f"{error}{hint}", _FAILED)
+    except KeyboardInterrupt:
+        hint = "" if settings is None else f"; {how_to_resume(settings)}"
+        return _complain(f"stopped at once by Ctrl-C{hint}", _INTERRUPTED)
+    except SystemExit as exit_of_help:
+        return exit_of_help.code if isinstance(exit_of_help.code, int) else _DONE
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stderr.write(f"roundpipe: {message}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

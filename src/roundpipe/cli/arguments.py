@@ -1,0 +1,368 @@
+"""The options of `roundpipe train`: the command line, a YAML file with the same names, the checks of their values.
+
+Every field of trl.SFTConfig is an option too. Knows names and values, never data, models or devices in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from roundpipe.devices import parse_devices
+from roundpipe.errors import ConfigError
+
+# Short options and the field of trl.SFTConfig that each one sets. Settings use the names of the fields.
+FIELD_OF = {
+    "out": "output_dir",
+    "seq_len": "max_length",
+    "batch": "per_device_train_batch_size",
+    "lr": "learning_rate",
+    "schedule": "lr_scheduler_type",
+    "warmup": "warmup_steps",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "eval_every": "eval_steps",
+    "save_every": "save_steps",
+    "keep": "save_total_limit",
+}
+_SHORT_OF = {field: short for short, field in FIELD_OF.items()}
+# Options that exclude each other. One of them on the command line removes the others from the config file.
+_EXCLUSIVE = (("lora", "full"), ("exact", "stale"), ("num_train_epochs", "max_steps"))
+_REFUSED = {
+    "resume_from_checkpoint": "use --resume, alone or with a folder",
+    "dataset_kwargs": "the command prepares the data itself",
+    "padding_free": "it joins the batch into one sequence, which cannot be cut into microbatches; use --packing",
+    "auto_find_batch_size": "the batch keeps its size; --num-microbatch decides how much of it is on a device",
+    "deepspeed": "RoundPipe places the weights itself; name the devices with --devices",
+    "fsdp": "RoundPipe places the weights itself; name the devices with --devices",
+    "parallelism_config": "RoundPipe places the weights itself; name the devices with --devices",
+}
+_POSITIVE = (
+    "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "num_train_epochs",
+    "max_steps", "eval_steps", "save_steps", "save_total_limit", "lora", "lora_alpha", "num_microbatch", "wait_limit",
+)  # fmt: skip
+_DTYPES = ("float32", "bfloat16", "float16")
+_LORA_RATE, _FULL_RATE = 2e-4, 1e-5
+_DEFAULTS: dict[str, Any] = {
+    "max_length": 1024,
+    "per_device_train_batch_size": 8,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.03,
+    "num_train_epochs": 1.0,
+    "max_grad_norm": 1.0,
+    "seed": 42,
+    "save_steps": 200,
+    "save_total_limit": 3,
+    "logging_steps": 1,
+    "report_to": "none",
+    "packing_strategy": "wrapped",
+    # The weights have the dtype in which they train: no autocast. The plan decides what is recomputed.
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "prediction_loss_only": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSettings:
+    """The size of a LoRA adapter and the modules that it changes."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    target_modules: str | list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """The settings of a run, checked as far as possible without data and model.
+
+    resume: None to start anew; "" for the newest checkpoint of `out`; else a folder.
+    dtype: of the weights; None for bfloat16 on GPUs and float32 on virtual devices.
+    roundpipe: keyword arguments of RoundPipeOptions.
+    sft: keyword arguments of trl.SFTConfig.
+    given: the options that the user has given, by name, with the config file's.
+    """
+
+    model: str
+    data: Path
+    eval_data: Path | None
+    out: Path
+    lora: LoraSettings | None
+    init: bool
+    resume: str | None
+    truncate: bool
+    text_rows: str
+    dry_run: bool
+    dtype: str | None
+    attn_implementation: str | None
+    wait_limit_s: float | None
+    roundpipe: Mapping[str, Any]
+    sft: Mapping[str, Any]
+    given: Mapping[str, Any]
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that raises ConfigError where argparse prints the usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def parse(argv: Sequence[str]) -> TrainSettings:
+    """Return the settings that a command line and its config file ask for. Raises ConfigError for mistakes."""
+    parser = _new_parser()
+    flags = _parse_source(parser, argv, "")
+    config_path = flags.pop("config", None)
+    given = flags
+    if config_path is not None:
+        from_file = _parse_source(parser, _file_to_argv(parser, Path(config_path)), f"{config_path}: ")
+        for group in _EXCLUSIVE:
+            if any(name in flags for name in group):
+                from_file = {name: value for name, value in from_file.items() if name not in group}
+        given = from_file | flags
+    _check(given)
+    return _settings(given)
+
+
+def _new_parser() -> _Parser:
+    """A parser without defaults, so that its result has exactly what the user gives."""
+    from transformers import HfArgumentParser
+    from trl.trainer.sft_config import SFTConfig
+
+    parser = _Parser(
+        prog="roundpipe train",
+        description="Fine-tune a causal language model; weights, gradients and optimizer state are in host memory.",
+        epilog="Every field of trl.SFTConfig is an option too, such as --weight-decay 0.1 or --report-to tensorboard. "
+        "docs/train.md describes all options, the data formats and how to resume.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    _add_own_options(parser)
+    fields = HfArgumentParser(cast(Any, SFTConfig), add_help=False)
+    for action in fields._actions:
+        strings = [text for text in action.option_strings if text not in parser._option_string_actions]
+        if strings:
+            action.option_strings = strings
+            action.default = action.help = argparse.SUPPRESS
+            parser._add_action(action)
+    return parser
+
+
+def _add_own_options(parser: _Parser) -> None:
+    run = parser.add_argument_group("the run")
+    run.add_argument("--model", metavar="DIR_OR_NAME", help="folder or hub name of the model and its tokenizer")
+    run.add_argument("--data", metavar="FILE_OR_DIR", help=".jsonl or .txt file, a folder of them, a datasets folder")
+    run.add_argument("--out", metavar="DIR", help="folder for checkpoints, metrics, report and the final model")
+    run.add_argument("--config", metavar="FILE", help="YAML file with the same names; the command line wins")
+    run.add_argument("--lora", type=int, metavar="R", help="train a LoRA adapter of rank R")
+    run.add_argument("--full", action="store_true", help="train all weights (default)")
+    run.add_argument("--init", action="store_true", help="random weights from the model's config, seeded by --seed")
+    run.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from a checkpoint; default: newest")
+    run.add_argument("--dry-run", action="store_true", help="check all settings, data, memory and disk; train nothing")
+    data = parser.add_argument_group("data")
+    data.add_argument("--seq-len", type=int, help="tokens of the longest sequence (1024)")
+    data.add_argument("--truncate", action="store_true", help="cut longer rows; without it they are refused")
+    data.add_argument("--text-rows", choices=("line", "paragraph", "document"), help="rows of a .txt file (line)")
+    data.add_argument("--eval-data", metavar="FILE_OR_DIR", help="data for evaluation")
+    steps = parser.add_argument_group("steps")
+    steps.add_argument("--batch", type=int, help="sequences per optimizer step (8)")
+    steps.add_argument("--epochs", type=float, help="passes over the data (1)")
+    steps.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
+    steps.add_argument("--lr", type=float, help=f"learning rate (LoRA {_LORA_RATE:g}, full {_FULL_RATE:g})")
+    steps.add_argument("--schedule", help="learning-rate schedule (cosine)")
+    steps.add_argument("--warmup", type=float, help="warm-up steps, or a share of all steps below 1 (0.03)")
+    steps.add_argument("--eval-every", type=int, help="steps between evaluations (once per epoch)")
+    steps.add_argument("--save-every", type=int, help="steps between checkpoints (200)")
+    steps.add_argument("--keep", type=int, help="number of checkpoints to keep (3)")
+    steps.add_argument("--seed", type=int, help="seed of data order, dropout and --init (42)")
+    steps.add_argument("--exact", action="store_true", help="each step uses the previous update (default)")
+    steps.add_argument("--stale", action="store_true", help="each step uses the update before the previous one; faster")
+    lora = parser.add_argument_group("LoRA")
+    lora.add_argument("--lora-alpha", type=float, help="scale of the adapter (2 R)")
+    lora.add_argument("--lora-dropout", type=float, help="dropout of the adapter's input (0)")
+    lora.add_argument("--lora-target-modules", nargs="+", metavar="NAME", help="modules (all linear layers of blocks)")
+    hardware = parser.add_argument_group("devices and memory")
+    hardware.add_argument("--devices", help='such as "cuda:0,cuda:1" or "cpu*2" (all GPUs, else one virtual device)')
+    hardware.add_argument("--num-microbatch", type=int, help="microbatches per step (devices + 1, more if needed)")
+    hardware.add_argument("--dtype", choices=_DTYPES, help="of the weights (bfloat16 on GPUs, float32 on CPU devices)")
+    hardware.add_argument("--optim-dtype", choices=_DTYPES, help="of the optimizer's copies and state (float32)")
+    hardware.add_argument("--pin-model", choices=("alloc", "register", "off"), help="how weights are pinned (alloc)")
+    hardware.add_argument("--attn-implementation", help="attention of transformers, such as sdpa")
+    guards = parser.add_argument_group("long runs")
+    guards.add_argument("--nonfinite", choices=("stop", "skip", "off"), help="a loss or gradient not finite (stop)")
+    guards.add_argument("--wait-limit", type=float, metavar="SECONDS", help="fail if a wait takes longer (no limit)")
+    guards.add_argument("--no-view", action="store_true", help="no live view, metrics.jsonl and report")
+
+
+def _parse_source(parser: _Parser, argv: Sequence[str], prefix: str) -> dict[str, Any]:
+    """The options of one source, by the names of the settings. `prefix` begins its error messages."""
+    try:
+        namespace, rest = parser.parse_known_args(list(argv))
+        _refuse_unknown(parser, rest)
+        given: dict[str, Any] = {}
+        for name, value in vars(namespace).items():
+            field = FIELD_OF.get(name, name)
+            if field in given:
+                raise ConfigError(
+                    f"--{_SHORT_OF[field]} and {option(field, full=True)} are the same setting; give one."
+                )
+            given[field] = value
+        for group in _EXCLUSIVE:
+            both = [option(name) for name in group if name in given]
+            if len(both) > 1:
+                raise ConfigError(f"{' and '.join(both)} exclude each other; give one.")
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+    return given
+
+
+def option(name: str, *, full: bool = False) -> str:
+    """How the user writes a setting: the short option if there is one, unless `full`."""
+    text = name if full else _SHORT_OF.get(name, name)
+    return "--" + text.replace("_", "-")
+
+
+def _refuse_unknown(parser: _Parser, rest: Sequence[str]) -> None:
+    unknown = [text.split("=")[0] for text in rest if text.startswith("-")]
+    if not unknown and rest:
+        raise ConfigError(f"{rest[0]!r} belongs to no option; write --data {rest[0]} if it is the data.")
+    if not unknown:
+        return
+    known = sorted({text.replace("_", "-") for text in parser._option_string_actions if text.startswith("--")})
+    close = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
+    hint = f"did you mean {close[0]}?" if close else "roundpipe train --help lists the options."
+    raise ConfigError(f"there is no option {unknown[0]}; {hint}")
+
+
+def _file_to_argv(parser: _Parser, path: Path) -> list[str]:
+    """The command line with the options of a YAML file, so that both sources are read and checked alike."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror or error}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {path} is not valid YAML: {' '.join(str(error).split())}.") from error
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config: {path} must have lines such as `lr: 1e-4`, got a {type(content).__name__}.")
+    argv: list[str] = []
+    for key, value in content.items():
+        name = "--" + str(key).replace("_", "-")
+        action = parser._option_string_actions.get(name)
+        is_flag = action is not None and (action.nargs == 0 or key == "resume")
+        if name == "--config":
+            raise ConfigError(f"--config: {path} names another config file; put all options into one.")
+        if value is None or (is_flag and value is False):
+            continue
+        if is_flag and value is True:
+            argv.append(name)
+        elif isinstance(value, list):
+            argv += [name, *(str(each) for each in value)]
+        elif isinstance(value, dict):
+            argv += [name, json.dumps(value)]
+        else:
+            argv.append(f"{name}={value}")
+    return argv
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for missing options and for values that are wrong whatever the data and the model are."""
+    for name in ("model", "data", "output_dir"):
+        if not given.get(name):
+            raise ConfigError(f"{option(name)} is missing; roundpipe train needs --model, --data and --out.")
+    for name in _POSITIVE:
+        if name in given and not given[name] > 0:
+            raise ConfigError(f"{option(name)} must be greater than 0, got {given[name]:g}.")
+    for name, reason in _REFUSED.items():
+        if given.get(name):
+            raise ConfigError(f"{option(name)} cannot be used here: {reason}.")
+    if given.get("packing") and given.get("packing_strategy", "wrapped") != "wrapped":
+        raise ConfigError(
+            f"--packing-strategy {given['packing_strategy']} cannot be used here: {_REFUSED['padding_free']}."
+        )
+    if given.get("packing") and given.get("truncate"):
+        raise ConfigError("--packing and --truncate exclude each other: packing cuts long rows and loses no token.")
+    if given.get("init") and "lora" in given:
+        raise ConfigError("--lora needs trained weights, --init makes random ones; leave one of them out.")
+    lora_only = [name for name in ("lora_alpha", "lora_dropout", "lora_target_modules") if name in given]
+    if lora_only and "lora" not in given:
+        raise ConfigError(f"{option(lora_only[0])} needs --lora R.")
+    if not 0 <= given.get("lora_dropout", 0) < 1:
+        raise ConfigError(f"--lora-dropout must be at least 0 and less than 1, got {given['lora_dropout']:g}.")
+    if given.get("warmup_steps", 0) < 0:
+        raise ConfigError(f"--warmup must not be negative, got {given['warmup_steps']:g}.")
+    if not 0 <= given.get("seed", 0) < 2**32:
+        raise ConfigError(f"--seed must be between 0 and 2**32 - 1, got {given['seed']}.")
+    if "eval_data" not in given and ("eval_steps" in given or given.get("eval_strategy", "no") != "no"):
+        raise ConfigError("an evaluation needs data; give --eval-data FILE_OR_DIR.")
+    _check_schedule(given.get("lr_scheduler_type", "cosine"))
+    parse_devices(given.get("devices"))
+
+
+def _check_schedule(name: str) -> None:
+    from transformers.trainer_utils import SchedulerType
+
+    known = [each.value for each in SchedulerType]
+    if name not in known:
+        raise ConfigError(f"--schedule {name} is unknown; give one of {', '.join(known)}.")
+
+
+def _settings(given: Mapping[str, Any]) -> TrainSettings:
+    """The settings of a run; options that are not given get their defaults."""
+    names = {field.name for field in _sft_fields()}
+    sft = _DEFAULTS | {name: value for name, value in given.items() if name in names}
+    sft.setdefault("learning_rate", _LORA_RATE if "lora" in given else _FULL_RATE)
+    sft.setdefault("per_device_eval_batch_size", sft["per_device_train_batch_size"])
+    sft["use_cpu"] = parse_devices(given.get("devices"))[0].kind == "cpu"
+    sft.setdefault("dataloader_pin_memory", False)
+    if "eval_data" in given:
+        sft.setdefault("eval_strategy", "steps" if "eval_steps" in given else "epoch")
+    roundpipe = {name: given[name] for name in ("devices", "num_microbatch", "pin_model", "nonfinite") if name in given}
+    roundpipe["is_async"] = given.get("stale", False)
+    roundpipe["view"] = not given.get("no_view", False)
+    if "optim_dtype" in given:
+        roundpipe["optim_dtype"] = given["optim_dtype"]
+    return TrainSettings(
+        model=given["model"],
+        data=Path(given["data"]),
+        eval_data=Path(given["eval_data"]) if "eval_data" in given else None,
+        out=Path(given["output_dir"]),
+        lora=_lora_settings(given) if "lora" in given else None,
+        init=given.get("init", False),
+        resume=given.get("resume"),
+        truncate=given.get("truncate", False),
+        text_rows=given.get("text_rows", "line"),
+        dry_run=given.get("dry_run", False),
+        dtype=given.get("dtype"),
+        attn_implementation=given.get("attn_implementation"),
+        wait_limit_s=given.get("wait_limit"),
+        roundpipe=roundpipe,
+        sft=sft,
+        given=given,
+    )
+
+
+def _sft_fields() -> tuple[dataclasses.Field[Any], ...]:
+    from trl.trainer.sft_config import SFTConfig
+
+    return dataclasses.fields(SFTConfig)
+
+
+def _lora_settings(given: Mapping[str, Any]) -> LoraSettings:
+    rank = given["lora"]
+    return LoraSettings(
+        rank=rank,
+        alpha=given.get("lora_alpha", 2 * rank),
+        dropout=given.get("lora_dropout", 0.0),
+        target_modules=given.get("lora_target_modules", "all-linear"),
+    )

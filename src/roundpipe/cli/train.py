@@ -1,0 +1,289 @@
+"""The run of `roundpipe train`: checks before the model is loaded, dry run, training, signals, what is said at the end.
+
+Knows the order of a run. Options are checked in cli.arguments, rows in cli.data; the trainer does the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.checkpoint import latest
+from roundpipe.cli.arguments import FIELD_OF, TrainSettings
+from roundpipe.cli.preparation import (
+    Prepared,
+    lora_config,
+    memory_needs,
+    model_options,
+    new_model,
+    one_line,
+    plain_output,
+    prepare,
+    report_dry_run,
+    say,
+)
+from roundpipe.errors import ConfigError, DeviceError
+
+WAIT_LIMIT_VARIABLE = "ROUNDPIPE_WAIT_LIMIT_S"
+
+logger = logging.getLogger("roundpipe")
+
+SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
+_NOT_KEPT = ("resume", "dry_run")
+# Options that do not change the numbers of a run, so that a resumed run may have others.
+_HARMLESS = {
+    "output_dir", "devices", "save_steps", "save_total_limit", "eval_data", "eval_steps", "wait_limit", "no_view",
+    "report_to", "logging_steps", "pin_model", "exact", "full", "dataset_num_proc", "dataloader_num_workers",
+}  # fmt: skip
+
+
+def run(settings: TrainSettings) -> int:
+    """Do what the settings ask for. Returns the exit code of the command."""
+    checkpoint = starting_point(settings)
+    prepared = prepare(settings)
+    needs = memory_needs(settings, prepared)
+    if settings.dry_run:
+        report_dry_run(settings, prepared, needs, checkpoint)
+    needs.require(settings)
+    if settings.dry_run:
+        say("dry run: all checks passed; nothing was trained")
+        return 0
+    _keep_settings(settings, is_resumed=checkpoint is not None)
+    with _wait_limit(settings.wait_limit_s):
+        return _train(settings, prepared, checkpoint)
+
+
+def starting_point(settings: TrainSettings) -> Path | None:
+    """The checkpoint from which the run goes on; None to start anew. Refuses to start over existing checkpoints."""
+    newest = latest(settings.out) if settings.out.is_dir() else None
+    if settings.resume is None:
+        if newest is not None:
+            raise ConfigError(
+                f"--out {settings.out} has the checkpoints of an earlier run (the newest is {newest.name}). Add "
+                "--resume to go on with that run, or give another --out to start anew."
+            )
+        return None
+    if not settings.resume:
+        if newest is None:
+            raise ConfigError(
+                f"--resume: there is no complete checkpoint in --out {settings.out}. Leave --resume out to start "
+                "anew, or name the folder of a checkpoint: --resume DIR."
+            )
+        return newest
+    folder = Path(settings.resume)
+    if not folder.is_dir():
+        raise ConfigError(f"--resume: there is no folder {folder}.")
+    return latest(folder) or folder  # load() says what is wrong with a folder that is no checkpoint
+
+
+# The model and its training.
+
+
+def _load_model(settings: TrainSettings, prepared: Prepared) -> nn.Module:
+    from transformers import AutoModelForCausalLM, set_seed
+
+    if settings.init:
+        set_seed(prepared.sft_config.seed)
+        return new_model(settings, prepared, torch.device("cpu"))
+    given = settings.sft.get("model_init_kwargs")
+    further = json.loads(given) if isinstance(given, str) else given or {}
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            settings.model, dtype=prepared.dtype, **model_options(settings), **further
+        )
+    except OSError as error:
+        raise ConfigError(f"--model: cannot load the weights of {settings.model}: {one_line(error)}") from error
+    return model
+
+
+def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None) -> int:
+    trainer = _new_trainer(settings, prepared)
+    stop = StopSignals()
+    trainer.add_callback(_stop_callback(stop))
+    try:
+        with stop.caught(trainer.model):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            trainer.model.synchronize()  # the last checkpoint is complete
+            if stop.signum is None:
+                with plain_output():
+                    trainer.save_model(str(settings.out))
+    finally:
+        trainer.model.close()
+    if stop.signum is not None:
+        say(f"stopped by {signal.Signals(stop.signum).name} after step {trainer.state.global_step}")
+        say(how_to_resume(settings))
+        return 128 + stop.signum
+    say(f"the final model is in {settings.out}")
+    if (settings.out / "report.html").exists():
+        say(f"the report is {settings.out / 'report.html'}")
+    return 0
+
+
+def _new_trainer(settings: TrainSettings, prepared: Prepared) -> Any:
+    from roundpipe.integrations import RoundPipeOptions
+
+    options = dict(settings.roundpipe, num_microbatch=prepared.num_microbatch)
+    if "optim_dtype" in options:
+        options["optim_dtype"] = getattr(torch, options["optim_dtype"])
+    # The tokenizer has the chat template already.
+    config = dataclasses.replace(prepared.sft_config, chat_template_path=None, model_init_kwargs=None)
+    with plain_output():
+        trainer = _trainer_class()(
+            model=_load_model(settings, prepared),
+            args=config,
+            train_dataset=prepared.train.dataset,
+            eval_dataset=None if prepared.evaluation is None else prepared.evaluation.dataset,
+            processing_class=prepared.tokenizer,
+            peft_config=None if settings.lora is None else lora_config(settings),
+            roundpipe=RoundPipeOptions(**options),
+        )
+    trainer.searches = "num_microbatch" not in settings.roundpipe
+    return trainer
+
+
+def _trainer_class() -> Any:
+    from roundpipe.integrations import RoundPipeSFTTrainer
+
+    class SearchingTrainer(RoundPipeSFTTrainer):  # type: ignore[misc]
+        """Doubles the number of microbatches when a step runs out of device memory, unless the user has set it."""
+
+        searches = True
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            while True:
+                randomness = torch.get_rng_state()  # calls draw their seeds from it
+                try:
+                    return super().training_step(*args, **kwargs)
+                except torch.OutOfMemoryError as error:
+                    self._split_further(error)
+                    torch.set_rng_state(randomness)
+
+        def _split_further(self, error: torch.OutOfMemoryError) -> None:
+            used, most = self.roundpipe.num_microbatch, self.args.per_device_train_batch_size
+            # With accumulation, the failed call may have been one of several whose gradients add up.
+            if not self.searches or used >= most or self.args.gradient_accumulation_steps > 1:
+                raise DeviceError(
+                    f"a step with {used} microbatches of {math.ceil(most / used)} sequences does not fit into device "
+                    f"memory ({one_line(error)}). Raise --num-microbatch up to --batch {most}, lower --seq-len, or "
+                    "use --attn-implementation sdpa."
+                ) from error
+            number = min(2 * used, most)
+            logger.warning("a step does not fit into device memory; trying %d microbatches, not %d", number, used)
+            self.model.zero_grad()  # gradients of the microbatches that did fit
+            self.roundpipe = dataclasses.replace(self.roundpipe, num_microbatch=number)
+            self.model.model_run_config = dataclasses.replace(self.model.model_run_config, num_microbatch=number)
+
+    return SearchingTrainer
+
+
+# Signals and what is said at the end.
+
+
+class StopSignals:
+    """SIGINT and SIGTERM end the run after the current step. A second SIGINT raises KeyboardInterrupt at once."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+
+    @contextlib.contextmanager
+    def caught(self, model: Any) -> Iterator[None]:
+        """Handle the signals inside the block, if this is the main thread."""
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            if self.signum is not None and signum == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.signum = signum
+            model.request_stop()
+            # os.write: a handler may interrupt a write to sys.stderr.
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+def _stop_callback(stop: StopSignals) -> Any:
+    from transformers import TrainerCallback
+
+    class StopCallback(TrainerCallback):
+        """Saves and ends the training after the step in which a signal has come."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if stop.signum is not None:
+                control.should_save = control.should_training_stop = True
+
+    return StopCallback()
+
+
+def how_to_resume(settings: TrainSettings) -> str:
+    """The line that names the newest checkpoint and the command that goes on from it."""
+    newest = latest(settings.out) if settings.out.is_dir() else None
+    if newest is None:
+        return "no checkpoint was saved; the run starts anew"
+    command = shlex.join(["roundpipe", "train", "--config", str(settings.out / SETTINGS_FILE), "--resume"])
+    return f"the newest checkpoint is {newest}; to resume: {command}"
+
+
+def _keep_settings(settings: TrainSettings, *, is_resumed: bool) -> None:
+    """Write the options into the output folder, as a config file. Warns if a resumed run has other options."""
+    import yaml  # type: ignore[import-untyped]
+
+    short = {field: name for name, field in FIELD_OF.items()}
+    kept = {name: value for name, value in settings.given.items() if name not in _NOT_KEPT}
+    for name in ("model", "data", "eval_data", "output_dir"):
+        if name in kept and Path(kept[name]).exists():
+            kept[name] = str(Path(kept[name]).absolute())  # the command works in every folder
+    kept["output_dir"] = str(settings.out.absolute())
+    named = {short.get(name, name).replace("_", "-"): value for name, value in sorted(kept.items())}
+    file = settings.out / SETTINGS_FILE
+    if is_resumed and file.exists():
+        before = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        ignored = {short.get(name, name).replace("_", "-") for name in _HARMLESS}
+        changed = [
+            f"{name}: {before.get(name)} -> {named.get(name)}"
+            for name in sorted(before.keys() | named.keys())
+            if name not in ignored and before.get(name) != named.get(name)
+        ]
+        if changed:
+            logger.warning(
+                "the resumed run has other options than before (%s); its losses may differ", "; ".join(changed)
+            )
+    settings.out.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(named, sort_keys=False), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _wait_limit(seconds: float | None) -> Iterator[None]:
+    """Set the limit of waits inside the block."""
+    if seconds is None:
+        yield
+        return
+    before = os.environ.get(WAIT_LIMIT_VARIABLE)
+    os.environ[WAIT_LIMIT_VARIABLE] = str(seconds)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[WAIT_LIMIT_VARIABLE]
+        else:
+            os.environ[WAIT_LIMIT_VARIABLE] = before

@@ -1,0 +1,198 @@
+"""Options of `roundpipe train`: the command line, the config file, defaults, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roundpipe.cli import arguments
+from roundpipe.cli.arguments import TrainSettings, parse
+from roundpipe.errors import ConfigError, DeviceError
+
+NEEDED = ["--model", "m", "--data", "d.jsonl", "--out", "o"]
+
+
+def settings(*words: str) -> TrainSettings:
+    return parse([*NEEDED, "--devices", "cpu*2", *words])
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settings(*words)
+    return str(caught.value)
+
+
+def with_config(tmp_path: Path, text: str, *words: str) -> TrainSettings:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return parse(["--config", str(file), *words])
+
+
+def test_defaults_of_a_full_run() -> None:
+    got = settings()
+    assert got.lora is None
+    assert got.resume is None
+    assert got.dtype is None  # by device
+    expected = {
+        "learning_rate": 1e-5, "lr_scheduler_type": "cosine", "max_length": 1024, "max_grad_norm": 1.0, "seed": 42,
+        "per_device_train_batch_size": 8, "num_train_epochs": 1.0, "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False,
+    }  # fmt: skip
+    assert {name: got.sft[name] for name in expected} == expected
+    assert got.roundpipe == {"devices": "cpu*2", "is_async": False, "view": True}
+
+
+def test_lora_has_its_own_learning_rate_and_alpha() -> None:
+    got = settings("--lora", "8")
+    assert got.lora is not None
+    assert (got.lora.rank, got.lora.alpha, got.lora.target_modules) == (8, 16, "all-linear")
+    assert got.sft["learning_rate"] == 2e-4
+
+
+def test_short_options_set_the_fields_of_sft_config() -> None:
+    line = (
+        "--seq-len 32 --batch 4 --lr 1e-3 --schedule linear --warmup 10 --steps 7 --save-every 3 --keep 2 --seed 1 "
+        "--eval-data e.jsonl --eval-every 5 --stale --num-microbatch 4 --nonfinite skip"
+    )
+    got = settings(*line.split())
+    expected = {
+        "max_length": 32, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "lr_scheduler_type": "linear",
+        "warmup_steps": 10, "max_steps": 7, "save_steps": 3, "save_total_limit": 2, "eval_steps": 5, "seed": 1,
+        "eval_strategy": "steps", "per_device_eval_batch_size": 4,
+    }  # fmt: skip
+    assert {name: got.sft[name] for name in expected} == expected
+    assert got.roundpipe["is_async"] is True
+    assert (got.roundpipe["num_microbatch"], got.roundpipe["nonfinite"]) == (4, "skip")
+
+
+def test_every_field_of_sft_config_is_an_option_in_both_spellings() -> None:
+    got = settings("--weight-decay", "0.1", "--adam_beta2=0.95", "--packing", "--report-to", "tensorboard")
+    assert (got.sft["weight_decay"], got.sft["adam_beta2"], got.sft["packing"]) == (0.1, 0.95, True)
+    assert got.sft["report_to"] == "tensorboard"
+
+
+def test_a_field_with_a_default_of_true_can_be_turned_off() -> None:
+    assert settings("--no-remove-unused-columns").sft["remove_unused_columns"] is False
+
+
+def test_config_file_has_the_same_names_and_flags_win(tmp_path: Path) -> None:
+    text = "model: m\ndata: d.jsonl\nout: o\ndevices: cpu\nlr: 1e-4\nseq-len: 64\nweight_decay: 0.2\ntruncate: true\n"
+    got = with_config(tmp_path, text, "--lr", "3e-4")
+    assert (got.sft["learning_rate"], got.sft["max_length"], got.sft["weight_decay"]) == (3e-4, 64, 0.2)
+    assert got.truncate is True
+
+
+def test_a_flag_wins_over_the_long_name_of_the_same_field_in_the_file(tmp_path: Path) -> None:
+    got = with_config(tmp_path, "model: m\ndata: d\nout: o\ndevices: cpu\nlearning_rate: 1e-4\n", "--lr", "3e-4")
+    assert got.sft["learning_rate"] == 3e-4
+
+
+def test_a_flag_replaces_an_option_of_the_file_that_it_excludes(tmp_path: Path) -> None:
+    text = "model: m\ndata: d\nout: o\ndevices: cpu\nlora: 8\nstale: true\nepochs: 2\n"
+    got = with_config(tmp_path, text, "--full", "--exact", "--steps", "5")
+    assert got.lora is None
+    assert got.roundpipe["is_async"] is False
+    assert got.sft["max_steps"] == 5
+
+
+def test_values_of_a_config_file_may_be_lists_mappings_false_and_null(tmp_path: Path) -> None:
+    text = (
+        "model: m\ndata: d\nout: o\ndevices: cpu\nlora: 2\nlora-target-modules: [q_proj, v_proj]\nlr: null\n"
+        "packing: false\ninit: false\nresume: true\nlr-scheduler-kwargs: {num_cycles: 2}\n"
+    )
+    got = with_config(tmp_path, text)
+    assert got.lora is not None
+    assert got.lora.target_modules == ["q_proj", "v_proj"]
+    assert got.sft["learning_rate"] == 2e-4
+    assert got.sft["packing"] is False
+    assert got.resume == ""
+    assert got.sft["lr_scheduler_kwargs"] == '{"num_cycles": 2}'
+
+
+def test_resume_takes_a_folder_or_none() -> None:
+    assert settings("--resume").resume == ""
+    assert settings("--resume", "there").resume == "there"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--learnig-rate", "1"], ["no option --learnig-rate", "did you mean --learning-rate?"]),
+        (["--sequence_lenght", "1"], ["no option --sequence_lenght"]),
+        (["--batchsize=4"], ["no option --batchsize", "--batch"]),
+        (["stray"], ["'stray' belongs to no option"]),
+        (["--lr", "fast"], ["--lr", "invalid float value: 'fast'"]),
+        (["--lr", "0"], ["--lr must be greater than 0, got 0"]),
+        (["--batch", "-1"], ["--batch must be greater than 0"]),
+        (["--seq-len", "0"], ["--seq-len must be greater than 0"]),
+        (["--save-every", "0"], ["--save-every must be greater than 0"]),
+        (["--seed", "-1"], ["--seed must be between 0"]),
+        (["--warmup", "-1"], ["--warmup must not be negative"]),
+        (["--lr", "1", "--learning-rate", "2"], ["--lr and --learning-rate are the same setting"]),
+        (["--lora", "4", "--full"], ["--lora and --full exclude each other"]),
+        (["--exact", "--stale"], ["--exact and --stale exclude each other"]),
+        (["--epochs", "1", "--steps", "2"], ["--epochs and --steps exclude each other"]),
+        (["--lora", "4", "--init"], ["--lora needs trained weights", "--init"]),
+        (["--lora-alpha", "4"], ["--lora-alpha needs --lora R"]),
+        (["--lora", "4", "--lora-dropout", "1"], ["--lora-dropout must be"]),
+        (["--schedule", "cosin"], ["--schedule cosin is unknown", "cosine"]),
+        (["--eval-every", "5"], ["--eval-data"]),
+        (["--nonfinite", "ignore"], ["--nonfinite", "stop"]),
+        (["--resume-from-checkpoint", "x"], ["--resume-from-checkpoint cannot be used here", "--resume"]),
+        (["--padding-free"], ["--padding-free cannot be used here"]),
+        (["--packing", "--packing-strategy", "bfd"], ["--packing-strategy bfd cannot be used here"]),
+        (["--packing", "--truncate"], ["--packing and --truncate exclude each other"]),
+        (["--deepspeed", "x.json"], ["--deepspeed cannot be used here", "--devices"]),
+        (["--config", "nowhere.yaml"], ["cannot read nowhere.yaml", "No such file"]),
+        (["--wait-limit", "0"], ["--wait-limit must be greater than 0"]),
+    ],
+)
+def test_mistakes_are_refused(words: list[str], parts: list[str]) -> None:
+    message = refusal(*words)
+    for part in parts:
+        assert part in message
+
+
+def test_a_wrong_device_is_refused() -> None:
+    with pytest.raises(DeviceError, match="tpu"):
+        parse([*NEEDED, "--devices", "tpu"])
+
+
+@pytest.mark.parametrize("missing", ["--model", "--data", "--out"])
+def test_needed_options(missing: str) -> None:
+    words = [*NEEDED, "--devices", "cpu"]
+    at = words.index(missing)
+    with pytest.raises(ConfigError, match=f"{missing} is missing"):
+        parse(words[:at] + words[at + 2 :])
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("- a\n- b\n", "got a list"),
+        ("lr: [1\n", "is not valid YAML"),
+        ("leraning-rate: 1\n", "no option --leraning-rate; did you mean --learning-rate?"),
+        ("config: other.yaml\n", "names another config file"),
+        ("lr: fast\n", "invalid float value: 'fast'"),
+    ],
+)
+def test_mistakes_in_a_config_file_name_the_file(tmp_path: Path, text: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_config(tmp_path, text)
+    assert part in str(caught.value)
+    assert "run.yaml" in str(caught.value)
+
+
+def test_an_empty_config_file_is_one_without_options(tmp_path: Path) -> None:
+    got: Any = with_config(tmp_path, "", *NEEDED, "--devices", "cpu")
+    assert got.model == "m"
+
+
+def test_the_page_describes_every_own_option() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
+    parser = arguments._Parser(add_help=False)
+    arguments._add_own_options(parser)
+    missing = [name for name in parser._option_string_actions if f"`{name}" not in page]
+    assert not missing

@@ -1,0 +1,311 @@
+"""Files to rows to tokens: which tokens have a loss, and which rows are refused, with their line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+from tiny_models import BEGIN, END, EOS, MARKED_TEMPLATE, PLAIN_TEMPLATE, new_tokenizer
+from trl.chat_template_utils import qwen2_5_chat_template
+from trl.trainer.sft_config import SFTConfig
+
+from roundpipe.cli.data import IGNORED, RowFormat, TokenRows, check_tokens, read_rows, tokenize
+from roundpipe.errors import ConfigError
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "ok"},
+]
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def tokens_of(path: Path, tokenizer: Any, assistant_only: bool | None = None, **options: Any) -> TokenRows:
+    config = SFTConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", **options)
+    return tokenize(read_rows(path, "--data", "line"), tokenizer, config, assistant_only=assistant_only)
+
+
+def pieces(row: dict[str, list[int]], tokenizer: Any) -> list[tuple[str, bool]]:
+    """The row as text: (text, whether it has a loss) of each run of equal tokens."""
+    found: list[tuple[str, bool]] = []
+    for token, label in zip(row["input_ids"], row["labels"], strict=True):
+        assert label in (token, IGNORED)
+        text, is_trained = tokenizer.decode([token]), label != IGNORED
+        if found and found[-1][1] is is_trained:
+            found[-1] = (found[-1][0] + text, is_trained)
+        else:
+            found.append((text, is_trained))
+    return found
+
+
+def refusal(path: Path, text_rows: str = "line") -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_rows(path, "--data", text_rows)
+    return str(caught.value)
+
+
+# Which tokens have a loss.
+
+
+def test_all_tokens_of_text_have_a_loss(tmp_path: Path) -> None:
+    tokenizer = new_tokenizer()
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"text": "abc", "note": 1}, {"text": "de"}), tokenizer)
+    assert [pieces(row, tokenizer) for row in tokens.dataset] == [[("abc" + EOS, True)], [("de" + EOS, True)]]
+    assert tokens.dataset.column_names == ["input_ids", "labels"]
+
+
+def test_only_the_completion_has_a_loss(tmp_path: Path) -> None:
+    tokenizer = new_tokenizer()
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"prompt": "abc ", "completion": "xy"}), tokenizer)
+    assert pieces(tokens.dataset[0], tokenizer) == [("abc ", False), ("xy" + EOS, True)]
+
+
+def test_the_prompt_has_a_loss_if_the_user_asks_for_it(tmp_path: Path) -> None:
+    tokenizer = new_tokenizer()
+    path = jsonl(tmp_path / "d.jsonl", {"prompt": "abc ", "completion": "xy"})
+    tokens = tokens_of(path, tokenizer, completion_only_loss=False)
+    assert pieces(tokens.dataset[0], tokenizer) == [("abc xy" + EOS, True)]
+
+
+def test_prompt_and_completion_may_be_messages(tmp_path: Path) -> None:
+    tokenizer = new_tokenizer(PLAIN_TEMPLATE)
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"prompt": CHAT[:1], "completion": CHAT[1:2]}), tokenizer)
+    assert pieces(tokens.dataset[0], tokenizer) == [
+        (f"{BEGIN}user:hi{END}{BEGIN}assistant:", False),
+        (f"yo{END}", True),
+    ]
+
+
+@pytest.mark.parametrize("template", [MARKED_TEMPLATE, PLAIN_TEMPLATE], ids=["with markers", "without markers"])
+def test_only_the_assistants_messages_have_a_loss(tmp_path: Path, template: str) -> None:
+    tokenizer = new_tokenizer(template)
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"messages": CHAT}), tokenizer)
+    assert pieces(tokens.dataset[0], tokenizer) == [
+        (f"{BEGIN}user:hi{END}{BEGIN}assistant:", False),
+        (f"yo{END}", True),
+        (f"{BEGIN}user:bye{END}{BEGIN}assistant:", False),
+        (f"ok{END}", True),
+    ]
+
+
+def test_trl_marks_templates_that_it_knows(tmp_path: Path) -> None:
+    tokenizer = new_tokenizer(qwen2_5_chat_template)
+    system = {"role": "system", "content": "S"}
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"messages": [system, *CHAT[:2]]}), tokenizer)
+    assert pieces(tokens.dataset[0], tokenizer) == [
+        (f"{BEGIN}system\nS{END}\n{BEGIN}user\nhi{END}\n{BEGIN}assistant", False),
+        (f"\nyo{END}\n", True),
+    ]
+
+
+def test_the_header_of_a_turn_has_no_loss_if_the_template_has_no_generation_prompt(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer = new_tokenizer(template)
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"messages": CHAT[:2]}), tokenizer)
+    assert pieces(tokens.dataset[0], tokenizer) == [(f"[user] hi{END}[assistant] ", False), (f"yo{END}", True)]
+
+
+def test_all_tokens_of_messages_have_a_loss_if_the_user_asks_for_it(tmp_path: Path) -> None:
+    tokenizer = new_tokenizer(PLAIN_TEMPLATE)
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"messages": CHAT[:2]}), tokenizer, assistant_only=False)
+    assert [is_trained for _, is_trained in pieces(tokens.dataset[0], tokenizer)] == [True]
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content|upper }};{% endfor %}"
+    with pytest.raises(ConfigError, match=r"d\.jsonl, line 1: the chat template renders the first .* generation"):
+        tokens_of(jsonl(tmp_path / "d.jsonl", {"messages": CHAT}), new_tokenizer(template))
+
+
+def test_a_template_that_changes_the_content_is_refused(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content|upper }};{% endfor %}"
+    with pytest.raises(ConfigError, match="line 1: the chat template changes the content of message 2"):
+        tokens_of(jsonl(tmp_path / "d.jsonl", {"messages": CHAT[:2]}), new_tokenizer(template))
+
+
+def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 1: .*no chat template; give one with --chat-template-path"):
+        tokens_of(jsonl(tmp_path / "d.jsonl", {"messages": CHAT}), new_tokenizer(None))
+
+
+def test_the_row_that_a_template_refuses_is_named(tmp_path: Path) -> None:
+    template = MARKED_TEMPLATE + "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+    good, bad = {"messages": CHAT}, {"messages": [{"role": "user", "content": "bad"}, *CHAT[1:2]]}
+    with pytest.raises(ConfigError, match=r"d\.jsonl, line 4: the row cannot be tokenized: .*no bad words"):
+        tokens_of(jsonl(tmp_path / "d.jsonl", good, good, "", bad, good), new_tokenizer(template))
+
+
+def test_messages_with_tool_calls_keep_their_arguments(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments|tojson }}{% else %}{{ m.content }}{% endif %}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+
+    def call(arguments: dict[str, Any]) -> dict[str, Any]:
+        called = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [called]}]}
+
+    tokenizer = new_tokenizer(template)
+    path = jsonl(tmp_path / "d.jsonl", call({"a": 1}), call({"b": "x"}), {"messages": CHAT[:2]})
+    trained = [pieces(row, tokenizer)[-1][0] for row in tokens_of(path, tokenizer).dataset]
+    assert trained == ['{"a": 1}' + END, '{"b": "x"}' + END, "yo" + END]
+
+
+# Files.
+
+
+def test_txt_files_have_rows_of_lines_paragraphs_or_the_whole(tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    path.write_text("a\nb\n\nc\n")
+    assert read_rows(path, "--data", "line").dataset["text"][:] == ["a", "b", "c"]
+    assert read_rows(path, "--data", "paragraph").dataset["text"][:] == ["a\nb", "c\n"]
+    assert read_rows(path, "--data", "document").dataset["text"][:] == ["a\nb\n\nc\n"]
+
+
+def test_a_folder_is_read_in_the_order_of_its_files(tmp_path: Path) -> None:
+    jsonl(tmp_path / "b.jsonl", {"text": "2"})
+    jsonl(tmp_path / "a.jsonl", {"text": "0"}, "", {"text": "1"})
+    (tmp_path / "readme.md").write_text("not data")
+    rows = read_rows(tmp_path, "--data", "line")
+    assert rows.dataset["text"][:] == ["0", "1", "2"]
+    assert [rows.places.name(row) for row in range(3)] == [
+        f"{tmp_path}/a.jsonl, line 1",
+        f"{tmp_path}/a.jsonl, line 3",
+        f"{tmp_path}/b.jsonl, line 1",
+    ]
+
+
+def test_a_datasets_folder_is_read_and_stays_as_it_is(tmp_path: Path) -> None:
+    Dataset.from_list([{"messages": CHAT, "id": 1}]).save_to_disk(tmp_path / "d")
+    files = sorted((tmp_path / "d").iterdir())
+    tokenizer = new_tokenizer()
+    tokens = tokens_of(tmp_path / "d", tokenizer)
+    assert pieces(tokens.dataset[0], tokenizer)[-1] == (f"ok{END}", True)
+    assert sorted((tmp_path / "d").iterdir()) == files
+
+
+def test_a_datasets_folder_may_be_tokenized_already(tmp_path: Path) -> None:
+    row = {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}
+    Dataset.from_list([row]).save_to_disk(tmp_path / "d")
+    rows = read_rows(tmp_path / "d", "--data", "line")
+    assert rows.format is RowFormat.TOKENS
+    assert tokens_of(tmp_path / "d", new_tokenizer()).dataset[0] == row
+
+
+def test_a_datasets_folder_with_splits_is_refused_with_their_names(tmp_path: Path) -> None:
+    DatasetDict({"train": Dataset.from_list([{"text": "a"}])}).save_to_disk(tmp_path / "d")
+    assert "several splits; name one of them: train" in refusal(tmp_path / "d")
+
+
+def test_a_bad_row_of_a_datasets_folder_is_named(tmp_path: Path) -> None:
+    Dataset.from_list([{"text": "a"}, {"text": " "}]).save_to_disk(tmp_path / "d")
+    assert refusal(tmp_path / "d").endswith("d, row 1: `text` is empty.")
+
+
+# Rows that are refused.
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"text": "a"', "not valid JSON: "),
+        ("[1]", "a row must be a JSON object with `text`"),
+        ("{}", "a row needs `text`, `prompt` and `completion`, or `messages`; it has nothing"),
+        ({"prompt": "a"}, "it has 'prompt'"),
+        ({"text": "a", "messages": CHAT}, "it has 'text', 'messages'"),
+        ({"text": None}, "a row needs"),
+        ({"text": 3}, "`text` must be a string, got int"),
+        ({"text": ""}, "`text` is empty"),
+        ({"prompt": "a", "completion": "b"}, "this row has prompt and completion, the rows before have text"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: Any, reason: str) -> None:
+    message = refusal(jsonl(tmp_path / "d.jsonl", {"text": "a"}, "", row))
+    assert message.startswith(f"{tmp_path}/d.jsonl, line 3: ")
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a", "completion": " "}, "`completion` is empty"),
+        ({"prompt": ["a"], "completion": "b"}, "`prompt` must be a string, got list"),
+        ({"messages": "hi"}, "`messages` must be a list of messages"),
+        ({"messages": []}, "with at least one entry"),
+        ({"messages": [{"content": "a"}]}, 'message 1 of `messages` must be an object with "role" and "content"'),
+        ({"messages": [*CHAT[:1], {"role": "assistant", "content": 1}]}, "the content of message 2 of `messages`"),
+        ({"messages": CHAT[:1]}, "`messages` has no message with the role assistant"),
+        ({"prompt": CHAT[:1], "completion": CHAT[:1]}, "`completion` has no message with the role assistant"),
+    ],
+)
+def test_a_bad_row_of_other_formats_is_refused(tmp_path: Path, row: Any, reason: str) -> None:
+    message = refusal(jsonl(tmp_path / "d.jsonl", row))
+    assert message.startswith(f"{tmp_path}/d.jsonl, line 1: ")
+    assert reason in message
+
+
+def test_files_that_are_no_data_are_refused(tmp_path: Path) -> None:
+    assert "there is no file or folder" in refusal(tmp_path / "nowhere.jsonl")
+    (tmp_path / "d.csv").write_text("a,b")
+    assert "must end in .jsonl or .txt" in refusal(tmp_path / "d.csv")
+    assert "no .jsonl or .txt file" in refusal(tmp_path)
+    assert "contains no rows" in refusal(jsonl(tmp_path / "empty.jsonl", ""))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe4"}\n')
+    assert "latin.jsonl, line 2: not UTF-8 text" in refusal(tmp_path / "latin.jsonl")
+    assert "one JSON object per line" in refusal(jsonl(tmp_path / "array.json", "[", '{"text": "a"}', "]"))
+
+
+# Lengths.
+
+
+def checked(tokens: TokenRows, seq_len: int, **changes: Any) -> Any:
+    options = {"truncates": False, "packs": False, "vocabulary": 264, "most_positions": 256} | changes
+    return check_tokens(tokens, "--data", seq_len=seq_len, **options)
+
+
+def test_rows_are_counted_as_they_are_trained(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * 3, "completion": "b" * 4}, {"prompt": "a" * 8, "completion": "b"}]
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", *rows), new_tokenizer())
+    counts = checked(tokens, 10)
+    assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (2, 8 + 10, 5 + 2, 10)
+    cut = checked(tokens, 6, truncates=True)
+    assert (cut.rows, cut.tokens, cut.trained_tokens, cut.truncated, cut.dropped) == (1, 12, 3, 2, 1)
+    packed = checked(tokens, 6, packs=True)
+    assert (packed.rows, packed.tokens, packed.trained_tokens, packed.longest) == (3, 18, 7, 6)
+
+
+def test_a_row_that_is_too_long_is_refused_with_its_line_and_their_number(tmp_path: Path) -> None:
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", *({"text": "a" * size} for size in (2, 9, 3, 7))), new_tokenizer())
+    with pytest.raises(ConfigError) as caught:
+        checked(tokens, 5)
+    message = str(caught.value)
+    assert "d.jsonl, line 2: the row has 10 tokens, more than --seq-len 5; 2 of 4 rows are too long" in message
+    assert "--truncate" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vocabulary": 50}, "line 1: token .* is outside of the model's vocabulary of 50"),
+        ({"most_positions": 3}, "sequences of 6 tokens do not fit: the model has 3 positions"),
+    ],
+)
+def test_tokens_that_the_model_cannot_take_are_refused(tmp_path: Path, changes: Any, reason: str) -> None:
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"text": "aaaaa"}), new_tokenizer())
+    with pytest.raises(ConfigError, match=reason):
+        checked(tokens, 10, **changes)
+
+
+def test_a_row_without_any_loss_is_refused(tmp_path: Path) -> None:
+    Dataset.from_list([{"input_ids": [5, 6], "labels": [IGNORED, IGNORED]}]).save_to_disk(tmp_path / "d")
+    with pytest.raises(ConfigError, match="row 0: no token of this row has a loss"):
+        checked(tokens_of(tmp_path / "d", new_tokenizer()), 10)

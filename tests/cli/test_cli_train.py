@@ -1,0 +1,465 @@
+"""`roundpipe train` as a whole: mistakes, dry run, training, resuming, signals. Runs in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from tiny_models import new_tokenizer, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import roundpipe.cli.train as train_module
+from roundpipe.__main__ import main
+from roundpipe.api.roundpipe import RoundPipe
+from roundpipe.checkpoint import latest
+from roundpipe.cli import preparation
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and data."""
+    folder = tmp_path_factory.mktemp("cli")
+    save_model(folder / "model", attention_dropout=0.1)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}+1"},
+                {"role": "assistant", "content": str(n + 1) * (n % 3 + 1)},
+            ]
+        }
+        for n in range(19)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def words(folder: Path, out: Path, *more: str, devices: str = "cpu*2") -> list[str]:
+    needed = ["--model", str(folder / "model"), "--data", str(folder / "chats.jsonl"), "--out", str(out)]
+    usual = ["--devices", devices, "--batch", "4", "--lr", "1e-2", "--seq-len", "64", "--steps", "6", "--no-view"]
+    return ["train", *needed, *usual, *more]
+
+
+def losses(out: Path) -> dict[int, float]:
+    """The loss of each step, from the newest checkpoint."""
+    newest = latest(out)
+    assert newest is not None
+    history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+
+def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
+    """The message for a mistake: exit code 2, and no traceback."""
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("roundpipe: ")
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a model fails the test: the mistake must be found before."""
+
+    def load(*args: Any) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(train_module, "_load_model", load)
+
+
+# Mistakes.
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        (["--learnin-rate", "1"], ["there is no option --learnin-rate; did you mean --learning-rate?"]),
+        (["--devices", "gpu"], ["cannot read 'gpu'"]),
+        (["--data", "nowhere.jsonl"], ["--data: there is no file or folder nowhere.jsonl"]),
+        (["--eval-data", "nowhere.jsonl"], ["--eval-data: there is no file or folder nowhere.jsonl"]),
+        (["--model", "/no/where"], ["--model: there is no folder /no/where"]),
+        (["--seq-len", "25"], ["chats.jsonl, line 11: the row has 27 tokens", "more than --seq-len 25", "--truncate"]),
+        (["--report-to", "carrier-pigeon"], ["--report-to carrier-pigeon: it is unknown"]),
+        (["--eos-token", "<none>"], ["--eos-token: the tokenizer has no token '<none>'"]),
+        (["--chat-template-path", "nowhere.jinja"], ["--chat-template-path must be a file"]),
+        (["--attn-implementation", "telepathy"], ["--model: cannot build", "telepathy"]),
+        (["--resume"], ["--resume: there is no complete checkpoint in --out", "Leave --resume out"]),
+        (["--resume", "/no/where"], ["--resume: there is no folder /no/where"]),
+        (["--pin-model", "off", "--logging-strategy", "sometimes"], ["sometimes"]),
+    ],
+)
+def test_mistakes_end_with_a_message_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], parts: list[str]
+) -> None:
+    message = refusal(capsys, words(folder, tmp_path / "out", *more))
+    for part in parts:
+        assert part in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_bad_row_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"text": 5}\n')
+    message = refusal(capsys, words(folder, tmp_path / "out", "--data", str(bad)))
+    assert f"{bad}, line 2: `text` must be a string, got int." in message
+
+
+@pytest.mark.usefixtures("no_model")
+def test_too_little_host_memory(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundpipe.store.host_memory.available_host_bytes", lambda: 1000)
+    message = refusal(capsys, words(folder, tmp_path / "out"))
+    assert "too little host memory: this run does not fit into host memory" in message
+    assert "--lora R" in message
+
+
+@pytest.mark.usefixtures("no_model")
+def test_too_little_disk(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    message = refusal(capsys, words(folder, tmp_path / "out"))
+    assert f"too little disk space for --out {tmp_path / 'out'}" in message
+    assert "--keep" in message
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_output_folder_that_is_a_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("")
+    assert "out is a file, not a folder" in refusal(capsys, words(folder, tmp_path / "out"))
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_model_without_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "bare", weights=False)
+    message = refusal(capsys, words(folder, tmp_path / "out", "--model", str(tmp_path / "bare")))
+    assert "bare has no weights" in message
+    assert "--init" in message
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_tokenizer_of_another_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "small", vocab_size=20)
+    message = refusal(capsys, words(folder, tmp_path / "out", "--model", str(tmp_path / "small")))
+    assert "line 1: token" in message
+    assert "vocabulary of 20" in message
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "roundpipe train" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["trian"]) == 2
+    assert "there is no command 'trian'" in capsys.readouterr().err
+    assert main(["train", "--help"]) == 0
+    assert "--num-microbatch" in capsys.readouterr().out
+
+
+def test_a_missing_package_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(words: list[str]) -> None:
+        raise ModuleNotFoundError("No module named 'trl'", name="trl")
+
+    monkeypatch.setattr("roundpipe.__main__.parse", parse)
+    assert "pip install 'roundpipe[train]'" in refusal(capsys, words(folder, tmp_path / "out"))
+
+
+# Dry run.
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_dry_run_checks_everything_and_writes_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--dry-run", "--lora", "2", "--eval-data", str(folder / "chats.jsonl")]
+    assert main(words(folder, tmp_path / "out", *more)) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in ("rows 19", "steps 6", "microbatches 3", "devices cpu, cpu", "steps are exact", "truncated 0"):
+        assert line in lines
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "layers" in n]
+    adapter = sum(2 * (m.in_features + m.out_features) for m in linears)
+    whole = sum(p.numel() for p in model.parameters()) + adapter
+    assert f"parameters {whole:,}, of which {adapter:,} are trained" in lines
+    assert lines[-1] == "dry run: all checks passed; nothing was trained"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_dry_run_counts_truncated_rows(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(folder, tmp_path / "out", "--dry-run", "--truncate", "--seq-len", "26")) == 0
+    lengths = []
+    tokenizer = new_tokenizer()
+    for line in (folder / "chats.jsonl").read_text().splitlines():
+        lengths.append(len(tokenizer.apply_chat_template(json.loads(line)["messages"])["input_ids"]))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"truncated {sum(length > 26 for length in lengths)}" in lines
+    assert f"tokens {sum(min(length, 26) for length in lengths):,}" in lines
+    assert "longest 26" in lines
+
+
+# Training.
+
+
+class At(TrainerCallback):
+    """Calls a function at the end of a step, before the trainer decides what to do next."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self._step, self._action = step, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._action()
+
+
+@pytest.fixture
+def during(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], object]], None]:
+    """Takes a function that gets every trainer before it trains."""
+    real = train_module._new_trainer
+
+    def register(change: Callable[[Any], object]) -> None:
+        def new_trainer(*args: Any) -> Any:
+            trainer = real(*args)
+            change(trainer)
+            return trainer
+
+        monkeypatch.setattr(train_module, "_new_trainer", new_trainer)
+
+    return register
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Path:
+    """The output of a whole run of 6 steps, saved at steps 2, 4 and 6."""
+    assert main(words(folder, folder / "undisturbed", "--save-every", "2")) == 0
+    return folder / "undisturbed"
+
+
+def test_a_run_lowers_the_loss_and_its_model_loads(undisturbed: Path) -> None:
+    by_step = losses(undisturbed)
+    assert list(by_step) == [1, 2, 3, 4, 5, 6]
+    assert by_step[6] < by_step[1]
+    final = AutoModelForCausalLM.from_pretrained(undisturbed)
+    newest = AutoModelForCausalLM.from_pretrained(undisturbed / "checkpoint-6")
+    for (name, weight), other in zip(final.named_parameters(), newest.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    tokenizer = AutoTokenizer.from_pretrained(undisturbed)
+    assert tokenizer("abc")["input_ids"] == new_tokenizer()("abc")["input_ids"]
+    assert tokenizer.chat_template == new_tokenizer().chat_template
+
+
+def test_the_trainer_gets_the_labels_of_the_data(
+    folder: Path, tmp_path: Path, during: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batches: list[Any] = []
+
+    def look(trainer: Any) -> None:
+        batches.extend(trainer.get_train_dataloader())
+
+    during(look)
+    assert main(words(folder, tmp_path / "out", "--steps", "1")) == 0
+    tokenizer = new_tokenizer()
+    seen = set()
+    for batch in batches:
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            trained = tokenizer.decode(ids[labels != -100])
+            question, answer = tokenizer.decode(ids).replace("<pad>", "").split("<|im_start|>")[1:]
+            assert trained == answer.removeprefix("assistant:")
+            seen.add(question)
+    assert len(seen) == 19
+
+
+def test_a_run_goes_on_exactly_after_a_kill_on_other_devices(
+    folder: Path, tmp_path: Path, undisturbed: Path, during: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die() -> None:
+        raise Killed
+
+    out = tmp_path / "out"
+    during(lambda trainer: trainer.add_callback(At(3, die)))
+    with pytest.raises(Killed):
+        main(words(folder, out, "--save-every", "2"))
+    during(lambda trainer: None)
+    assert latest(out) == out / "checkpoint-2"
+    assert "Add --resume to go on" in refusal(capsys, words(folder, out, "--save-every", "2"))
+    assert main(words(folder, out, "--save-every", "2", "--resume", devices="cpu*3")) == 0
+    assert losses(out) == losses(undisturbed)
+    for name, weight in AutoModelForCausalLM.from_pretrained(undisturbed).named_parameters():
+        assert torch.equal(weight, AutoModelForCausalLM.from_pretrained(out).get_parameter(name)), name
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_after_the_step_and_says_how_to_resume(
+    folder: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+    during: Any,
+    capsys: pytest.CaptureFixture[str],
+    signum: int,
+    code: int,
+) -> None:
+    out = tmp_path / "out"
+
+    def strike(trainer: Any) -> None:
+        real = trainer.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if trainer.state.global_step == 2:
+                os.kill(os.getpid(), signum)
+            return real(*args, **kwargs)
+
+        trainer.training_step = training_step
+
+    before = signal.getsignal(signum)
+    during(strike)
+    assert main(words(folder, out, "--save-every", "2")) == code
+    assert signal.getsignal(signum) is before
+    during(lambda trainer: None)
+    assert latest(out) == out / "checkpoint-3"
+    said = capsys.readouterr().out
+    command = f"roundpipe train --config {out / 'train.yaml'} --resume"
+    assert f"stopped by {signal.Signals(signum).name} after step 3" in said
+    assert f"the newest checkpoint is {out / 'checkpoint-3'}; to resume: {command}" in said
+    assert main(command.split()[1:]) == 0
+    assert losses(out) == losses(undisturbed)
+
+
+def test_a_second_interrupt_stops_at_once(
+    folder: Path, tmp_path: Path, during: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def strike_twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second signal did not interrupt")
+
+    during(lambda trainer: trainer.add_callback(At(3, strike_twice)))
+    assert main(words(folder, tmp_path / "out", "--save-every", "2")) == 130
+    message = capsys.readouterr().err
+    assert "stopped at once by Ctrl-C" in message
+    assert "checkpoint-2; to resume: roundpipe train" in message
+    assert "Traceback" not in message
+
+
+def test_lora_trains_the_adapter_alone_and_peft_loads_it(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(words(folder, out, "--lora", "2", "--steps", "3")) == 0
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    untouched = {name: weight.clone() for name, weight in base.named_parameters()}
+    adapted = PeftModel.from_pretrained(base, out)
+    adapters = {name: weight for name, weight in adapted.named_parameters() if "lora_B" in name}
+    assert len(adapters) == 2 * 7  # two blocks of seven linear layers
+    assert all(bool(weight.any()) for weight in adapters.values())
+    for name, weight in adapted.get_base_model().named_parameters():
+        if "lora" not in name:
+            assert torch.equal(weight, untouched[name.replace(".base_layer", "")]), name
+
+
+def test_init_makes_the_same_random_weights_for_the_same_seed(folder: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "bare", weights=False)
+    for out in ("one", "two", "three"):
+        seed = "7" if out == "three" else "6"
+        more = ["--model", str(tmp_path / "bare"), "--init", "--steps", "1", "--seed", seed]
+        assert main(words(folder, tmp_path / out, *more)) == 0
+    one, two, three = (losses(tmp_path / out)[1] for out in ("one", "two", "three"))
+    assert one == two != three
+
+
+def test_evaluation_runs_at_its_steps(folder: Path, tmp_path: Path) -> None:
+    more = ["--eval-data", str(folder / "chats.jsonl"), "--eval-every", "3"]
+    assert main(words(folder, tmp_path / "out", *more)) == 0
+    history = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    evaluations = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    assert list(evaluations) == [3, 6]
+
+
+def test_packing_splits_long_rows(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("abc " * 60)
+    more = ["--data", str(text), "--text-rows", "document", "--packing", "--seq-len", "32", "--steps", "2"]
+    assert main(words(folder, tmp_path / "out", *more)) == 0
+    assert list(losses(tmp_path / "out")) == [1, 2]
+
+
+def test_microbatches_double_until_a_step_fits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gives the losses of a run with this number of microbatches from the start; a resumed run uses it at once."""
+    real, tried = RoundPipe.forward_backward, []
+
+    def forward_backward(self: RoundPipe, *args: Any, **kwargs: Any) -> Any:
+        tried.append(self.model_run_config.num_microbatch)
+        if tried[-1] is not None and tried[-1] < 4:
+            torch.rand(1)  # the failed call has drawn a seed
+            raise torch.OutOfMemoryError("device memory is full")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(RoundPipe, "forward_backward", forward_backward)
+    out = tmp_path / "out"
+    assert main(words(folder, out, devices="cpu")) == 0  # two microbatches at first
+    assert tried == [2, 4, 4, 4, 4, 4, 4]
+    assert "trying 4 microbatches, not 2" in caplog.text
+    assert main(words(folder, tmp_path / "direct", "--num-microbatch", "4", devices="cpu")) == 0
+    assert losses(out) == losses(tmp_path / "direct")
+    tried.clear()
+    assert main(words(folder, out, "--resume", "--steps", "8", devices="cpu")) == 0
+    assert tried == [4, 4]
+
+
+def test_a_step_that_cannot_fit_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forward_backward(self: RoundPipe, *args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("device memory is full")
+
+    monkeypatch.setattr(RoundPipe, "forward_backward", forward_backward)
+    message = refusal(capsys, words(folder, tmp_path / "out"))
+    assert "a step with 4 microbatches of 1 sequences does not fit into device memory" in message
+    message = refusal(capsys, words(folder, tmp_path / "out", "--num-microbatch", "2"))
+    assert "a step with 2 microbatches of 2 sequences" in message
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = shutil.copytree(folder / "model", tmp_path / "broken")
+    model = AutoModelForCausalLM.from_pretrained(broken)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    model.save_pretrained(broken)
+    assert main(words(folder, tmp_path / "out", "--model", str(broken))) == 1
+    message = capsys.readouterr().err
+    assert "step 1" in message
+    assert "no checkpoint was saved; the run starts anew" in message
+    assert "Traceback" not in message
+
+
+def test_other_errors_keep_their_traceback(folder: Path, tmp_path: Path, during: Any) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    during(lambda trainer: trainer.add_callback(At(1, fail)))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(words(folder, tmp_path / "out"))
+
+
+def test_a_resumed_run_with_other_options_is_warned_of(
+    folder: Path, tmp_path: Path, undisturbed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = shutil.copytree(undisturbed, tmp_path / "out", symlinks=True)
+    assert main(words(folder, out, "--save-every", "2", "--resume", "--steps", "7", "--lr", "1e-3")) == 0
+    assert "other options than before (lr: 0.01 -> 0.001; steps: 6 -> 7)" in caplog.text
