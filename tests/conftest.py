@@ -26,7 +26,7 @@ def _set_threads_per_kernel() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _threads_of_shared_fixtures() -> None:
-    """Fixtures of modules are made before those of tests, and their results are compared with the tests' bit for bit."""
+    """Fixtures of modules run before those of tests, and tests compare with their results bit for bit."""
     _set_threads_per_kernel()
 
 

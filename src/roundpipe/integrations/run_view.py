@@ -52,6 +52,11 @@ class RunViewCallback(TrainerCallback):
         self._steps_done = 0  # of this process
         self._timeline_at = _EARLY_STEP
 
+    @property
+    def run_state(self) -> RunState:
+        """What the view shows."""
+        return self._state
+
     # Called by the training step.
 
     def note_loss(self, loss: torch.Tensor, num_tokens: int | None = None) -> None:

@@ -199,7 +199,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         self._skips_step = False  # whether a loss of this step was not finite
         self._last_norm: _GradientNorm | None = None  # of the step that was issued last
         self._loss_sums: Mapping[str, Any] | None = None  # of a checkpoint, until the loop has begun
-        self._view = RunViewCallback(show=self.roundpipe.view)
+        self.run_view = RunViewCallback(show=self.roundpipe.view)
         # Trainer reads the class and the signature of the model that it is constructed with, so it gets the plain one.
         given = args[0] if args else kwargs.get("model")
         self._given = given if isinstance(given, ModelProxy) else None
@@ -210,7 +210,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         self.wrap_model()
         if self.roundpipe.view:
             self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
-        self.add_callback(self._view)
+        self.add_callback(self.run_view)
 
     # Construction.
 
@@ -332,7 +332,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         if self.roundpipe.nonfinite != "off" and not bool(loss.isfinite()):
             self._handle_loss(float(loss), inputs)
         tokens = inputs.get("input_ids")
-        self._view.note_loss(loss, tokens.numel() if isinstance(tokens, torch.Tensor) else None)
+        self.run_view.note_loss(loss, tokens.numel() if isinstance(tokens, torch.Tensor) else None)
         return loss.to(self.args.device)
 
     def _trains_in_one_call(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
@@ -402,7 +402,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         norm: torch.Tensor | None = self._last_norm.value
         if self.roundpipe.is_async:
             norm = None if before is None else before.known()
-        self._view.note_grad_norm(norm)
+        self.run_view.note_grad_norm(norm)
         return norm
 
     def _run_step(self, take_step: Callable[[], None]) -> None:
