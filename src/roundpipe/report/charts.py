@@ -9,14 +9,16 @@ import io
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.report.live_view import figure, known, size
 from roundpipe.report.metrics import Row
-from roundpipe.timeline import Span, Timeline
+from roundpipe.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,11 +52,13 @@ _STYLE: dict[str, Any] = {
 _CHART_INCHES = (5.0, 2.75)
 _TIMELINE_INCHES = 10.5
 _DPI = 120
-_MOST_POINTS = 1000  # of a drawn curve
+_LARGEST = 1e280  # the axes of matplotlib overflow near the largest float
+_MOST_POINTS = 1000  # of a line
+_MOST_MEANS = 250
 _MEAN_FROM = 150  # curves with so many points also show a running mean
 _MEAN_PARTS = 50  # which is taken over this part of the points
 _MARKERS_UP_TO = 40  # curves with at most so many points show each point
-_LOG_FROM = 100  # ratio of the largest to the smallest value from which an axis that may be logarithmic is
+_LOG_FROM = 30  # ratio of the largest to the smallest value from which an axis that may be logarithmic is
 _MOST_DEVICES = 8  # more devices are summarised
 _MOST_BOXES = 2000  # timelines with more boxes are drawn as pixels
 _LONGEST_NAME = 36
@@ -72,28 +76,29 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Chart:
-    """Curves over steps.
+class Line:
+    """A curve as it is drawn: few points, and a style of matplotlib. A point that is NaN is a gap."""
 
-    sparse: curves of few measurements, such as evaluations.
-    references: curves of other runs, drawn wide and pale below the others, so that an equal curve leaves both visible.
+    name: str
+    points: Sequence[_Point]
+    style: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over steps.
+
     tick: the text of a value at the axis.
-    from_zero: whether the axis starts at 0.
-    may_be_log: whether the axis is logarithmic if the values differ widely.
-    with_mean: whether long curves also show a running mean.
+    odd_steps: steps with a value that cannot be drawn, because it is not finite.
+    top: the end of an axis that starts at 0; None for an axis that fits the values.
     """
 
     title: str
-    curves: Sequence[Curve]
-    sparse: Sequence[Curve] = ()
-    references: Sequence[Curve] = ()
-    tick: Callable[[float], str] = figure
-    from_zero: bool = False
-    may_be_log: bool = False
-    with_mean: bool = False
-
-    def all_curves(self) -> Iterator[Curve]:
-        yield from (*self.curves, *self.sparse, *self.references)
+    lines: Sequence[Line]
+    tick: Callable[[float], str]
+    odd_steps: Sequence[int]
+    is_log: bool
+    top: float | None
 
 
 # What the charts show.
@@ -104,21 +109,22 @@ def charts_of(rows: Sequence[Row], references: Sequence[Curve] = ()) -> list[Cha
     steps = [row for row in rows if row.get("type") != "eval"]
     loss, norm = _curve(steps, "loss", "training loss"), _curve(steps, "grad_norm", "gradient norm")
     rate, seconds = _curve(steps, "tokens_per_s", "tokens/s"), _curve(steps, "step_s", "seconds")
+    speed = _chart("Throughput (tokens/s)", [_dense(rate, with_mean=True)], tick="{:,.6g}".format, from_zero=True)
+    losses = [_dense(loss, with_mean=True), *map(_sparse, eval_losses(rows)), *map(_reference, references)]
+    memory = [_dense(_curve(steps, "host_rss_bytes", "this process"))]
     link = [_curve(steps, "bytes_up", "to the devices"), _curve(steps, "bytes_down", "to the host")]
-    speed = Chart("Throughput (tokens/s)", [rate], tick="{:,.6g}".format, from_zero=True, with_mean=True)
-    step_time = Chart("Time per step (s)", [seconds], from_zero=True, with_mean=True)
     shares, peaks = _by_device(steps, "device_share"), _by_device(steps, "device_peak_bytes")
-    charts = [
-        Chart("Loss", [loss], eval_losses(rows), references, may_be_log=True, with_mean=True),
-        speed if _has_values(speed) else step_time,
-        Chart("Host memory", [_curve(steps, "host_rss_bytes", "this process")], tick=_round_size, from_zero=True),
-        Chart("Device memory (peak)", peaks, tick=_round_size, from_zero=True),
-        Chart("Share of time the devices compute", shares, tick="{:.0%}".format, from_zero=True),
-        Chart("Bytes over the link, per step", link, tick=_round_size, from_zero=True),
-        Chart("Gradient norm", [norm], may_be_log=True, with_mean=True),
-        Chart("Learning rate", [_curve(steps, "lr", "learning rate")], tick=_scientific, from_zero=True),
+    found = [
+        _chart("Loss", losses, may_be_log=True),
+        speed or _chart("Time per step (s)", [_dense(seconds, with_mean=True)], from_zero=True),
+        _chart("Host memory", memory, tick=_round_size, from_zero=True),
+        _chart("Device memory (peak)", peaks, tick=_round_size, from_zero=True),
+        _chart("Share of time the devices compute", shares, tick="{:.0%}".format, from_zero=True),
+        _chart("Bytes over the link, per step", [_dense(one) for one in link], tick=_round_size, from_zero=True),
+        _chart("Gradient norm", [_dense(norm, with_mean=True)], may_be_log=True),
+        _chart("Learning rate", [_dense(_curve(steps, "lr", "learning rate"))], tick=_scientific, from_zero=True),
     ]
-    return [chart for chart in charts if _has_values(chart)]
+    return [chart for chart in found if chart is not None]
 
 
 def eval_losses(rows: Sequence[Row]) -> list[Curve]:
@@ -136,27 +142,23 @@ def _curve(rows: Sequence[Row], field: str, name: str) -> Curve:
     return Curve(name, [row["step"] for row in rows], [row.get(field) for row in rows])
 
 
-def _by_device(rows: Sequence[Row], field: str) -> list[Curve]:
+def _by_device(rows: Sequence[Row], field: str) -> list[_Shown]:
     """Return one curve per device; with many devices lowest, mean and highest value."""
     by_step: dict[int, Mapping[str, float | None]] = {row["step"]: row.get(field) or {} for row in rows}
     names = sorted({name for values in by_step.values() for name in values}, key=_natural)
-    steps = list(by_step)
     if len(names) <= _MOST_DEVICES:
-        return [Curve(name, steps, [values.get(name) for values in by_step.values()]) for name in names]
-    measured = {step: known(values) for step, values in by_step.items() if known(values)}
+        curves = [Curve(name, list(by_step), [values.get(name) for values in by_step.values()]) for name in names]
+        return [_dense(curve) for curve in curves]
+    measured = {step: numbers for step, values in by_step.items() if (numbers := known(values))}
     summaries: dict[str, Callable[[list[float]], float]] = {
         "lowest": min,
         "mean": lambda values: sum(values) / len(values),
         "highest": max,
     }
     return [
-        Curve(f"{name} of {len(names)} devices", list(measured), [of(values) for values in measured.values()])
+        _dense(Curve(f"{name} of {len(names)}", list(measured), [of(values) for values in measured.values()]))
         for name, of in summaries.items()
     ]
-
-
-def _has_values(chart: Chart) -> bool:
-    return any(value is not None for curve in chart.all_curves() for value in curve.values)
 
 
 def _round_size(num_bytes: float) -> str:
@@ -169,6 +171,101 @@ def _scientific(value: float) -> str:
 
 def _natural(name: str) -> tuple[int, str]:
     return (len(name), name)  # cuda:2 before cuda:10
+
+
+# From curves to lines.
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A curve, its points that can be drawn, and the lines that show it."""
+
+    drawable: Sequence[_Point]
+    odd_steps: Sequence[int]
+    lines: Sequence[Line]
+
+
+def _dense(curve: Curve, *, with_mean: bool = False) -> _Shown:
+    """A curve with a value at almost each step. `with_mean`: a long one is drawn pale below its running mean."""
+    points, drawable, odd_steps = _points(curve)
+    if len(points) <= _MOST_POINTS:
+        shown: Sequence[_Point] = [(step, value if _is_drawable(value) else math.nan) for step, value in points]
+    else:
+        shown = _thinned(drawable)
+    markers = {"marker": "o", "markersize": 3} if len(points) <= _MARKERS_UP_TO else {}
+    if not with_mean or len(drawable) < _MEAN_FROM:
+        return _Shown(drawable, odd_steps, [Line(curve.name, shown, {"lw": 1.5, **markers})])
+    window = len(drawable) // _MEAN_PARTS
+    pale = Line(curve.name, shown, {"lw": 0.8, "alpha": 0.45})
+    return _Shown(drawable, odd_steps, [pale, Line(f"mean of {window:,}", _means(drawable, window), {"lw": 1.8})])
+
+
+def _sparse(curve: Curve) -> _Shown:
+    """A curve of few measurements, such as evaluations."""
+    _, drawable, odd_steps = _points(curve)
+    return _Shown(drawable, odd_steps, [Line(curve.name, _thinned(drawable), {"lw": 1.2, "marker": "o", "ms": 4})])
+
+
+def _reference(curve: Curve) -> _Shown:
+    """A curve of another run: wide and pale, so that a curve that equals it leaves both visible."""
+    _, drawable, odd_steps = _points(curve)
+    style = {"lw": 5, "alpha": 0.5, "solid_capstyle": "round", "zorder": 1}
+    return _Shown(drawable, odd_steps, [Line(curve.name, _thinned(drawable), style)])
+
+
+def _chart(
+    title: str,
+    curves: Sequence[_Shown],
+    *,
+    tick: Callable[[float], str] = figure,
+    from_zero: bool = False,
+    may_be_log: bool = False,
+) -> Chart | None:
+    """Return a chart of the curves, each with its own colour; None if there are no values.
+
+    The axis starts at 0 if `from_zero`, and is logarithmic if it `may_be_log` and the values differ widely.
+    """
+    curves = [curve for curve in curves if curve.drawable or curve.odd_steps]
+    if not curves:
+        return None
+    values = [value for curve in curves for _, value in curve.drawable]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    lines = [
+        Line(line.name, line.points, {"color": colour, **line.style})
+        for curve, colour in zip(curves, itertools.cycle(_COLOURS), strict=False)
+        for line in curve.lines
+    ]
+    odd_steps = sorted({step for curve in curves for step in curve.odd_steps})
+    top = (1.08 * high or 1.0) if from_zero and low >= 0 else None
+    return Chart(title, lines, tick, odd_steps, may_be_log and low > 0 and high / low >= _LOG_FROM, top)
+
+
+def _points(curve: Curve) -> tuple[list[_Point], list[_Point], list[int]]:
+    """Return the known points, those of them that can be drawn, and the steps of the others."""
+    points = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if value is not None]
+    drawable = [point for point in points if _is_drawable(point[1])]
+    return points, drawable, [step for step, value in points if not _is_drawable(value)]
+
+
+def _is_drawable(value: float) -> bool:
+    return -_LARGEST <= value <= _LARGEST  # false for NaN
+
+
+def _thinned(points: Sequence[_Point]) -> Sequence[_Point]:
+    """Return at most `_MOST_POINTS` points: the lowest and the highest one of each part, in order."""
+    if len(points) <= _MOST_POINTS:
+        return points
+    kept, num_parts = [], _MOST_POINTS // 2
+    for part in range(num_parts):
+        of_part = points[part * len(points) // num_parts : (part + 1) * len(points) // num_parts]
+        kept += sorted({min(of_part, key=itemgetter(1)), max(of_part, key=itemgetter(1))})
+    return kept
+
+
+def _means(points: Sequence[_Point], window: int) -> list[_Point]:
+    """Return at most `_MOST_MEANS` means of `window` consecutive values, each at the step in their middle."""
+    starts = range(0, len(points) - window + 1, 1 + len(points) // _MOST_MEANS)
+    return [(points[at + window // 2][0], sum(v for _, v in points[at : at + window]) / window) for at in starts]
 
 
 # Drawing.
@@ -243,37 +340,45 @@ def _svg_element(canvas: Figure, name: str) -> str:
         canvas.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'<g id="[a-zA-Z_]+_\d+">', "<g>", text)  # the same in each figure
+    text = re.sub(r'<g id="[\w.]+_\d+">', "<g>", text)  # the same in each figure
     width, height = (re.search(rf'{side}="([\d.]+)pt"', text)[1] for side in ("width", "height"))  # type: ignore[index]
     text = re.sub(r"<svg[^>]*>", f'<svg viewBox="0 0 {width} {height}" role="img">', text, count=1)
     return text.replace(_INK, "currentColor").replace(_PAPER, "var(--paper)")
 
 
 def _draw_chart(axes: Axes, chart: Chart, restarts: Sequence[int]) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    colours = itertools.cycle(_COLOURS)
-    odd = [step for curve in chart.all_curves() for step, value in _points(curve) if not math.isfinite(value)]
-    for curve, colour in zip(chart.curves, colours, strict=False):
-        _draw_dense(axes, curve, colour, with_mean=chart.with_mean)
-    for curve, colour in zip(chart.sparse, colours, strict=False):
-        style: dict[str, Any] = {"lw": 1.2, "marker": "o", "markersize": 4}
-        axes.plot(*_columns(_decimated(_finite(curve))), color=colour, label=_short(curve.name), **style)
-    for curve, colour in zip(chart.references, ("#8fa9b8", *_COLOURS[::-1]), strict=False):
-        style = {"lw": 5, "alpha": 0.5, "solid_capstyle": "round", "zorder": 1}
-        axes.plot(*_columns(_decimated(_finite(curve))), color=colour, label=_short(curve.name), **style)
+    for line in chart.lines:
+        steps, values = [step for step, _ in line.points], [value for _, value in line.points]
+        axes.plot(steps, values, label=_short(line.name), **line.style)
     for at, step in enumerate(restarts):
         axes.axvline(step + 0.5, color=_INK, lw=1, ls=(0, (4, 3)), alpha=0.7, label="" if at else "restart")
-    _mark(axes, sorted(set(odd)))
-    _scale(axes, chart)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
-    axes.grid(axis="y", color=_INK, alpha=0.15)
+    if chart.odd_steps:
+        shown = chart.odd_steps[:: 1 + len(chart.odd_steps) // _MOST_POINTS]
+        at_edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        label = f"not finite ({len(chart.odd_steps):,})"
+        axes.plot(shown, [0.985] * len(shown), "x", color=_ALARM, markersize=5, label=label, **at_edge)
+    _set_axes(axes, chart)
     names = axes.get_legend_handles_labels()[1]
     if len(names) > 1:
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderaxespad": 0.2}
         axes.legend(ncols=_legend_columns(names), handlelength=1.4, columnspacing=1.4, **place)
+
+
+def _set_axes(axes: Axes, chart: Chart) -> None:
+    """Set the scales of both axes and the texts of their ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    if chart.is_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif chart.top is not None:
+        axes.set_ylim(0, chart.top)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.tick(value)))
+    axes.grid(axis="y", color=_INK, alpha=0.15)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
 
 
 def _legend_columns(names: Sequence[str]) -> int:
@@ -286,77 +391,36 @@ def _legend_columns(names: Sequence[str]) -> int:
     return 1
 
 
-def _draw_dense(axes: Axes, curve: Curve, colour: str, *, with_mean: bool) -> None:
-    """Draw a curve with a value at almost each step."""
-    points, finite = _points(curve), _finite(curve)
-    has_mean = with_mean and len(finite) >= _MEAN_FROM
-    if len(points) <= _MOST_POINTS:  # the line has a gap where a value is not finite
-        shown: Sequence[_Point] = [(step, value if math.isfinite(value) else math.nan) for step, value in points]
-    else:
-        shown = _decimated(finite)
-    style: dict[str, Any] = {"lw": 0.8, "alpha": 0.45} if has_mean else {"lw": 1.5}
-    if len(curve.steps) <= _MARKERS_UP_TO:
-        style |= {"marker": "o", "markersize": 3}
-    axes.plot(*_columns(shown), color=colour, label=_short(curve.name), **style)
-    if has_mean:
-        window = len(finite) // _MEAN_PARTS
-        axes.plot(*_columns(_means(finite, window)), color=colour, lw=1.8, label=f"mean of {window:,}")
-
-
-def _scale(axes: Axes, chart: Chart) -> None:
-    """Set the value axis: its scale, its start and the texts of its ticks."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    values = [value for curve in chart.all_curves() for _, value in _finite(curve)]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    if chart.may_be_log and low > 0 and high / low >= _LOG_FROM:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(numticks=6))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    elif chart.from_zero and low >= 0:
-        axes.set_ylim(0, 1.08 * high or 1)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.tick(value)))
-
-
-def _mark(axes: Axes, steps: Sequence[int]) -> None:
-    """Mark steps with values that are not finite, at the upper edge."""
-    if steps:
-        shown = steps[:: 1 + len(steps) // _MOST_POINTS]
-        at_edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-        label = f"not finite ({len(steps):,})"
-        axes.plot(shown, [0.985] * len(shown), "x", color=_ALARM, markersize=5, label=label, **at_edge)
-
-
 def _draw_timeline(axes: Axes, timeline: Timeline, width_inches: float) -> None:
     """Draw one box per microbatch, in one row per device, with the task's label above its boxes."""
     from matplotlib.patches import Patch
 
-    factor, unit = (1.0, "s") if timeline.duration_s >= 10 else (1e3, "ms")
+    start_s, duration_s = timeline.start_s, timeline.duration_s
+    factor, unit = (1.0, "s") if duration_s >= 10 else (1e3, "ms")
     devices = sorted(timeline.devices(), key=_natural)
-    labelled_s = timeline.duration_s / (width_inches * 10)  # the time that one character is wide
+    character_s = duration_s / (width_inches * 10)  # the time that one character is wide
+    has_gaps = statistics.median(span.end_s - span.start_s for span in timeline.spans) >= character_s / 2
+    style: dict[str, Any] = {
+        "edgecolor": _PAPER,
+        "linewidth": 0.6 if has_gaps else 0,
+        "rasterized": len(timeline.spans) > _MOST_BOXES,
+    }
     for row, device in enumerate(devices):
         spans = sorted((s for s in timeline.spans if s.device == device), key=lambda span: span.start_s)
         for label, task in itertools.groupby(spans, key=lambda span: span.label):
-            boxes = list(task)
-            _draw_boxes(axes, row, boxes, timeline.start_s, factor, as_pixels=len(timeline.spans) > _MOST_BOXES)
-            if boxes[-1].end_s - boxes[0].start_s >= labelled_s * len(label):
-                middle = factor * ((boxes[0].start_s + boxes[-1].end_s) / 2 - timeline.start_s)
-                axes.text(middle, row - 0.31, label, ha="center", va="bottom", fontsize=8)
-    shares = [f"{device}  {1 - timeline.idle_share(device):.0%}" for device in devices]
-    axes.set_yticks(range(len(devices)), shares)
+            boxes = [(factor * (s.start_s - start_s), factor * (s.end_s - s.start_s)) for s in task]
+            axes.broken_barh(boxes, (row - 0.28, 0.56), facecolor=_kind(label)[1], **style)
+            start, end = boxes[0][0], sum(boxes[-1])
+            if end - start >= factor * character_s * len(label):
+                axes.text((start + end) / 2, row - 0.31, label, ha="center", va="bottom", fontsize=8)
+    axes.set_yticks(range(len(devices)), [f"{name}  {1 - timeline.idle_share(name):.0%}" for name in devices])
     axes.set_ylim(len(devices) - 0.55, -0.75)
-    axes.set_xlim(0, factor * timeline.duration_s or 1)
+    axes.set_xlim(0, factor * duration_s or 1)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(unit)
-    kinds = dict(sorted({_kind(span.label) for span in timeline.spans}, key=lambda kind: kind[0]))
+    kinds = dict(sorted({_kind(span.label) for span in timeline.spans}))
     handles = [Patch(color=colour, label=name) for name, colour in kinds.items()]
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.005, 1.0), ncols=4, borderaxespad=0.2)
-
-
-def _draw_boxes(axes: Axes, row: int, spans: Sequence[Span], start_s: float, factor: float, *, as_pixels: bool) -> None:
-    ranges = [(factor * (span.start_s - start_s), factor * (span.end_s - span.start_s)) for span in spans]
-    edge: dict[str, Any] = {"edgecolor": _PAPER, "linewidth": 0 if as_pixels else 0.6}
-    axes.broken_barh(ranges, (row - 0.28, 0.56), facecolor=_kind(spans[0].label)[1], rasterized=as_pixels, **edge)
 
 
 def _timeline_height(timeline: Timeline) -> float:
@@ -366,41 +430,6 @@ def _timeline_height(timeline: Timeline) -> float:
 def _kind(label: str) -> tuple[str, str]:
     """Return name and colour of the kind of task that a label such as F0, FB3 or B7 names."""
     return _KINDS.get(label.rstrip("0123456789"), _OTHER_KIND)
-
-
-# Points.
-
-
-def _points(curve: Curve) -> list[_Point]:
-    pairs = zip(curve.steps, curve.values, strict=True)
-    return [(step, float(value)) for step, value in pairs if value is not None]
-
-
-def _finite(curve: Curve) -> list[_Point]:
-    return [point for point in _points(curve) if math.isfinite(point[1])]
-
-
-def _columns(points: Sequence[_Point]) -> tuple[list[int], list[float]]:
-    return [step for step, _ in points], [value for _, value in points]
-
-
-def _decimated(points: Sequence[_Point]) -> Sequence[_Point]:
-    """Return at most `_MOST_POINTS` points: the lowest and the highest one of each part, in order."""
-    if len(points) <= _MOST_POINTS:
-        return points
-    kept, num_parts = [], _MOST_POINTS // 2
-    for part in range(num_parts):
-        of_part = points[part * len(points) // num_parts : (part + 1) * len(points) // num_parts]
-        extremes = {min(of_part, key=lambda point: point[1]), max(of_part, key=lambda point: point[1])}
-        kept += sorted(extremes)
-    return kept
-
-
-def _means(points: Sequence[_Point], window: int) -> list[_Point]:
-    """Return means of `window` consecutive values, each at the step in their middle."""
-    every = 1 + len(points) // _MOST_POINTS
-    starts = range(0, len(points) - window + 1, every)
-    return [(points[at + window // 2][0], sum(v for _, v in points[at : at + window]) / window) for at in starts]
 
 
 def _short(name: str) -> str:

@@ -6,6 +6,7 @@ Made from metrics.jsonl and run.json alone, so it can be written again at any ti
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,9 @@ def _values(rows: Sequence[Row], field: str) -> list[Any]:
 
 def _computing_share(steps: Sequence[Row]) -> float | None:
     """Return the share of the time of all steps in which the devices computed."""
-    measured = [(share, row["step_s"]) for row in steps if (share := mean(row.get("device_share"))) is not None]
+    measured = [
+        (share, row.get("step_s") or 0.0) for row in steps if (share := mean(row.get("device_share"))) is not None
+    ]
     total_s = sum(seconds for _, seconds in measured)
     return sum(share * seconds for share, seconds in measured) / total_s if total_s else None
 
@@ -145,7 +149,7 @@ def _wall_s(rows: Sequence[Row], starts: Sequence[Mapping[str, Any]]) -> float:
     times: list[float] = _values(rows, "time")
     begins = [start["time"] for start in starts] or times[:1]
     wall_s = 0.0
-    for begin, end in zip(begins, [*begins[1:], math.inf], strict=True):
+    for begin, end in itertools.pairwise([*begins, math.inf]):
         wall_s += max((at for at in times if begin <= at < end), default=begin) - begin
     return wall_s
 
@@ -159,12 +163,16 @@ class _Run:
     record: RunRecord
     sections: Sequence[Section]
 
+    @cached_property
+    def headlines(self) -> list[Headline]:
+        return headlines(self.rows, self.record.starts)
+
     @property
     def title(self) -> str:
         arguments, model = (self.record.settings.get(name, {}) for name in ("arguments", "model"))
         return str(arguments.get("run_name") or model.get("class") or self.folder)
 
-    @property
+    @cached_property
     def charts(self) -> list[Chart]:
         return charts_of(self.rows, [curve for section in self.sections for curve in section.losses])
 
@@ -180,17 +188,16 @@ class _Run:
 
     def picture(self) -> bytes:
         shown = ("final loss", "best eval loss", "steps", "tokens/s, median", "wall time", "restarts")
-        numbers = [one for one in headlines(self.rows, self.record.starts) if one.name in shown]
+        numbers = [one for one in self.headlines if one.name in shown]
         subtitle = "   ·   ".join(f"{one.name} {one.text}" for one in numbers)
         timelines = {f"Device timeline, {title[0].lower()}{title[1:]}": one for title, one in self.timelines.items()}
         return picture(self.title, subtitle, self.charts, timelines, self.restarts)
 
     def page(self, *, with_charts: bool) -> str:
-        numbers = headlines(self.rows, self.record.starts)
         when = f"{_moment(self.rows[0].get('time'))} to {_moment(self.rows[-1].get('time'))}"
         parts = [
             f"<header><h1>{_text(self.title)}</h1><p>Training run, {when}</p></header>",
-            '<div class="numbers">' + "".join(map(_headline, numbers)) + "</div>",
+            '<div class="numbers">' + "".join(map(_headline, self.headlines)) + "</div>",
             *(_section(section.title, _extra(section)) for section in self.sections),
             _section("Curves", self._curves(with_charts)),
             _section("Device timelines", self._timelines(with_charts)),
