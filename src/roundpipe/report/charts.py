@@ -57,11 +57,11 @@ _MOST_POINTS = 1000  # of a line
 _MOST_MEANS = 250
 _MEAN_FROM = 150  # curves with so many points also show a running mean
 _MEAN_PARTS = 50  # which is taken over this part of the points
-_MARKERS_UP_TO = 40  # curves with at most so many points show each point
+_MARKERS_UP_TO = 40  # curves over at most so many steps show each point
 _LOG_FROM = 30  # ratio of the largest to the smallest value from which an axis that may be logarithmic is
 _MOST_DEVICES = 8  # more devices are summarised
 _MOST_BOXES = 2000  # timelines with more boxes are drawn as pixels
-_LONGEST_NAME = 36
+_LONGEST_NAME, _LONGEST_TITLE = 36, 80  # characters of a curve's name and of the picture's title
 _LEGEND_CHARACTERS = 64  # that fit above a chart, the lines before the names included
 _Point = tuple[int, float]  # step and value
 
@@ -77,7 +77,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve as it is drawn: few points, and a style of matplotlib. A point that is NaN is a gap."""
+    """A curve as it is drawn: few points, and a style of matplotlib."""
 
     name: str
     points: Sequence[_Point]
@@ -187,12 +187,9 @@ class _Shown:
 
 def _dense(curve: Curve, *, with_mean: bool = False) -> _Shown:
     """A curve with a value at almost each step. `with_mean`: a long one is drawn pale below its running mean."""
-    points, drawable, odd_steps = _points(curve)
-    if len(points) <= _MOST_POINTS:
-        shown: Sequence[_Point] = [(step, value if _is_drawable(value) else math.nan) for step, value in points]
-    else:
-        shown = _thinned(drawable)
-    markers = {"marker": "o", "markersize": 3} if len(points) <= _MARKERS_UP_TO else {}
+    drawable, odd_steps = _points(curve)
+    shown = _thinned(drawable)
+    markers = {"marker": "o", "markersize": 3} if len(curve.steps) <= _MARKERS_UP_TO or len(drawable) == 1 else {}
     if not with_mean or len(drawable) < _MEAN_FROM:
         return _Shown(drawable, odd_steps, [Line(curve.name, shown, {"lw": 1.5, **markers})])
     window = len(drawable) // _MEAN_PARTS
@@ -202,13 +199,13 @@ def _dense(curve: Curve, *, with_mean: bool = False) -> _Shown:
 
 def _sparse(curve: Curve) -> _Shown:
     """A curve of few measurements, such as evaluations."""
-    _, drawable, odd_steps = _points(curve)
+    drawable, odd_steps = _points(curve)
     return _Shown(drawable, odd_steps, [Line(curve.name, _thinned(drawable), {"lw": 1.2, "marker": "o", "ms": 4})])
 
 
 def _reference(curve: Curve) -> _Shown:
     """A curve of another run: wide and pale, so that a curve that equals it leaves both visible."""
-    _, drawable, odd_steps = _points(curve)
+    drawable, odd_steps = _points(curve)
     style = {"lw": 5, "alpha": 0.5, "solid_capstyle": "round", "zorder": 1}
     return _Shown(drawable, odd_steps, [Line(curve.name, _thinned(drawable), style)])
 
@@ -240,11 +237,11 @@ def _chart(
     return Chart(title, lines, tick, odd_steps, may_be_log and low > 0 and high / low >= _LOG_FROM, top)
 
 
-def _points(curve: Curve) -> tuple[list[_Point], list[_Point], list[int]]:
-    """Return the known points, those of them that can be drawn, and the steps of the others."""
+def _points(curve: Curve) -> tuple[list[_Point], list[int]]:
+    """Return the known points that can be drawn, and the steps of the others."""
     points = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if value is not None]
     drawable = [point for point in points if _is_drawable(point[1])]
-    return points, drawable, [step for step, value in points if not _is_drawable(value)]
+    return drawable, [step for step, value in points if not _is_drawable(value)]
 
 
 def _is_drawable(value: float) -> bool:
@@ -298,7 +295,7 @@ def picture(
         canvas = _figure(width, sum(heights))
         body = canvas.subfigures(1, 3, width_ratios=(0.01, 0.98, 0.01), squeeze=False)[0, 1]  # between the margins
         head, *parts = body.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-        head.text(0.15 / width, 0.62, title, fontsize=16, fontweight="bold", va="center")
+        head.text(0.15 / width, 0.62, _short(title, _LONGEST_TITLE), fontsize=16, fontweight="bold", va="center")
         head.text(0.15 / width, 0.22, subtitle, fontsize=10.5, va="center")
         for part, pair in zip(parts, pairs, strict=False):
             for place, chart in zip(part.subfigures(1, 2), pair, strict=False):
@@ -349,7 +346,7 @@ def _svg_element(canvas: Figure, name: str) -> str:
 def _draw_chart(axes: Axes, chart: Chart, restarts: Sequence[int]) -> None:
     for line in chart.lines:
         steps, values = [step for step, _ in line.points], [value for _, value in line.points]
-        axes.plot(steps, values, label=_short(line.name), **line.style)
+        axes.plot(steps, values, label=_short(line.name, _LONGEST_NAME), **line.style)
     for at, step in enumerate(restarts):
         axes.axvline(step + 0.5, color=_INK, lw=1, ls=(0, (4, 3)), alpha=0.7, label="" if at else "restart")
     if chart.odd_steps:
@@ -432,5 +429,5 @@ def _kind(label: str) -> tuple[str, str]:
     return _KINDS.get(label.rstrip("0123456789"), _OTHER_KIND)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+def _short(name: str, longest: int) -> str:
+    return name if len(name) <= longest else name[: longest - 1] + "…"

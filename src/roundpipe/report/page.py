@@ -401,7 +401,7 @@ footer { margin-top: 20px; font-size: 13px; }
   body { padding: 16px 10px 32px; }
   section { padding: 14px 12px; }
   .charts { grid-template-columns: minmax(0, 1fr); }
-  td { white-space: normal; }
+  td:first-child { white-space: normal; }
   .numbers { grid-template-columns: repeat(2, minmax(0, 1fr)); }
 }
 @media print { body { max-width: none; background: none; } section { break-inside: avoid; } }
