@@ -162,6 +162,7 @@ def _trainer_class() -> Any:
         """Doubles the number of microbatches when a step runs out of device memory, unless the user has set it."""
 
         searches = True
+        roundpipe: Any  # the options
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             while True:

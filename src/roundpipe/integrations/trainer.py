@@ -76,6 +76,7 @@ class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """`run_step`: runs a function that takes the inner optimizer's step, when the gradients have arrived."""
         super().__init__(optimizer, device_placement=False)
         self._is_accelerate_prepared = True  # accelerate then takes this object as it is
+        self._opt_called = False  # a scheduler of torch warns if it is stepped before the optimizer
         self._run_step = run_step
         self._groups = [dict(group) for group in optimizer.param_groups]
 
@@ -87,6 +88,7 @@ class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if closure is not None:
             raise UsageError("an optimizer of a RoundPipe trainer takes no closure in step().")
         if self.gradient_state.sync_gradients:
+            self._opt_called = True
             settings = [_settings_of(group) for group in self._groups]
 
             def take_step() -> None:
@@ -94,6 +96,12 @@ class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 self.optimizer.step()
 
             self._run_step(take_step)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # step() sets _opt_called itself
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+        self._groups.append(dict(self.optimizer.param_groups[-1]))
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: each step clears the gradients that it has used."""
@@ -158,6 +166,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
     optimizer: Any
     lr_scheduler: Any
     label_smoother: Any
+    roundpipe: RoundPipeOptions
 
     def __init__(self, *args: Any, roundpipe: RoundPipeOptions | None = None, **kwargs: Any) -> None:
         if roundpipe is not None and not isinstance(roundpipe, RoundPipeOptions):
@@ -165,7 +174,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         self.roundpipe = roundpipe or RoundPipeOptions()
         self._is_wrapped = False
         self._skips_step = False  # whether a loss of this step was not finite
-        self._grad_norm: torch.Tensor | float | None = None
+        self._grad_norms: list[torch.Tensor] = []  # of the last steps; each step sets its norm
         # Trainer reads the class and the signature of the model that it is constructed with, so it gets the plain one.
         given = args[0] if args else kwargs.get("model")
         self._given = given if isinstance(given, ModelProxy) else None
@@ -255,16 +264,18 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the model itself. Before training, make the optimizer step through the model."""
+        if training:
+            self._grad_norms, self._skips_step = [], False
         if training and not isinstance(self.optimizer, SteppedOptimizer):
             inner = self.optimizer
             _put_masters_into(inner, self.model)
             self.optimizer = SteppedOptimizer(inner, self._run_step)
-            if getattr(self.lr_scheduler, "optimizer", None) is inner:  # the user has passed both
-                self.lr_scheduler.optimizer = self.optimizer
+            _give_optimizer(self.lr_scheduler, inner, self.optimizer)
         return model
 
     def _prepare_input(self, data: Any) -> Any:
-        return data  # batches stay in host memory
+        """Copy a dict, as Trainer does, because compute_loss() may change it. Tensors stay in host memory."""
+        return type(data)(dict(data)) if isinstance(data, Mapping) else data
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         return super()._get_num_items_in_batch(batch_samples, _HOST)
@@ -344,14 +355,18 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         """Do nothing: steps clip gradients."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient norm of the coming step, which sets it; of an earlier step if steps are asynchronous."""
+        """The gradient norm of the coming step, which sets it.
+
+        If steps are asynchronous: that of the step before the last one, which has certainly run by now.
+        """
+        self._grad_norms = [*self._grad_norms[-2:], torch.full((), float("nan"))]
         if not self.roundpipe.is_async:
-            self._grad_norm = torch.full((), float("nan"))
-        return self._grad_norm
+            return self._grad_norms[-1]
+        return self._grad_norms[0] if len(self._grad_norms) == 3 else None
 
     def _run_step(self, take_step: Callable[[], None]) -> None:
         """Clip gradients, call `take_step` and clear gradients, as one step of the model."""
-        step, norm = self.state.global_step + 1, self._grad_norm
+        step, norm = self.state.global_step + 1, self._grad_norms[-1]
         if self._skips_step:
             self._skips_step = False
             self.model.zero_grad()
@@ -361,26 +376,25 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
 
         def step_fn() -> None:
             try:
-                measured = clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off")
+                norm.copy_(clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off"))
             except NonFiniteError as error:
                 if nonfinite == "stop":
                     error.add_note(f"in step {step}; no weight was changed")
                     raise
                 logger.warning("step %d was skipped: %s", step, error)
-                measured = torch.full((), float("nan"))
             else:
                 take_step()
             self._clear_gradients()
-            if isinstance(norm, torch.Tensor):
-                norm.copy_(measured)
-            else:
-                self._grad_norm = float(measured)
 
         self.model.step(step_fn, is_async=self.roundpipe.is_async)
 
     def _clear_gradients(self) -> None:
         for master in self.model.optim_parameters():
             master.grad = None
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.synchronize()  # raises if the last asynchronous step has failed; the weights are the newest then
+        return super()._finalize_training(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         self.model.synchronize()  # the newest weights count, also after an asynchronous step
@@ -448,6 +462,14 @@ class RoundPipeTrainer(RoundPipeMixin, Trainer):  # type: ignore[misc]
 def _loss_of(outputs: Any) -> Any:
     """The loss in a model's outputs, where Trainer looks for it."""
     return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+
+
+def _give_optimizer(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    """Make a scheduler that the user has passed, and those that it contains, set the rates of another optimizer."""
+    if getattr(scheduler, "optimizer", None) is old:
+        scheduler.optimizer = new
+    for part in getattr(scheduler, "_schedulers", ()):
+        _give_optimizer(part, old, new)
 
 
 def _put_masters_into(optimizer: torch.optim.Optimizer, model: ModelProxy) -> None:
