@@ -6,7 +6,9 @@ labels; clipping in every step, warm-up, decay.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,47 @@ def test_sft_metrics_are_those_of_plain_sft_trainer(tmp_path: Path) -> None:
         assert entry["num_tokens"] == plain_entry["num_tokens"]
         for name in ("entropy", "mean_token_accuracy"):
             assert entry[name] == pytest.approx(plain_entry[name], abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointing_and_offloading_of_activations_are_ignored(
+    kind: str, plain: Callable[..., Outcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SFTConfig turns gradient checkpointing on; TRL then makes the outputs of embeddings require grad."""
+    given = for_sft(tmp_path, kind)
+    given["args"] = dataclasses.replace(given["args"], gradient_checkpointing=True, activation_offloading=True)
+    with caplog.at_level(logging.INFO, "roundpipe"):
+        found = outcome_of(RoundPipeSFTTrainer(**given, roundpipe=options(2)))
+    assert_like_plain(found, plain(trl.SFTTrainer, for_sft, kind))
+    assert "gradient checkpointing stays off" in caplog.text
+    assert "activation_offloading stays off" in caplog.text
+
+
+def test_sft_evaluation_is_that_of_plain_sft_trainer(tmp_path: Path) -> None:
+    found = []
+    for trainer_class, more in ((trl.SFTTrainer, {}), (RoundPipeSFTTrainer, {"roundpipe": options(2)})):
+        eval_dataset = datasets.Dataset.from_list(chat_rows(7, seed=3))
+        trainer = trainer_class(**for_sft(tmp_path, "full"), eval_dataset=eval_dataset, **more)
+        found.append(trainer.evaluate())
+        close(trainer)
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert found[1][name] == pytest.approx(found[0][name], abs=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"packing": True, "packing_strategy": "wrapped"}, {"loss_type": "dft"}])
+def test_other_ways_of_sft(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Packed sequences; a loss that is not the mean over tokens, whose gradients autograd computes."""
+    found = []
+    for trainer_class, more in ((trl.SFTTrainer, {}), (RoundPipeSFTTrainer, {"roundpipe": options(2)})):
+        given = for_sft(tmp_path, "full")
+        given["args"] = dataclasses.replace(given["args"], max_steps=4, **changes)
+        trainer = trainer_class(**given, **more)
+        trainer.train()
+        found.append(logged(trainer))
+        close(trainer)
+    for plain_entry, entry in zip(*found, strict=True):
+        assert entry["loss"] == pytest.approx(plain_entry["loss"], abs=1e-5)
+        assert entry["grad_norm"] == pytest.approx(plain_entry["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", DPO_KINDS)

@@ -12,6 +12,7 @@ the param groups of a SteppedOptimizer, and each step gets a copy of their setti
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -38,6 +39,7 @@ from roundpipe.optim.gradients import clip_grad_norm_
 logger = logging.getLogger("roundpipe")
 _HOST = torch.device("cpu")
 _FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
+_GO_ON = 'To leave such steps out, use RoundPipeOptions(nonfinite="skip").'
 _Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
 
 
@@ -192,7 +194,6 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             return
         self._is_wrapped = True
         plain = self.model
-        self._check_arguments()
         self._set_signature_columns_if_needed()  # while the model is plain: an adapter shows the inner signature
         name = unwrap_peft_model(plain)._get_name()
         if self.label_smoother is not None and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
@@ -231,6 +232,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         return self.wrapped(model)
 
     def create_accelerator_and_postprocess(self) -> None:
+        self._check_arguments()  # here: Trainer has its arguments and has not touched the model yet
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # RoundPipe uses all devices itself: no DataParallel, no larger batches
         super().create_accelerator_and_postprocess()
@@ -275,7 +277,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
 
     def _prepare_input(self, data: Any) -> Any:
         """Copy a dict, as Trainer does, because compute_loss() may change it. Tensors stay in host memory."""
-        return type(data)(dict(data)) if isinstance(data, Mapping) else data
+        return copy.copy(data) if isinstance(data, Mapping) else data
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         return super()._get_num_items_in_batch(batch_samples, _HOST)
@@ -297,7 +299,13 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
     def _trains_in_one_call(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
         """Whether the loss is the model's own, so that forward_backward() computes it."""
         has_own_loss = self.label_smoother is None and self.compute_loss_func is None
-        return isinstance(self.model, RoundPipe) and has_own_loss and type(self).compute_loss is Trainer.compute_loss
+        return isinstance(self.model, RoundPipe) and has_own_loss and self._trains_like(Trainer)
+
+    def _trains_like(self, trainer_class: Any) -> bool:
+        """Whether no class between this mixin and `trainer_class`, and no subclass, changes how a batch is trained."""
+        step: Any = super().training_step
+        is_usual_step = step.__func__ is trainer_class.training_step
+        return is_usual_step and type(self).compute_loss is trainer_class.compute_loss
 
     def _forward_backward(self, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """The counterpart of Trainer.training_step for a model that computes its own loss."""
@@ -310,7 +318,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             num_calls = self.current_gradient_accumulation_steps
             options["loss_fn"] = lambda outputs, labels: _loss_of(outputs) / num_calls
             options["run_config"] = RoundPipeRunConfig(whole_batch_loss=True)
-        with self.accelerator.autocast():
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
             loss: torch.Tensor = self.model.forward_backward(input_kwargs=inputs, **options)
         return loss.detach()
 
@@ -329,14 +337,14 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         with OptimizerCtx():  # parameters of the model are then their masters
             return super().create_optimizer(model)
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+    @classmethod
+    def get_optimizer_cls_and_kwargs(cls, args: Any, model: Any = None) -> tuple[Any, Any]:
         """Trainer's choice; RoundPipe's Adam and AdamW instead of torch's."""
-        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        optimizer_class, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
         if {"params", "model", "optimizer_dict"} & kwargs.keys() or "bitsandbytes" in str(optimizer_class):
             raise ConfigError(
-                f"optim={str(args.optim)!r} works on the parameters of a model on a GPU, and RoundPipe steps in host "
-                'memory; use optim="adamw_torch" or another optimizer of torch.'
+                f"optim={getattr(args.optim, 'value', args.optim)!r} works on the parameters of a model on a GPU, and "
+                'RoundPipe steps in host memory; use optim="adamw_torch" or another optimizer of torch.'
             )
         if optimizer_class in _FAST:
             kwargs = {name: value for name, value in kwargs.items() if name != "fused"}
@@ -379,7 +387,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
                 norm.copy_(clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off"))
             except NonFiniteError as error:
                 if nonfinite == "stop":
-                    error.add_note(f"in step {step}; no weight was changed")
+                    error.add_note(f"in step {step}; no weight was changed. {_GO_ON}")
                     raise
                 logger.warning("step %d was skipped: %s", step, error)
             else:
@@ -416,12 +424,12 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             return
         self.model.zero_grad()
         raise NonFiniteError(
-            f"{found}. No weight was changed by this step. Lower the learning rate, check the data of this batch, or "
-            'continue without such steps: RoundPipeOptions(nonfinite="skip").'
+            f"{found}. No weight was changed by this step. Lower the learning rate, or check the data of this batch. "
+            f"{_GO_ON}"
         )
 
     def _first_nonfinite_output(self, inputs: dict[str, Any]) -> str:
-        """Run the batch once more, without gradients, and describe the first module whose output is not finite."""
+        """Compute the loss of the batch once more and describe the first module whose output is not finite."""
         found: list[str] = []
 
         def watch(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -433,14 +441,17 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         named = [(name, module) for name, module in model.original_model.named_modules() if name]
         handles = [module.register_forward_hook(functools.partial(watch, name)) for name, module in named]
         try:
-            with torch.random.fork_rng(devices=()), torch.no_grad(), self.accelerator.autocast():
-                model(**self._prepare_inputs(inputs))
+            # With gradients, because another form of call might have to be split into layers first.
+            with torch.random.fork_rng(devices=()), self.accelerator.autocast():
+                self.compute_loss(model, self._prepare_inputs(inputs))
+        except Exception as error:  # the loss itself is the news
+            return f"the module could not be found, because computing the loss once more failed: {error!r}"
         finally:
             for handle in handles:
                 handle.remove()
         if found:
             return f"{found[0]} is the first module whose output is not finite"
-        return "the outputs of all modules are finite, so the labels or the loss function must be the cause"
+        return "the outputs of all modules are finite when it is computed once more, so check labels and loss function"
 
     # Saving.
 
