@@ -11,10 +11,10 @@ HIDE = """
 import sys
 from importlib.machinery import PathFinder
 
-class Hiding:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        return None if name.partition(".")[0] in HIDDEN else PathFinder.find_spec(name, path, target)
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in HIDDEN else super().find_spec(name, path, target)
 
 sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
 sys.path.insert(0, SOURCE)
