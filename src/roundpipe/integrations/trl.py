@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
 from torch import nn
-from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import use_adapter
@@ -92,9 +91,6 @@ class RoundPipeDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]
         reference.requires_grad_(False)
         self.ref_model = self.accelerator.prepare_model(self.wrapped(reference, trains=False), evaluation_mode=True)
         self.ref_model.eval()
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, SyncRefModelCallback):
-                callback.ref_model = self.ref_model
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         self.wrap_model()  # TRL computes them at the end of its constructor
