@@ -248,6 +248,8 @@ class ModelProxy(nn.Module):
             raise UsageError(
                 f"{name!r} of a {type(self).__name__} cannot be set; wrap the model again with what you want."
             )
+        elif name == "forward" and isinstance(getattr(value, "__func__", None), _BoundForward):
+            self.__dict__.pop("forward", None)  # accelerate binds what it has unwrapped: forward is the usual one again
         elif name in self.__dict__ or name in _OF_CALLS:
             super().__setattr__(name, value)  # attributes that nn.Module keeps in the proxy, such as hooks
         else:
@@ -269,7 +271,8 @@ class ModelProxy(nn.Module):
         raise UsageError(
             "a RoundPipe cannot be moved or cast (.to(), .cuda(), .half(), ...): weights stay in host memory and are "
             "uploaded when needed. Cast the model before wrapping it, choose devices with devices=[...], and the "
-            "optimizer's precision with optim_dtype."
+            "optimizer's precision with optim_dtype. A Trainer that moves its model is replaced by RoundPipeTrainer or "
+            "another class of roundpipe.integrations."
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:

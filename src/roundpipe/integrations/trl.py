@@ -7,6 +7,7 @@ splits the model with this forward into layers, so the losses and metrics are co
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
 from torch import nn
-from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import use_adapter
 
 from roundpipe.api.roundpipe import ModelProxy, RoundPipe
 from roundpipe.integrations.trainer import RoundPipeMixin
+
+logger = logging.getLogger("roundpipe")
 
 
 class _TrlMixin(RoundPipeMixin):
@@ -29,6 +31,12 @@ class _TrlMixin(RoundPipeMixin):
     def wrapped(self, model: nn.Module, *, trains: bool = True) -> ModelProxy:
         _let_copies_run(model.get_base_model() if is_peft_model(model) else model)  # type: ignore[operator]
         return super().wrapped(model, trains=trains)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self.args.activation_offloading:
+            self.args.activation_offloading = False
+            logger.info("activation_offloading stays off: RoundPipe keeps activations in host memory by its own plan")
+        super().create_accelerator_and_postprocess()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = self.args.hub_model_id
@@ -42,7 +50,7 @@ class RoundPipeSFTTrainer(_TrlMixin, SFTTrainer):  # type: ignore[misc]
     def _trains_in_one_call(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
         """Whether the loss is the mean over tokens, so that forward_backward() of the fused head computes it."""
         is_mean = self.args.loss_type == "nll" and self.label_smoother is None and not self.aux_loss_enabled
-        is_own = self.compute_loss_func is None and type(self).compute_loss is SFTTrainer.compute_loss
+        is_own = self.compute_loss_func is None and self._trains_like(SFTTrainer)
         has_count = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return isinstance(self.model, RoundPipe) and is_mean and is_own and has_count
 
@@ -83,9 +91,6 @@ class RoundPipeDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]
         reference.requires_grad_(False)
         self.ref_model = self.accelerator.prepare_model(self.wrapped(reference, trains=False), evaluation_mode=True)
         self.ref_model.eval()
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, SyncRefModelCallback):
-                callback.ref_model = self.ref_model
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         self.wrap_model()  # TRL computes them at the end of its constructor

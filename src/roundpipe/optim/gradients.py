@@ -120,7 +120,8 @@ def _nonfinite_error(
     gradients: each with the position of its parameter. Each is valid only until the next one, see `widened`.
     """
     largest = [(float(gradient.abs().max()), at) for at, gradient in gradients if gradient.numel()]
-    bad = sorted(at for value, at in largest if not math.isfinite(value))
+    # The last ones first: a gradient that is not finite makes those of all earlier layers so.
+    bad = sorted((at for value, at in largest if not math.isfinite(value)), reverse=True)
     names = _names(model_or_params, params)
     if bad:
         more = f" and {len(bad) - _MOST_NAMED} more" if len(bad) > _MOST_NAMED else ""

@@ -102,7 +102,7 @@ def test_nonfinite_gradients_are_named_and_counted() -> None:
     with pytest.raises(NonFiniteError) as caught:
         clip_grad_norm_(Named(list(network.parameters())), 1.0, error_if_nonfinite=True)
     assert "8 of 8 gradients" in str(caught.value)
-    assert "those of '0.weight', '0.bias', '1.weight', '1.bias', '2.weight' and 3 more." in str(caught.value)
+    assert "those of '3.bias', '3.weight', '2.bias', '2.weight', '1.bias' and 3 more." in str(caught.value)
 
 
 def test_a_norm_that_overflows_though_its_gradients_are_finite() -> None:
