@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from roundpipe.api.engine import ModelEngine
-from roundpipe.api.roundpipe import ModelProxy, RoundPipe, call_site, check_options, like_the_models
+from roundpipe.api.proxy import ModelProxy, like_the_models
+from roundpipe.api.roundpipe import RoundPipe, call_site, check_options
 from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DeviceSpec, host_pinner, parse_devices

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from roundpipe.api.group import Group
-from roundpipe.api.roundpipe import ModelProxy
+from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import (
     MASTER,
     MASTER_LOW,

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from roundpipe.api.group import Group
-from roundpipe.api.roundpipe import ModelProxy
+from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import Contents, HasState, Source, WeightSet, capture, is_adapter
 from roundpipe.checkpoint.folders import LATEST, PARTIAL, REPLACED, free_name, locked, point_to, prune, remove_abandoned
 from roundpipe.checkpoint.format import (

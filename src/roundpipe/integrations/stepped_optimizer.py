@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 
-from roundpipe.api.roundpipe import ModelProxy
+from roundpipe.api.proxy import ModelProxy
 from roundpipe.errors import UsageError
 
 

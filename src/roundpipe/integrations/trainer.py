@@ -27,7 +27,8 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, unwrap_peft_model
 
-from roundpipe.api.roundpipe import ModelProxy, RoundPipe
+from roundpipe.api.proxy import ModelProxy
+from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.api.wrap import wrap_model_to_roundpipe
 from roundpipe.checkpoint import load, load_rng, save, verify
 from roundpipe.config import RoundPipeRunConfig
