@@ -70,6 +70,9 @@ class Training:
         self.is_async = is_async
         self.step = 0
         torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
 
     def train(self, num_steps: int = 1, save_in: Path | None = None, save_every: int = 2) -> list[float]:
         """Train, and return the losses. Saves every `save_every` steps if `save_in` is given."""

@@ -5,7 +5,6 @@ A refusal changes no bit of model, optimizer, scheduler, scaler and random numbe
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import pickle
@@ -31,11 +30,11 @@ from helpers_checkpoint import (
     rewrite_manifest,
     rewrite_state,
 )
+from helpers_files import as_another_user
 from roundpipe import CheckpointError, checkpoint, optim
 
 NOTES = "notes.json"
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-NOBODY = 65534
 
 Damage = Callable[[Path], object]
 
@@ -354,19 +353,6 @@ def test_folder_that_is_a_link_to_itself(folder: Path, run: Training) -> None:
     make = folder.with_name("copy")
     make.symlink_to("copy")
     check_refused(run, folder, str(folder))
-
-
-@contextlib.contextmanager
-def as_another_user() -> Iterator[None]:
-    """The superuser may read everything; so become somebody else, if this is the superuser."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, STATE, SHARDS[1], NOTES, ""])

@@ -42,7 +42,7 @@ from roundpipe.checkpoint.format import (
     verify_files,
 )
 from roundpipe.checkpoint.save import check_model
-from roundpipe.errors import CheckpointError
+from roundpipe.errors import CheckpointError, add_note
 from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.host_memory import host_zeros_like, require_host_memory
 
@@ -77,10 +77,14 @@ def load(
                 plan.check_optimizer(optimizer)
             pairs = [("scheduler", scheduler), ("scaler", scaler)]
             _load_small([(name, part, values[name]) for name, part in pairs if part is not None], path)
-            plan.read_weights(reader)
-            plan.read_masters(reader)
-            if optimizer is not None:
-                plan.read_optimizer(reader, optimizer)
+            try:
+                plan.read_weights(reader)
+                plan.read_masters(reader)
+                if optimizer is not None:
+                    plan.read_optimizer(reader, optimizer)
+            except BaseException as error:
+                add_note(error, f"parts of {path} are in the model already: load a checkpoint before you train on")
+                raise
         set_random_states(values["random"])
         return values["extra"]
 
