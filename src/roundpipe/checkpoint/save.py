@@ -295,7 +295,12 @@ class PendingSave:
                 f"the checkpoint {self.folder} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free on its disk. "
                 "Nothing was written; free space, or save elsewhere."
             )
-        self._partial, self._lock = make_partial(self.folder)
+
+        def make() -> None:
+            self._partial, self._lock = make_partial(self.folder)
+
+        shielded(make)  # after a Ctrl-C in between, the folder would stay
+        assert self._partial is not None
         for shard in self._shards:
             (self._partial / shard.name).parent.mkdir(exist_ok=True)
 
