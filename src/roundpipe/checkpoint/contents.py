@@ -155,7 +155,8 @@ def capture(
     """The state of a model whose group is idle. Copies small tensors and refers to large ones."""
     layers = _Layers(group)
     aliases: dict[str, str] = {}
-    weight_sets = [(one, _weight_sources(one, layers, aliases)) for one in weights_of(model)]
+    weights = group.lock.run_user_code(lambda: weights_of(model))  # models inside of it take part in state_dict()
+    weight_sets = [(one, _weight_sources(one, layers, aliases)) for one in weights]
     tensors = [source for store, layer in layers.in_order for source in _master_sources(store, layer.at_home)]
     values: dict[str, Any] = {
         "extra": extra,
