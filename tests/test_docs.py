@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 import roundpipe
+from roundpipe import checkpoint
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TRAINING_LOOP = ROOT / "docs" / "training-loop.md"
 API = ROOT / "docs" / "api.md"
 TRANSFORMERS = ROOT / "docs" / "transformers.md"
-PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS]
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
+PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS, CHECKPOINTS]
 
 
 def python_blocks(path: Path) -> Iterator[tuple[int, str]]:
@@ -66,6 +68,11 @@ def test_readme_names_the_two_commands() -> None:
 @pytest.mark.parametrize("name", roundpipe.__all__)
 def test_public_name_is_in_the_api_page(name: str) -> None:
     assert re.search(rf"`(roundpipe\.)?{name}\b", API.read_text(encoding="utf-8")), f"docs/api.md does not name {name}"
+
+
+@pytest.mark.parametrize("name", checkpoint.__all__)
+def test_public_name_of_checkpoints_is_in_the_api_page(name: str) -> None:
+    assert re.search(rf"^### `checkpoint\.{name}\b", API.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_links_between_the_documents_lead_somewhere() -> None:
