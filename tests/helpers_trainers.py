@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from helpers_tiny_hf import TokenRows, tiny_model
-from roundpipe.integrations import RoundPipeOptions
+from roundpipe.integrations import RoundPipeOptions, run_view
 
 NUM_STEPS = 20
 # Five batches in an epoch and two per step: the last step of an epoch has one batch, which has two rows.
@@ -45,6 +46,14 @@ LORA: dict[str, Any] = {
     "target_modules": ["q_proj", "v_proj", "down_proj"],
     "task_type": "CAUSAL_LM",
 }
+
+
+@pytest.fixture(autouse=True, scope="package")
+def no_report() -> Iterator[None]:
+    """Runs write no report: drawing one takes longer than a tiny run, and tests/report tests it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_view, "write_report", lambda folder: None)
+        yield
 
 
 @dataclass
