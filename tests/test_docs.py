@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 import roundpipe
+import roundpipe.integrations
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TRAINING_LOOP = ROOT / "docs" / "training-loop.md"
 API = ROOT / "docs" / "api.md"
 TRANSFORMERS = ROOT / "docs" / "transformers.md"
-PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS]
+TRAINER = ROOT / "docs" / "trainer.md"
+PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS, TRAINER]
 
 
 def python_blocks(path: Path) -> Iterator[tuple[int, str]]:
@@ -66,6 +68,11 @@ def test_readme_names_the_two_commands() -> None:
 @pytest.mark.parametrize("name", roundpipe.__all__)
 def test_public_name_is_in_the_api_page(name: str) -> None:
     assert re.search(rf"`(roundpipe\.)?{name}\b", API.read_text(encoding="utf-8")), f"docs/api.md does not name {name}"
+
+
+@pytest.mark.parametrize("name", roundpipe.integrations.__all__)
+def test_name_of_the_integrations_is_in_the_api_page(name: str) -> None:
+    assert re.search(rf"`{name}\b", API.read_text(encoding="utf-8")), f"docs/api.md does not name {name}"
 
 
 def test_links_between_the_documents_lead_somewhere() -> None:

@@ -167,7 +167,9 @@ def test_checkpointing_and_offloading_of_activations_are_ignored(
     given = for_sft(tmp_path, kind)
     given["args"] = dataclasses.replace(given["args"], gradient_checkpointing=True, activation_offloading=True)
     with caplog.at_level(logging.INFO, "roundpipe"):
-        found = outcome_of(RoundPipeSFTTrainer(**given, roundpipe=options(2)))
+        trainer = RoundPipeSFTTrainer(**given, roundpipe=options(2))
+        assert not trainer.model.get_input_embeddings()._forward_hooks
+        found = outcome_of(trainer)
     assert_like_plain(found, plain(trl.SFTTrainer, for_sft, kind))
     assert "gradient checkpointing stays off" in caplog.text
     assert "activation_offloading stays off" in caplog.text

@@ -11,7 +11,6 @@ import functools
 import inspect
 import logging
 import operator
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Self, TypeGuard
@@ -26,7 +25,7 @@ from roundpipe.api.split_model import SplitModel
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.context import on_optimizer_side
 from roundpipe.devices import host_pinner, parse_devices, require_device
-from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
+from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError, call_site
 from roundpipe.microbatch.merge import as_microbatches, is_merging_late, merge_late
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
@@ -599,12 +598,3 @@ def _raise_other_layers(name: str, wrapped: Sequence[nn.Module], present: Sequen
         f"{name}: layer {layer_id}, a {type(then).__name__}, was replaced after wrapping by another module "
         f"({type(now).__name__}); {advice}"
     )
-
-
-def call_site() -> str:
-    """File and line of the first caller outside this package."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    frame = inspect.currentframe()
-    while frame is not None and os.path.abspath(frame.f_code.co_filename).startswith(package):
-        frame = frame.f_back
-    return "RoundPipe" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
