@@ -261,6 +261,24 @@ def test_unchecked_steps_reach_the_weights(poisoned: Callable[..., Any]) -> None
     assert len(logged(trainer)) == 5
 
 
+@pytest.mark.parametrize("nonfinite", ["skip", "off"])
+def test_loss_that_is_not_finite_although_its_gradients_are(nonfinite: Any, tmp_path: Path) -> None:
+    def loss_func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return outputs.logits.square().mean() + float("inf")
+
+    trainer: Any = RoundPipeTrainer(
+        tiny_model(),
+        arguments(tmp_path, max_steps=2),
+        train_dataset=token_rows(),
+        compute_loss_func=loss_func,
+        roundpipe=options(2, nonfinite=nonfinite),
+    )
+    before = copies(trainer.model)
+    trainer.train()
+    assert same(copies(trainer.model), before) == (nonfinite == "skip")
+    close(trainer)
+
+
 def test_labels_can_be_the_cause(tmp_path: Path) -> None:
     """The modules' outputs are finite, and the loss is not."""
 
