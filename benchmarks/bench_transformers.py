@@ -41,6 +41,7 @@ from roundpipe.optim import Adam
 CAP_BYTES = 24_000_000_000
 SHAPES: dict[str, dict[str, int]] = {
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
@@ -55,7 +56,7 @@ def build(shape_name: str, device: str = "cpu") -> Any:
         **SHAPES[shape_name],
         head_dim=16 if is_tiny else 128,
         num_key_value_heads=2 if is_tiny else 8,
-        vocab_size=256 if is_tiny else 151936,
+        vocab_size=256 if is_tiny else 128256 if shape_name == "8b" else 151936,
         max_position_embeddings=262144,
         tie_word_embeddings=False,
         use_cache=False,

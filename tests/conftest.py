@@ -19,13 +19,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _set_threads_per_kernel() -> None:
+    """One, unless OMP_NUM_THREADS is set: the models are tiny, and more threads only cost time."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _threads_of_shared_fixtures() -> None:
+    """Fixtures of modules run before those of tests, and tests compare with their results bit for bit."""
+    _set_threads_per_kernel()
+
+
 @pytest.fixture(autouse=True)
 def _threads_per_kernel() -> Iterator[None]:
-    """One, unless OMP_NUM_THREADS is set: the models are tiny, and more threads only cost time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    """Also after a test that has changed the number."""
     yield
-    torch.set_num_threads(before)
+    _set_threads_per_kernel()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -58,6 +58,7 @@ def losses(out: Path) -> dict[int, float]:
 
 def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     """The message for a mistake: exit code 2, and no traceback."""
+    capsys.readouterr()  # progress bars of the test's own preparations
     assert main(arguments) == 2
     message = capsys.readouterr().err
     assert message.startswith("roundpipe: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +207,45 @@ def test_asynchronous_steps_have_rows_at_once(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert None not in [row["loss"] for row in rows]
+
+
+def test_a_run_ends_with_a_report(tmp_path: Path) -> None:
+    with wrapped() as model:
+        hand_made_run(tmp_path, model, is_async=False)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>hand made</h1>" in page
+    assert f'title="{rows[-1]["loss"]!r} at step 5"' in page
+    assert f'title="{rows[0]["loss"]!r}"' in page
+    assert "<td>cpu:0, cpu:1</td>" in page
+    assert re.findall(r"Step (\d+): [\d.]+ ms", page) == ["2", "5"]
+    assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "report.html").mkdir()
+    trainer, _ = trained(tmp_path, Noting)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"The report of the run in {tmp_path} could not be written: IsADirectoryError: ")
+
+
+def test_a_run_without_a_step_has_no_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise RuntimeError("broken")
+
+    trainer, view = trained(tmp_path, Fails)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.train()
+    view.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_it_imports_without_the_other_packages() -> None:

@@ -458,7 +458,12 @@ class RoundPipe(ModelProxy):
             if self._engine.split_model is not None:
                 self._follow_layers(self._engine.split_model)
 
-    # Generating, closing and inspecting.
+    # Options, generating, closing and inspecting.
+
+    def set_run_config(self, model_run_config: RoundPipeRunConfig) -> None:
+        """Use other defaults for all calls from now on."""
+        check_options(self.model, None, None, model_run_config)
+        self.__dict__["model_run_config"] = model_run_config  # `__setattr__` protects it
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Take attributes, parameter names and state_dict keys from `original_model`."""

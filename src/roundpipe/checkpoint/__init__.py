@@ -5,7 +5,7 @@ process and on any number of devices.
 """
 
 from roundpipe.checkpoint.folders import latest
-from roundpipe.checkpoint.load import load, load_rng
+from roundpipe.checkpoint.load import load, load_rng, verify
 from roundpipe.checkpoint.save import PendingSave, save
 
-__all__ = ["PendingSave", "latest", "load", "load_rng", "save"]
+__all__ = ["PendingSave", "latest", "load", "load_rng", "save", "verify"]

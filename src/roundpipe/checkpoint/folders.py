@@ -49,13 +49,17 @@ def find(folder: Path) -> Path:
     return folder
 
 
-def prune(folder: Path, keep: int, newest: Path) -> None:
-    """Remove all but the `keep` newest checkpoints. A folder loses its name first: none is ever seen half removed."""
-    for path in complete_checkpoints(folder)[:-keep]:
-        if path != newest:
-            removed = free_name(path, _REMOVED)
-            os.rename(path, removed)
-            shutil.rmtree(removed, ignore_errors=True)
+def prune(folder: Path, keep: int, spared: frozenset[Path]) -> None:
+    """Remove the oldest checkpoints until `keep` are left; never `spared` ones.
+
+    A folder loses its name first: none is ever seen half removed.
+    """
+    complete = complete_checkpoints(folder)
+    removable = [path for path in complete if path not in spared]
+    for path in removable[: max(len(complete) - keep, 0)]:
+        removed = free_name(path, _REMOVED)
+        os.rename(path, removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_abandoned(folder: Path) -> None:

@@ -57,12 +57,15 @@ def load(
     *,
     scheduler: HasState | None = None,
     scaler: HasState | None = None,
+    restore_rng: bool = True,
 ) -> Any:
     """Load a checkpoint into a model of the same architecture, and set all random number generators. Returns `extra`.
 
     Training then continues bit for bit as after the save, on any number of devices. All files are verified first: if
     the checkpoint is damaged or does not fit, a CheckpointError names the reason and nothing has changed. What is not
     given is not loaded; without an optimizer, masters that do not exist yet are made from the weights when needed.
+
+    restore_rng: False leaves the random number generators as they are.
     """
     engine = check_model(model)._engine
     path, manifest, values = _verified(folder)
@@ -81,10 +84,16 @@ def load(
             plan.read_masters(reader)
             if optimizer is not None:
                 plan.read_optimizer(reader, optimizer)
-        set_random_states(values["random"])
+        if restore_rng:
+            set_random_states(values["random"])
         return values["extra"]
 
     return engine.while_idle(restore)
+
+
+def verify(folder: str | os.PathLike[str], names: Sequence[str] = ()) -> None:
+    """Raise CheckpointError if a folder is not a complete checkpoint, or a file (of `names`) is damaged or missing."""
+    _verified_files(folder, names)
 
 
 def load_rng(folder: str | os.PathLike[str]) -> None:
@@ -93,13 +102,22 @@ def load_rng(folder: str | os.PathLike[str]) -> None:
     set_random_states(values["random"])
 
 
-def _verified(folder: str | os.PathLike[str], only: Sequence[str] = ()) -> tuple[Path, Manifest, dict[str, Any]]:
-    """Read the manifest and the values of a checkpoint. First compare all files, or `only` some, with the manifest."""
+def _verified_files(folder: str | os.PathLike[str], names: Sequence[str]) -> tuple[Path, Manifest]:
+    """Read the manifest of a checkpoint and compare all files, or only `names`, with it."""
     path = find(Path(folder))
     manifest = read_manifest(path)
+    for name in names:
+        if name not in manifest.files:
+            raise CheckpointError(f"{path / MANIFEST} does not list {name}.")
+    verify_files(path, manifest, names or tuple(manifest.files))
+    return path, manifest
+
+
+def _verified(folder: str | os.PathLike[str], only: Sequence[str] = ()) -> tuple[Path, Manifest, dict[str, Any]]:
+    """Read the manifest and the values of a checkpoint. First compare all files, or `only` some, with the manifest."""
+    path, manifest = _verified_files(folder, only)
     if STATE_FILE not in manifest.files:
         raise CheckpointError(f"{path / MANIFEST} does not list {STATE_FILE}.")
-    verify_files(path, manifest, only or tuple(manifest.files))
     try:
         values = from_json(json.loads((path / STATE_FILE).read_bytes()))
         _ = values["extra"], values["scheduler"], values["scaler"]

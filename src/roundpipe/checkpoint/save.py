@@ -82,6 +82,7 @@ def save(
     tokenizer: Any = None,
     files: Mapping[str, str] | None = None,
     keep: int | None = None,
+    spare: Sequence[str | os.PathLike[str]] = (),
 ) -> PendingSave:
     """Save a training run into `folder`, which holds this checkpoint alone. Returns while layers are still written.
 
@@ -93,6 +94,7 @@ def save(
     tokenizer: saved with its `save_pretrained`, so that the folder loads with `from_pretrained`.
     files: names and texts of further small files.
     keep: after this save, remove all but the `keep` newest checkpoints beside it.
+    spare: checkpoints that are not removed, such as the best one. They count as kept ones.
     """
     engine = check_model(model)._engine
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
@@ -109,7 +111,8 @@ def save(
                 target,
             )
         contents = capture(model.original_model, engine.group, optimizer, scheduler, scaler, extra)
-        job = PendingSave(target, engine.group, contents, keep)
+        spared = frozenset(Path(os.path.abspath(each)) for each in spare)
+        job = PendingSave(target, engine.group, contents, keep, spared)
         job.open(model.original_model, tokenizer, files or {})
         return job
 
@@ -202,11 +205,13 @@ def _index_of(shards: Sequence[_Shard]) -> str:
 class PendingSave:
     """A checkpoint that is being written. `save` returns it."""
 
-    def __init__(self, folder: Path, group: Group, contents: Contents, keep: int | None) -> None:
+    def __init__(
+        self, folder: Path, group: Group, contents: Contents, keep: int | None, spared: frozenset[Path]
+    ) -> None:
         self.folder = folder
         self.error: BaseException | None = None  # why the checkpoint could not be completed
         self.is_done = False  # whether the checkpoint is complete or has failed
-        self._group, self._monitor, self._keep = group, group.monitor, keep
+        self._group, self._monitor, self._keep, self._spared = group, group.monitor, keep, spared
         self._contents = contents
         self._shards, self._indices = _shards_of(contents)
         self._left = Counter(source.layer for shard in self._shards for source in shard.sources)
@@ -390,7 +395,7 @@ class PendingSave:
         self._take_name(self._partial)
         point_to(self.folder.parent / LATEST, self.folder.name)
         if self._keep is not None:
-            prune(self.folder.parent, self._keep, self.folder)
+            prune(self.folder.parent, self._keep, self._spared | {self.folder})
 
     def _manifest(self) -> Manifest:
         tensors: dict[str, dict[str, TensorEntry]] = {"weights": {}, "optimizer": {}}

@@ -151,7 +151,7 @@ def _new_trainer(settings: TrainSettings, prepared: Prepared) -> Any:
             peft_config=None if settings.lora is None else lora_config(settings),
             roundpipe=RoundPipeOptions(**options),
         )
-    trainer.searches = "num_microbatch" not in settings.roundpipe
+    trainer.fixes_microbatches = "num_microbatch" in settings.roundpipe
     return trainer
 
 
@@ -161,7 +161,6 @@ def _trainer_class() -> Any:
     class SearchingTrainer(RoundPipeSFTTrainer):  # type: ignore[misc]
         """Doubles the number of microbatches when a step runs out of device memory, unless the user has set it."""
 
-        searches = True
         roundpipe: Any  # the options
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +175,7 @@ def _trainer_class() -> Any:
         def _split_further(self, error: torch.OutOfMemoryError) -> None:
             used, most = self.roundpipe.num_microbatch, self.args.per_device_train_batch_size
             # With accumulation, the failed call may have been one of several whose gradients add up.
-            if not self.searches or used >= most or self.args.gradient_accumulation_steps > 1:
+            if self.fixes_microbatches or used >= most or self.args.gradient_accumulation_steps > 1:
                 raise DeviceError(
                     f"a step with {used} microbatches of {math.ceil(most / used)} sequences does not fit into device "
                     f"memory ({one_line(error)}). Raise --num-microbatch up to --batch {most}, lower --seq-len, or "
@@ -185,8 +184,7 @@ def _trainer_class() -> Any:
             number = min(2 * used, most)
             logger.warning("a step does not fit into device memory; trying %d microbatches, not %d", number, used)
             self.model.zero_grad()  # gradients of the microbatches that did fit
-            self.roundpipe = dataclasses.replace(self.roundpipe, num_microbatch=number)
-            self.model.model_run_config = dataclasses.replace(self.model.model_run_config, num_microbatch=number)
+            self.set_num_microbatch(number)
 
     return SearchingTrainer
 

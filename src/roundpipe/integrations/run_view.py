@@ -21,6 +21,7 @@ from transformers.training_args import TrainingArguments
 from roundpipe.api.roundpipe import ModelProxy
 from roundpipe.report.live_view import RunState, View, open_view
 from roundpipe.report.metrics import METRICS_FILE, MetricsWriter, RunRecord
+from roundpipe.report.page import write_report
 from roundpipe.stats import StepStats, host_memory
 
 logger = logging.getLogger("roundpipe")
@@ -51,6 +52,11 @@ class RunViewCallback(TrainerCallback):
         self._since_s = 0.0  # when the present step began
         self._steps_done = 0  # of this process
         self._timeline_at = _EARLY_STEP
+
+    @property
+    def run_state(self) -> RunState:
+        """What the view shows."""
+        return self._state
 
     # Called by the training step.
 
@@ -164,7 +170,22 @@ class RunViewCallback(TrainerCallback):
         if self._view is not None:
             self._view.close()
             self._view = None
-        self._record.write(self._folder)
+        self._write_report()
+
+    def _write_report(self) -> None:
+        """Write run.json and the report. A failure is logged: it must not fail the training."""
+        try:
+            self._record.write(self._folder)
+            if (self._folder / METRICS_FILE).stat().st_size:
+                logger.info("The report of the run is %s.", write_report(self._folder))
+        except Exception as error:
+            logger.error(
+                "The report of the run in %s could not be written: %s: %s. Its metrics are kept; "
+                "roundpipe.report.write_report(folder) writes the report from them.",
+                self._folder,
+                type(error).__name__,
+                error,
+            )
 
     # Rows.
 

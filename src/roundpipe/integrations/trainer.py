@@ -15,7 +15,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,13 +28,19 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_utils import unwrap_peft_model
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, PrinterCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, unwrap_peft_model
 
 from roundpipe.api.roundpipe import ModelProxy, RoundPipe
 from roundpipe.api.wrap import wrap_model_to_roundpipe
+from roundpipe.checkpoint import load, load_rng, save, verify
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx
-from roundpipe.errors import ConfigError, NonFiniteError, UsageError
+from roundpipe.devices import parse_devices
+from roundpipe.errors import CheckpointError, ConfigError, NonFiniteError, UsageError
+from roundpipe.integrations.run_view import RunViewCallback
+from roundpipe.monitor import wait_for_event
 from roundpipe.optim import Adam, AdamW
 from roundpipe.optim.gradients import clip_grad_norm_
 
@@ -40,6 +48,7 @@ logger = logging.getLogger("roundpipe")
 _HOST = torch.device("cpu")
 _FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
 _GO_ON = 'To leave such steps out, use RoundPipeOptions(nonfinite="skip").'
+_ARGUMENTS_NAME = "training_args.json"
 _Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
 
 
@@ -48,11 +57,13 @@ class RoundPipeOptions:
     """How a trainer wraps and steps its model.
 
     devices, optim_dtype, pin_model: as for `wrap_model_to_roundpipe`.
-    num_microbatch: into how many microbatches a batch is split; default the number of devices + 1.
+    num_microbatch: into how many microbatches a batch is split. Default: the number of devices + 1; in a resumed run,
+        the number of the run that wrote the checkpoint, because losses depend on it in the last bits.
     is_async: whether steps run beside the next batch, which then computes with weights that are one step old.
     nonfinite: "stop" raises NonFiniteError if a loss or gradient is infinite or NaN, before it reaches the weights;
         "skip" leaves the step out and logs a warning; "off" does not check.
-    view: whether to show the run in the terminal and to write metrics and a report.
+    view: whether to show the run in the terminal, in place of Trainer's progress bar. `metrics.jsonl` and the report in
+        the output folder are written in any case.
     """
 
     devices: Sequence[str | torch.device] | str | None = None
@@ -135,6 +146,20 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
+class _GradientNorm:
+    """The gradient norm of a step: NaN until the step has measured it, and if the step is skipped."""
+
+    def __init__(self, step: int, value: torch.Tensor | None = None, *, is_known: bool = False) -> None:
+        self.step = step
+        self.value = torch.full((), float("nan")) if value is None else value
+        self.is_known = is_known
+
+    def known(self) -> torch.Tensor:
+        """Wait for the value. The next batch waits for the same step, so this costs no time."""
+        wait_for_event(lambda: self.is_known, f"the gradient norm of step {self.step}")
+        return self.value
+
+
 class _KeepsGradients:
     """Stands for the model in Trainer's loop while steps are asynchronous: `zero_grad()` does nothing.
 
@@ -174,9 +199,17 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         if roundpipe is not None and not isinstance(roundpipe, RoundPipeOptions):
             raise ConfigError(f"roundpipe must be RoundPipeOptions(...), got {type(roundpipe).__name__}.")
         self.roundpipe = roundpipe or RoundPipeOptions()
+        # Whether a resumed run keeps the number instead of taking that of the checkpoint.
+        self.fixes_microbatches = self.roundpipe.num_microbatch is not None
+        if not self.fixes_microbatches:
+            number = len(parse_devices(self.roundpipe.devices)) + 1
+            self.roundpipe = dataclasses.replace(self.roundpipe, num_microbatch=number)
         self._is_wrapped = False
+        self._wrapped_models: list[ModelProxy] = []
         self._skips_step = False  # whether a loss of this step was not finite
-        self._grad_norms: list[torch.Tensor] = []  # of the last steps; each step sets its norm
+        self._last_norm: _GradientNorm | None = None  # of the step that was issued last
+        self._loss_sums: Mapping[str, Any] | None = None  # of a checkpoint, until the loop has begun
+        self.run_view = RunViewCallback(show=self.roundpipe.view)
         # Trainer reads the class and the signature of the model that it is constructed with, so it gets the plain one.
         given = args[0] if args else kwargs.get("model")
         self._given = given if isinstance(given, ModelProxy) else None
@@ -185,6 +218,9 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             args, kwargs = ((plain, *args[1:]), kwargs) if args else (args, {**kwargs, "model": plain})
         super().__init__(*args, **kwargs)
         self.wrap_model()
+        if self.roundpipe.view:
+            self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+        self.add_callback(self.run_view)
 
     # Construction.
 
@@ -212,13 +248,25 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         with contextlib.suppress(AttributeError):  # it has no such method, or the method has nothing to undo
             # TRL lets the embeddings' outputs require grad for gradient checkpointing, which RoundPipe replaces.
             model.disable_input_require_grads()  # type: ignore[operator]
-        return wrap_model_to_roundpipe(
+        wrapper = wrap_model_to_roundpipe(
             model,
             optim_dtype=options.optim_dtype if trains else None,
             devices=options.devices,
             pin_model=options.pin_model,
             model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
         )
+        self._wrapped_models.append(wrapper)
+        return wrapper
+
+    def set_num_microbatch(self, number: int) -> None:
+        """Split batches into `number` microbatches from now on."""
+        before = self.roundpipe.num_microbatch
+        self.roundpipe = dataclasses.replace(self.roundpipe, num_microbatch=number)
+        for model in self._wrapped_models:
+            for part in model.modules():
+                # A model that is wrapped part by part has small parts that always take one microbatch.
+                if isinstance(part, RoundPipe) and part.model_run_config.num_microbatch == before:
+                    part.set_run_config(dataclasses.replace(part.model_run_config, num_microbatch=number))
 
     def _use(self, model: ModelProxy) -> None:
         self.model = self.model_wrapped = self.callback_handler.model = model
@@ -229,6 +277,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         if not self._is_wrapped:
             return model
         self.model.close()
+        self._wrapped_models.remove(self.model)
         return self.wrapped(model)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -267,7 +316,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the model itself. Before training, make the optimizer step through the model."""
         if training:
-            self._grad_norms, self._skips_step = [], False
+            self._last_norm, self._skips_step = None, False
         if training and not isinstance(self.optimizer, SteppedOptimizer):
             inner = self.optimizer
             _put_masters_into(inner, self.model)
@@ -294,6 +343,8 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             loss = super().training_step(self.model, inputs, num_items_in_batch)
         if self.roundpipe.nonfinite != "off" and not bool(loss.isfinite()):
             self._handle_loss(float(loss), inputs)
+        tokens = inputs.get("input_ids")
+        self.run_view.note_loss(loss, tokens.numel() if isinstance(tokens, torch.Tensor) else None)
         return loss.to(self.args.device)
 
     def _trains_in_one_call(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
@@ -328,6 +379,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         self.optimizer.train()
 
     def _run_epoch(self, model: nn.Module, **kwargs: Any) -> None:
+        self._restore_loss_sums()  # Trainer clears them after it has loaded a checkpoint
         loop_model: Any = _KeepsGradients(model) if self.roundpipe.is_async else model
         super()._run_epoch(model=loop_model, **kwargs)
 
@@ -362,36 +414,38 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing: steps clip gradients."""
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient norm of the coming step, which sets it.
-
-        If steps are asynchronous: that of the step before the last one, which has certainly run by now.
-        """
-        self._grad_norms = [*self._grad_norms[-2:], torch.full((), float("nan"))]
-        if not self.roundpipe.is_async:
-            return self._grad_norms[-1]
-        return self._grad_norms[0] if len(self._grad_norms) == 3 else None
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor | None:
+        """A tensor that the coming step sets to its gradient norm; the norm of the step before if steps are async."""
+        before, self._last_norm = self._last_norm, _GradientNorm(self.state.global_step + 1)
+        norm: torch.Tensor | None = self._last_norm.value
+        if self.roundpipe.is_async:
+            norm = None if before is None else before.known()
+        self.run_view.note_grad_norm(norm)
+        return norm
 
     def _run_step(self, take_step: Callable[[], None]) -> None:
         """Clip gradients, call `take_step` and clear gradients, as one step of the model."""
-        step, norm = self.state.global_step + 1, self._grad_norms[-1]
+        norm = self._last_norm
+        assert norm is not None
         if self._skips_step:
             self._skips_step = False
             self.model.zero_grad()
+            norm.is_known = True
             return
         max_norm = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
         nonfinite = self.roundpipe.nonfinite
 
         def step_fn() -> None:
             try:
-                norm.copy_(clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off"))
+                norm.value.copy_(clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off"))
+                take_step()
             except NonFiniteError as error:
                 if nonfinite == "stop":
-                    error.add_note(f"in step {step}; no weight was changed. {_GO_ON}")
+                    error.add_note(f"in step {norm.step}; no weight was changed. {_GO_ON}")
                     raise
-                logger.warning("step %d was skipped: %s", step, error)
-            else:
-                take_step()
+                logger.warning("step %d was skipped: %s", norm.step, error)
+            finally:
+                norm.is_known = True
             self._clear_gradients()
 
         self.model.step(step_fn, is_async=self.roundpipe.is_async)
@@ -399,10 +453,6 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
     def _clear_gradients(self) -> None:
         for master in self.model.optim_parameters():
             master.grad = None
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.model.synchronize()  # raises if the last asynchronous step has failed; the weights are the newest then
-        return super()._finalize_training(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         self.model.synchronize()  # the newest weights count, also after an asynchronous step
@@ -453,17 +503,112 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             return f"{found[0]} is the first module whose output is not finite"
         return "the outputs of all modules are finite when it is computed once more, so check labels and loss function"
 
-    # Saving.
+    # Saving and resuming.
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save a checkpoint of the run. Returns while the files are still written: see roundpipe.checkpoint."""
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run_folder, state = Path(self._get_output_dir(trial=trial)), self.state
+        best = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        if state.best_global_step and (state.best_global_step == state.global_step or best.exists()):
+            state.best_model_checkpoint = str(best)
+        self.model.synchronize()  # an asynchronous step sets the inner optimizer's settings
+        self.optimizer.set_inner_settings()
+        keeps_all = not self.args.save_only_model
+        pending = save(
+            run_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}",
+            self.model,
+            self.optimizer.optimizer if keeps_all else None,
+            scheduler=self.lr_scheduler if keeps_all else None,
+            extra=self._run_values(),
+            tokenizer=self._tokenizer_to_save(),
+            files={TRAINER_STATE_NAME: self._state_as_json(), _ARGUMENTS_NAME: self.args.to_json_string()},
+            keep=self.args.save_total_limit or None,
+            spare=() if state.best_model_checkpoint is None else (state.best_model_checkpoint,),
+        )
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(pending.wait()))
+
+    def _run_values(self) -> dict[str, Any]:
+        """What the run needs to go on besides the state of Trainer, and is not in any other file."""
+        norm = self._last_norm
+        return {
+            "num_microbatch": None if self._given is not None else self.roundpipe.num_microbatch,
+            "loss_since_log": self._tr_loss.cpu(),
+            "loss_until_log": self._total_loss_scalar,
+            "logged_step": self._globalstep_last_logged,
+            "grad_norm": None if norm is None else norm.known(),
+        }
+
+    def _state_as_json(self) -> str:
+        """The state of Trainer and its callbacks, as Trainer writes it."""
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, ExportableState):
+                states = self.state.stateful_callbacks
+                name, present = type(callback).__name__, callback.state()
+                if isinstance(states[name], list):
+                    states[name].append(present)
+                else:
+                    states[name] = present
+        return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Check that the folder is a checkpoint of this class. The optimizer does not exist yet: see below."""
+        try:
+            verify(resume_from_checkpoint, [TRAINER_STATE_NAME])
+        except CheckpointError as error:
+            if os.path.exists(os.path.join(resume_from_checkpoint, "optimizer.pt")):
+                error.add_note(
+                    "The folder is a checkpoint of transformers' own Trainer. Load its weights with from_pretrained() "
+                    "and train without resume_from_checkpoint."
+                )
+            raise
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load weights, optimizer, scheduler and random numbers; all or, if something does not fit, nothing."""
+        if checkpoint is None:
+            return
+        values = load(checkpoint, self.model, self.optimizer.optimizer, scheduler=self.lr_scheduler)
+        self.optimizer.take_inner_settings()
+        self._loss_sums = values
+        if values["grad_norm"] is not None:
+            self._last_norm = _GradientNorm(self.state.global_step, values["grad_norm"], is_known=True)
+        if values["num_microbatch"] is not None and not self.fixes_microbatches and self._given is None:
+            self.set_num_microbatch(values["num_microbatch"])
+
+    def _restore_loss_sums(self) -> None:
+        """Let the next logged loss be the mean since the last one that was logged, as in an uninterrupted run."""
+        values, self._loss_sums = self._loss_sums, None
+        if values is not None:
+            self._tr_loss += values["loss_since_log"].to(self._tr_loss.device)
+            self._total_loss_scalar = values["loss_until_log"]
+            self._globalstep_last_logged = values["logged_step"]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_rng(checkpoint)
+
+    def _load_best_model(self) -> None:
+        logger.info("loading the best model: %s", self.state.best_model_checkpoint)
+        load(self.state.best_model_checkpoint, self.model, restore_rng=False)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.synchronize()  # the last step is done and the last checkpoint is complete, or this raises
+        return super()._finalize_training(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write model, tokenizer and arguments. Unlike Trainer, writes the arguments as JSON: no file is a pickle."""
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(folder, state_dict=state_dict)
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        tokenizer = self._tokenizer_to_save()
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
+        (folder / _ARGUMENTS_NAME).write_text(self.args.to_json_string(), encoding="utf-8")
+
+    def _tokenizer_to_save(self) -> Any:
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
 
 class RoundPipeTrainer(RoundPipeMixin, Trainer):  # type: ignore[misc]

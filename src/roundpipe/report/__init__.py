@@ -3,6 +3,8 @@
 Knows numbers, files and terminals. Knows no model, no Trainer and no device.
 """
 
+from roundpipe.report.charts import Curve
 from roundpipe.report.metrics import MetricsWriter, RunRecord, read_metrics
+from roundpipe.report.page import Section, write_report
 
-__all__ = ["MetricsWriter", "RunRecord", "read_metrics"]
+__all__ = ["Curve", "MetricsWriter", "RunRecord", "Section", "read_metrics", "write_report"]

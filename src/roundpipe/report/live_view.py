@@ -126,15 +126,15 @@ class PlainLines:
 def plain_line(state: RunState) -> str:
     """One line with the figures of the last step: names and values, separated by two spaces."""
     row = state.row
-    share = _mean(row.get("device_share"))
-    device_bytes = max(_known(row.get("device_peak_bytes")), default=None)
+    share = mean(row.get("device_share"))
+    device_bytes = max(known(row.get("device_peak_bytes")), default=None)
     fields = [
         f"step {state.step}" + (f"/{state.max_steps}" if state.max_steps else ""),
-        f"loss {_figure(row.get('loss'))}",
-        f"grad_norm {_figure(row.get('grad_norm'))}",
-        f"lr {_figure(row.get('lr'))}",
-        f"tokens/s {_count(row.get('tokens_per_s'))}",
-        f"step_s {_figure(row.get('step_s'))}",
+        f"loss {figure(row.get('loss'))}",
+        f"grad_norm {figure(row.get('grad_norm'))}",
+        f"lr {figure(row.get('lr'))}",
+        f"tokens/s {count(row.get('tokens_per_s'))}",
+        f"step_s {figure(row.get('step_s'))}",
         f"devices {'-' if share is None else f'{share:.0%}'}",
         f"up {size(row.get('bytes_up'))}",
         f"down {size(row.get('bytes_down'))}",
@@ -212,15 +212,15 @@ def render(state: RunState) -> RenderableType:
 
     elapsed = f"elapsed [b]{duration(time.time() - state.start_time)}[/b]"
     line("progress", _progress(state), elapsed, f"ETA [b]{duration(state.eta_s)}[/b]", _epoch(row))
-    evaluated = "" if state.eval_loss is None else f"eval [b]{_figure(state.eval_loss)}[/b] (step {state.eval_step})"
-    line("loss", f"[b]{_figure(row.get('loss')):>8}[/b]", Text(sparkline(state.losses, 32), style="cyan"), evaluated)
+    evaluated = "" if state.eval_loss is None else f"eval [b]{figure(state.eval_loss)}[/b] (step {state.eval_step})"
+    line("loss", f"[b]{figure(row.get('loss')):>8}[/b]", Text(sparkline(state.losses, 32), style="cyan"), evaluated)
     line(
         "speed",
-        f"[b]{_count(row.get('tokens_per_s'))}[/b] tokens/s",
-        f"[b]{_figure(row.get('step_s'))}[/b] s per step",
+        f"[b]{count(row.get('tokens_per_s'))}[/b] tokens/s",
+        f"[b]{figure(row.get('step_s'))}[/b] s per step",
         _wait(row),
     )
-    line("optimizer", f"lr [b]{_figure(row.get('lr'))}[/b]", f"grad norm [b]{_figure(row.get('grad_norm'))}[/b]")
+    line("optimizer", f"lr [b]{figure(row.get('lr'))}[/b]", f"grad norm [b]{figure(row.get('grad_norm'))}[/b]")
     line("devices", *_shares(row.get("device_share") or {}))
     line("link", *_link(row))
     line("memory", *_memory(row))
@@ -244,7 +244,7 @@ def _epoch(row: Mapping[str, Any]) -> str:
 
 def _wait(row: Mapping[str, Any]) -> str:
     wait_s = row.get("optimizer_wait_s")
-    return "" if not wait_s else f"optimizer wait [b]{_figure(wait_s)}[/b] s"
+    return "" if not wait_s else f"optimizer wait [b]{figure(wait_s)}[/b] s"
 
 
 def _shares(shares: Mapping[str, float]) -> list[str]:
@@ -272,8 +272,8 @@ def _link(row: Mapping[str, Any]) -> list[str]:
 
 def _memory(row: Mapping[str, Any]) -> list[str]:
     parts = [f"host [b]{size(row.get('host_rss_bytes'))}[/b], {size(row.get('host_available_bytes'))} free"]
-    peaks = _known(row.get("device_peak_bytes"))
-    limits = _known(row.get("device_limit_bytes"))
+    peaks = known(row.get("device_peak_bytes"))
+    limits = known(row.get("device_limit_bytes"))
     if peaks:
         parts.append(f"device peak [b]{size(max(peaks))}[/b]" + (f" of {size(max(limits))}" if limits else ""))
     return parts
@@ -323,20 +323,24 @@ def _three_digits(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-def _figure(value: float | None) -> str:
+def figure(value: float | None) -> str:
+    """A number with four digits."""
     return "-" if value is None else f"{value:.4g}"
 
 
-def _count(value: float | None) -> str:
+def count(value: float | None) -> str:
+    """A number with at least three digits and without decimals from 100 on: `12,345`."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else _three_digits(value)
 
 
-def _known(values: Mapping[str, float | None] | None) -> list[float]:
+def known(values: Mapping[str, float | None] | None) -> list[float]:
+    """The values of devices that are known."""
     return [value for value in (values or {}).values() if value is not None]
 
 
-def _mean(values: Mapping[str, float | None] | None) -> float | None:
-    known = _known(values)
-    return sum(known) / len(known) if known else None
+def mean(values: Mapping[str, float | None] | None) -> float | None:
+    """The mean of the values of devices that are known; None if there are none."""
+    numbers = known(values)
+    return sum(numbers) / len(numbers) if numbers else None

@@ -44,7 +44,7 @@ class MetricsWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self.path) if resumed_step and row.get("step", 0) <= resumed_step]
-        _replace(self.path, "".join(_line(row) for row in kept))
+        replace_file(self.path, "".join(_line(row) for row in kept))
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class RunRecord:
     def write(self, folder: str | os.PathLike[str]) -> None:
         timelines = {step: [asdict(span) for span in timeline.spans] for step, timeline in self.timelines.items()}
         content = {"settings": self.settings, "starts": self.starts, "timelines": timelines}
-        _replace(Path(folder, RECORD_FILE), json.dumps(content, indent=1, default=str) + "\n")
+        replace_file(Path(folder, RECORD_FILE), json.dumps(content, indent=1, default=str) + "\n")
 
     def resume(self, step: int) -> None:
         """Remove what belongs to steps after `step`."""
@@ -99,8 +99,8 @@ def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, default=str) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file such that a killed process leaves the old or the new content."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file such that a killed process leaves the old or the new content. Text is written as UTF-8."""
     new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
+    new.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(new, path)
