@@ -19,6 +19,8 @@ from roundpipe import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError, NonFiniteError, UsageError
 from roundpipe.integrations import RoundPipeOptions, RoundPipeTrainer
 
+pytestmark = pytest.mark.usefixtures("no_reports")
+
 # Arguments.
 
 

@@ -21,6 +21,8 @@ from helpers_trainers import arguments, close, logged, new_model, options, setti
 from roundpipe import RoundPipe, wrap_model_to_roundpipe
 from roundpipe.integrations import RoundPipeMixin, RoundPipeTrainer
 
+pytestmark = pytest.mark.usefixtures("no_reports")
+
 NUM_STEPS = 4
 CLASSES: tuple[Any, Any] = (Trainer, RoundPipeTrainer)
 

@@ -17,6 +17,8 @@ from helpers_trainers import arguments, close, logged, lora_model, options, toke
 from roundpipe import AutoRoundPipe, RoundPipe, wrap_model_to_roundpipe
 from roundpipe.integrations import RoundPipeMixin, RoundPipeTrainer
 
+pytestmark = pytest.mark.usefixtures("no_reports")
+
 
 def test_accelerate_sees_one_model(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=2, bf16=True)

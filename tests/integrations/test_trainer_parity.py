@@ -38,12 +38,20 @@ from helpers_trainers import (
 from roundpipe import RoundPipeRunConfig, clip_grad_norm_, optim, wrap_model_to_roundpipe
 from roundpipe.integrations import RoundPipeDPOTrainer, RoundPipeSFTTrainer, RoundPipeTrainer
 
+pytestmark = pytest.mark.usefixtures("no_reports")
+
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 
 KINDS = ["full", "lora"]
-DPO_KINDS = ["full", "lora", "trained-lora", "precomputed", "precomputed-lora", "synced"]
+DPO_KINDS = [
+    *KINDS,
+    "trained-lora",
+    "precomputed",
+    pytest.param("precomputed-lora", marks=pytest.mark.slow),
+    "synced",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
