@@ -29,7 +29,7 @@ NEWEST_STAMP := .venv-newest/.installed-$(NEWEST_TRANSFORMERS)
 PINNED_RESULTS := build/models-pinned.jsonl
 NEWEST_RESULTS := build/models-newest.jsonl
 
-.PHONY: help cpu demo test check bench test-slow test-mutants test-20 test-cpus test-models test-models-newest models-table clean
+.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-20 test-cpus test-models test-models-newest models-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -78,6 +78,9 @@ test-slow: cpu  ## further combinations of what `make test` covers: device count
 
 test-mutants: cpu  ## put deliberate faults into copies of the source; the tests must catch every one
 	$(RUN) tests/mutants/run.py
+
+test-kills: cpu  ## kill a training 100 times with SIGKILL, also during saves; its resumed losses must be exact
+	$(RUN) tests/checkpoint/kill_runs.py 100
 
 check: cpu  ## format, lint, strict types, architecture
 	$(BIN)/ruff format --check $(SOURCES)

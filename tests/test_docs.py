@@ -11,6 +11,7 @@ import pytest
 
 import roundpipe
 import roundpipe.integrations
+from roundpipe import checkpoint
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -18,7 +19,8 @@ TRAINING_LOOP = ROOT / "docs" / "training-loop.md"
 API = ROOT / "docs" / "api.md"
 TRANSFORMERS = ROOT / "docs" / "transformers.md"
 TRAINER = ROOT / "docs" / "trainer.md"
-PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS, TRAINER]
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
+PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS, TRAINER, CHECKPOINTS]
 
 
 def python_blocks(path: Path) -> Iterator[tuple[int, str]]:
@@ -73,6 +75,11 @@ def test_public_name_is_in_the_api_page(name: str) -> None:
 @pytest.mark.parametrize("name", roundpipe.integrations.__all__)
 def test_name_of_the_integrations_is_in_the_api_page(name: str) -> None:
     assert re.search(rf"`{name}\b", API.read_text(encoding="utf-8")), f"docs/api.md does not name {name}"
+
+
+@pytest.mark.parametrize("name", checkpoint.__all__)
+def test_public_name_of_checkpoints_is_in_the_api_page(name: str) -> None:
+    assert re.search(rf"^### `checkpoint\.{name}\b", API.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_links_between_the_documents_lead_somewhere() -> None:

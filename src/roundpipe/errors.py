@@ -26,8 +26,6 @@ nothing of the rest of the package.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
 
 
 class RoundPipeError(Exception):
@@ -109,12 +107,3 @@ def add_note(error: BaseException, note: str) -> None:
     """Add a note to an exception, such as where it happened. Does nothing if the exception cannot take notes."""
     with contextlib.suppress(Exception):
         error.add_note(note)  # raises for exceptions that are frozen dataclasses
-
-
-def call_site() -> str:
-    """File and line of the first caller outside this package."""
-    package = os.path.dirname(os.path.abspath(__file__))
-    frame = inspect.currentframe()
-    while frame is not None and os.path.abspath(frame.f_code.co_filename).startswith(package):
-        frame = frame.f_back
-    return "RoundPipe" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

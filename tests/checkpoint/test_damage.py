@@ -5,7 +5,6 @@ A refusal changes no bit of model, optimizer, scheduler, scaler and random numbe
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import pickle
@@ -20,21 +19,22 @@ import pytest
 import torch
 from torch import nn
 
-from helpers_checkpoints import (
+from helpers_checkpoint import (
     MANIFEST,
     STATE,
     WIDTH,
-    TrainingRun,
+    Training,
+    assert_same_bits,
     network,
     rewrite_file,
     rewrite_manifest,
     rewrite_state,
 )
+from helpers_files import as_another_user
 from roundpipe import CheckpointError, checkpoint, optim
 
 NOTES = "notes.json"
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-NOBODY = 65534
 
 Damage = Callable[[Path], object]
 
@@ -46,7 +46,7 @@ def sound() -> Iterator[Path]:
         os.chmod(parent, 0o755)
         # By its name: the package's attribute `save` is the function.
         patch.setattr(importlib.import_module("roundpipe.checkpoint.save"), "_SHARD_BYTES", 1000)
-        run = TrainingRun()
+        run = Training(scaled=True)
         run.train(2)
         folder = Path(parent) / "checkpoint-2"
         run.save(folder, files={NOTES: '{"by": "hand"}'}).wait()
@@ -65,27 +65,27 @@ def folder(sound: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def module_run() -> Iterator[TrainingRun]:
-    run = TrainingRun(num_devices=1, seed=2)
+def module_run() -> Iterator[Training]:
+    run = Training(num_devices=1, seed=2, scaled=True)
     run.train(3)
     yield run
     run.close()
 
 
 @pytest.fixture
-def run(module_run: TrainingRun) -> TrainingRun:
+def run(module_run: Training) -> Training:
     """A run in another state than the checkpoint. Refusals do not change it, so one serves all tests."""
     return module_run
 
 
-def check_refused(run: TrainingRun, folder: Path, *expected: str, load: Callable[[], object] | None = None) -> None:
+def check_refused(run: Training, folder: Path, *expected: str, load: Callable[[], object] | None = None) -> None:
     """Loading raises a CheckpointError with the `expected` parts, changes nothing, and the sound one still loads."""
-    before = run.snapshot()
+    before = run.bits()
     with pytest.raises(CheckpointError) as caught:
         run.load(folder) if load is None else load()
     for part in expected:
         assert part in str(caught.value)
-    assert run.snapshot() == before
+    assert_same_bits(run.bits(), before)
 
 
 # Files that are damaged.
@@ -128,14 +128,14 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [SHARDS[0], SHARDS[2], "optimizer-00001", STATE, NOTES])
-def test_damaged_file(name: str, damage: str, folder: Path, run: TrainingRun) -> None:
+def test_damaged_file(name: str, damage: str, folder: Path, run: Training) -> None:
     (path,) = folder.glob(f"{name}*")
     act, reason = DAMAGES[damage]
     act(path)
     check_refused(run, folder, str(path), reason)
 
 
-def test_swapped_files(folder: Path, run: TrainingRun) -> None:
+def test_swapped_files(folder: Path, run: Training) -> None:
     sizes: dict[int, Path] = {}
     # Two files of the same size, so that only the checksum tells them apart.
     one, other = next(
@@ -165,29 +165,29 @@ def test_swapped_files(folder: Path, run: TrainingRun) -> None:
     ],
     ids=["empty", "cut", "no text", "deep", "a list", "no keys", "of another program"],
 )
-def test_manifest_that_is_none(content: bytes, reason: str, folder: Path, run: TrainingRun) -> None:
+def test_manifest_that_is_none(content: bytes, reason: str, folder: Path, run: Training) -> None:
     (folder / MANIFEST).write_bytes(content)
     check_refused(run, folder, str(folder / MANIFEST), reason)
 
 
-def test_manifest_missing(folder: Path, run: TrainingRun) -> None:
+def test_manifest_missing(folder: Path, run: Training) -> None:
     (folder / MANIFEST).unlink()
     check_refused(run, folder, str(folder), f"has no {MANIFEST}")
 
 
 @pytest.mark.parametrize("make", [make_folder, make_loop])
-def test_manifest_that_cannot_be_read(make: Damage, folder: Path, run: TrainingRun) -> None:
+def test_manifest_that_cannot_be_read(make: Damage, folder: Path, run: Training) -> None:
     make(folder / MANIFEST)
     check_refused(run, folder, str(folder / MANIFEST), "cannot be read")
 
 
-def test_manifest_altered(folder: Path, run: TrainingRun) -> None:
+def test_manifest_altered(folder: Path, run: Training) -> None:
     text = (folder / MANIFEST).read_text()
     (folder / MANIFEST).write_text(text.replace('"step": 2', '"step": 3'))
     check_refused(run, folder, str(folder / MANIFEST), "altered", "checksum")
 
 
-def test_a_flipped_bit_in_the_manifest(folder: Path, run: TrainingRun) -> None:
+def test_a_flipped_bit_in_the_manifest(folder: Path, run: Training) -> None:
     content = (folder / MANIFEST).read_bytes()
     generator = random.Random(3)
     for position in [generator.randrange(len(content)) for _ in range(25)]:
@@ -200,7 +200,7 @@ def test_a_flipped_bit_in_the_manifest(folder: Path, run: TrainingRun) -> None:
 
 
 @pytest.mark.parametrize("version", [2, 0, "1", None, 1.5])
-def test_other_format_version(version: Any, folder: Path, run: TrainingRun) -> None:
+def test_other_format_version(version: Any, folder: Path, run: Training) -> None:
     rewrite_manifest(folder, lambda data: data.update(version=version))
     check_refused(run, folder, str(folder / MANIFEST), f"format version {version!r}", "this release reads version 1")
 
@@ -266,7 +266,7 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_manifest_with_a_matching_checksum(forgery: str, folder: Path, run: TrainingRun) -> None:
+def test_manifest_with_a_matching_checksum(forgery: str, folder: Path, run: Training) -> None:
     change, reason = FORGERIES[forgery]
     rewrite_manifest(folder, change)
     check_refused(run, folder, str(folder), reason)
@@ -301,25 +301,25 @@ FALSE_STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("falsehood", FALSE_STATES)
-def test_state_file_with_a_matching_checksum(falsehood: str, folder: Path, run: TrainingRun) -> None:
+def test_state_file_with_a_matching_checksum(falsehood: str, folder: Path, run: Training) -> None:
     change, reason = FALSE_STATES[falsehood]
     rewrite_state(folder, change)
     check_refused(run, folder, str(folder), reason)
 
 
-def test_state_file_that_is_a_list(folder: Path, run: TrainingRun) -> None:
+def test_state_file_that_is_a_list(folder: Path, run: Training) -> None:
     rewrite_file(folder, STATE, b"[1, 2]")
     check_refused(run, folder, str(folder / STATE))
 
 
-def test_state_file_that_is_too_deep(folder: Path, run: TrainingRun) -> None:
+def test_state_file_that_is_too_deep(folder: Path, run: Training) -> None:
     rewrite_file(folder, STATE, b"[" * 100_000)
     check_refused(run, folder, str(folder / STATE))
 
 
 @pytest.mark.parametrize("name", [MANIFEST, STATE, SHARDS[0]])
 @pytest.mark.parametrize("is_listed", [False, True], ids=["alone", "listed in the manifest"])
-def test_a_pickle_is_never_opened(name: str, is_listed: bool, folder: Path, run: TrainingRun, tmp_path: Path) -> None:
+def test_a_pickle_is_never_opened(name: str, is_listed: bool, folder: Path, run: Training, tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "exploded"),)
@@ -336,7 +336,7 @@ def test_a_pickle_is_never_opened(name: str, is_listed: bool, folder: Path, run:
 # Folders.
 
 
-def test_folder_missing_empty_or_a_file(folder: Path, run: TrainingRun) -> None:
+def test_folder_missing_empty_or_a_file(folder: Path, run: Training) -> None:
     check_refused(run, folder / "absent", str(folder / "absent"), "does not exist")
     check_refused(run, folder / STATE, str(folder / STATE))
     for path in folder.iterdir():
@@ -344,32 +344,19 @@ def test_folder_missing_empty_or_a_file(folder: Path, run: TrainingRun) -> None:
     check_refused(run, folder, str(folder), f"has no {MANIFEST}")
 
 
-def test_folder_of_several_checkpoints(folder: Path, run: TrainingRun) -> None:
+def test_folder_of_several_checkpoints(folder: Path, run: Training) -> None:
     check_refused(run, folder.parent, str(folder.parent), "checkpoint-2", "load one of them")
 
 
-def test_folder_that_is_a_link_to_itself(folder: Path, run: TrainingRun) -> None:
+def test_folder_that_is_a_link_to_itself(folder: Path, run: Training) -> None:
     shutil.rmtree(folder)
     make = folder.with_name("copy")
     make.symlink_to("copy")
     check_refused(run, folder, str(folder))
 
 
-@contextlib.contextmanager
-def as_another_user() -> Iterator[None]:
-    """The superuser may read everything; so become somebody else, if this is the superuser."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 @pytest.mark.parametrize("name", [MANIFEST, STATE, SHARDS[1], NOTES, ""])
-def test_no_permission(name: str, folder: Path, run: TrainingRun) -> None:
+def test_no_permission(name: str, folder: Path, run: Training) -> None:
     path = folder / name
     mode = path.stat().st_mode
     path.chmod(0)
@@ -384,7 +371,7 @@ def test_no_permission(name: str, folder: Path, run: TrainingRun) -> None:
 
 
 def check_other(folder: Path, model: nn.Module | None, *expected: str, **options: Any) -> None:
-    other = TrainingRun(model, **options)
+    other = Training(model, scaled=True, **options)
     try:
         check_refused(other, folder, str(folder), *expected)
     finally:
@@ -452,14 +439,16 @@ def test_other_parameter_groups(folder: Path) -> None:
 
 
 def test_parameter_groups_in_another_order(tmp_path: Path) -> None:
-    ours = TrainingRun(make_optimizer=lambda params, lr: optim.AdamW([{"params": [p]} for p in params], lr=lr))
+    ours = Training(
+        scaled=True, make_optimizer=lambda params, lr: optim.AdamW([{"params": [p]} for p in params], lr=lr)
+    )
     ours.train(1)
     ours.save(tmp_path / "one").wait()
     ours.close()
     check_other(tmp_path / "one", None, "parameter group 0", "'0.0.weight'", make_optimizer=in_reverse)
 
 
-def test_checkpoint_without_optimizer_scheduler_and_scaler(run: TrainingRun, tmp_path: Path) -> None:
+def test_checkpoint_without_optimizer_scheduler_and_scaler(run: Training, tmp_path: Path) -> None:
     folder = tmp_path / "alone"
     checkpoint.save(folder, run.model).wait()
     for part, options in {
@@ -472,14 +461,14 @@ def test_checkpoint_without_optimizer_scheduler_and_scaler(run: TrainingRun, tmp
         )
 
 
-def test_what_comes_first_is_undone_if_what_comes_later_is_refused(run: TrainingRun, tmp_path: Path) -> None:
+def test_what_comes_first_is_undone_if_what_comes_later_is_refused(run: Training, tmp_path: Path) -> None:
     folder = tmp_path / "no-scaler"
     checkpoint.save(folder, run.model, run.optimizer, scheduler=run.scheduler).wait()
     run.train(1)
     check_refused(run, folder, str(folder), "has no scaler")
 
 
-def test_adapter_of_another_rank_and_of_another_kind(run: TrainingRun, tmp_path: Path) -> None:
+def test_adapter_of_another_rank_and_of_another_kind(run: Training, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     def adapted(rank: int, targets: list[str]) -> nn.Module:
@@ -487,7 +476,7 @@ def test_adapter_of_another_rank_and_of_another_kind(run: TrainingRun, tmp_path:
         made: nn.Module = get_peft_model(network(), config)
         return made
 
-    ours = TrainingRun(adapted(2, ["0.0", "2.0"]))
+    ours = Training(adapted(2, ["0.0", "2.0"]), scaled=True)
     try:
         ours.train(1)
         ours.save(tmp_path / "adapter").wait()
@@ -501,6 +490,6 @@ def test_adapter_of_another_rank_and_of_another_kind(run: TrainingRun, tmp_path:
 
 def test_the_sound_checkpoint_loads(sound: Path) -> None:
     """What all refusals above are compared with."""
-    ours = TrainingRun(seed=9)
+    ours = Training(seed=9, scaled=True)
     assert ours.load(sound) == {"step": 2}
     ours.close()

@@ -27,7 +27,7 @@ import torch
 import roundpipe
 from helpers_faults import Background, Bench, batch, caught_from, wait_for_no_threads
 from helpers_parity import assert_same
-from roundpipe import RoundPipeRunConfig
+from roundpipe import RoundPipeRunConfig, checkpoint
 
 logger = logging.getLogger(__name__)
 PACKAGE = str(Path(roundpipe.__file__).parent)
@@ -221,6 +221,36 @@ def test_an_interrupted_call_is_whole_or_was_not_made(operation: str) -> None:
             result = outcome(made)
             assert any(equals(result, one) for one in possible), f"struck at {strike.where}"
         wait_for_no_threads()
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupted_save_is_complete_or_absent(tmp_path: Path) -> None:
+    def save(made: Bench, name: str) -> None:
+        checkpoint.save(tmp_path / name / "one", made.model, made.optimizer)
+
+    made, strike = prepared("save"), Strike("save")
+    with strike.watching():
+        save(made, "first")
+    made.close()
+    wait_for_no_threads()
+    places = strike.count
+    num_complete = 0
+    for number in sorted({round(k * places / (2 * SAMPLES)) for k in range(2 * SAMPLES)}):
+        made, strike = prepared("save"), Strike("save", number)
+        caught = struck(functools.partial(save, made, str(number)), strike)
+        logger.info("save, place %d of %d: %s", number, places, strike.where)
+        with contextlib.closing(made):
+            assert caught is (KeyboardInterrupt if strike.has_struck else None)
+            made.call(3)
+            Background(functools.partial(made.step, is_async=False)).result()  # no layer stays held
+            Background(made.model.synchronize).result()
+            found = sorted(path.name for path in (tmp_path / str(number)).glob("*"))
+            assert found in ([], ["latest", "one"]), strike.where
+            if found:
+                num_complete += 1
+                checkpoint.load(tmp_path / str(number) / "one", made.model, made.optimizer)
+        wait_for_no_threads()
+    assert num_complete < 2 * SAMPLES
 
 
 @pytest.mark.timeout(300)

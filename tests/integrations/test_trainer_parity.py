@@ -293,7 +293,8 @@ def bare_loop(steps: list[Any], decayed: list[str]) -> Outcome:
         scheduler.step()
     model.synchronize()
     outcome.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    outcome.grad_norms = [None, *norms[:-1]]  # each is logged one step later: the step itself has not run yet
+    # The norm of a step is logged two steps later: only then it is certain that the step has run.
+    outcome.grad_norms = [None, None, *norms[:-2]]
     model.close()
     return outcome
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from roundpipe.api.engine import ModelEngine
-from roundpipe.api.roundpipe import ModelProxy, RoundPipe, check_options, like_the_models
+from roundpipe.api.proxy import ModelProxy, like_the_models
+from roundpipe.api.roundpipe import RoundPipe, call_site, check_options
 from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DeviceSpec, host_pinner, parse_devices
-from roundpipe.errors import ClosedError, ConfigError, UsageError, add_note, call_site
+from roundpipe.errors import ClosedError, ConfigError, UsageError, add_note
 from roundpipe.microbatch.merge import merged_now, merging_late
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.store import PinMode

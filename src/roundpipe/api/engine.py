@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from roundpipe.api.calls import (
     timeline_of,
 )
 from roundpipe.api.failures import restoring_grad_mode
-from roundpipe.api.group import Group
+from roundpipe.api.group import Group, Scope, api_call
 from roundpipe.api.loss_weights import OwnLoss, weighed
 from roundpipe.api.plain_loop import PlainLoop
 from roundpipe.api.planner import CallKind, Planner
@@ -52,34 +52,7 @@ logger = logging.getLogger("roundpipe")
 _PROBE_SEED = 0
 _MOST_TRACES = 32  # so many finished runs may wait for stats(), which reads their times
 _LossFn = Callable[[Any, Any], Any]
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-def _call(
-    *, of_group: bool
-) -> Callable[[Callable[Concatenate[ModelEngine, _P], _T]], Callable[Concatenate[ModelEngine, _P], _T]]:
-    """Return a decorator that makes a method one of the calls of the API.
-
-    The method then runs with the group's call lock held. Failures of earlier calls are raised before the method runs.
-    of_group: the call concerns the parameters and gradients of all members, not only this model's.
-    """
-
-    def decorate(function: Callable[Concatenate[ModelEngine, _P], _T]) -> Callable[Concatenate[ModelEngine, _P], _T]:
-        @functools.wraps(function)
-        def call(self: ModelEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-            group, is_enabled = self.group, torch.is_grad_enabled()
-            try:
-                with group.call_lock(self.name) as is_outermost:
-                    group.begin_call(self.name, is_outermost, group.members if of_group else (self,))
-                    return function(self, *args, **kwargs)
-            except BaseException:
-                torch._C._set_grad_enabled(is_enabled)  # see restoring_grad_mode
-                raise
-
-        return call
-
-    return decorate
 
 
 class ModelEngine:
@@ -119,7 +92,7 @@ class ModelEngine:
 
     # Calls for training and inference.
 
-    @_call(of_group=False)
+    @api_call(Scope.MODEL)
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig) -> Any:
         """Run the model on a batch; with grad, the outputs can be backpropagated."""
         config = dataclasses.replace(config, split_label=None)
@@ -127,7 +100,7 @@ class ModelEngine:
         carry_out = self._forward_with_grad if config.requires_grad else self._infer
         return self._until_it_fits(carry_out, request, may_repeat=True)
 
-    @_call(of_group=False)
+    @api_call(Scope.MODEL)
     def forward_backward(
         self,
         args: tuple[Any, ...],
@@ -147,7 +120,7 @@ class ModelEngine:
         # A failed call drops all gradients gathered since the last step, so it can be repeated only if it is the first.
         return self._until_it_fits(self._train, request, may_repeat=not self.group.recovery.has_gradients())
 
-    @_call(of_group=True)
+    @api_call(Scope.GROUP)
     def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
         """Pass `step_fn` to the optimizer thread. Unless `is_async`, wait until it has run."""
         group, stepper = self.group, self.group.stepper
@@ -170,19 +143,19 @@ class ModelEngine:
         finally:
             group.end_host_graphs()
 
-    @_call(of_group=True)
+    @api_call(Scope.GROUP)
     def synchronize(self) -> None:
         """Wait for all runs and steps. Parameters then hold the newest weights, and `.grad` the gathered gradients."""
         self.group.show_newest()
         self.group.end_host_graphs()
 
-    @_call(of_group=True)
+    @api_call(Scope.GROUP)
     def while_idle(self, work: Callable[[], _T]) -> _T:
         """Wait for everything, then return `work()`. No other call can begin meanwhile."""
         self.group.settle()
         return work()
 
-    @_call(of_group=True)
+    @api_call(Scope.GROUP)
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step."""
         group, stepper = self.group, self.group.stepper
@@ -213,7 +186,7 @@ class ModelEngine:
 
     # Weights, gradients, masters and measurements.
 
-    @_call(of_group=True)
+    @api_call(Scope.GROUP)
     def wait_for_visible_weights(self) -> None:
         """Wait until all parameters in host memory hold the version of the weights that calls read now."""
         self.group.stepper.show_visible()
@@ -262,17 +235,17 @@ class ModelEngine:
                 )
         return owned
 
-    @_call(of_group=False)
+    @api_call(Scope.MODEL)
     def planning_profile(self) -> ModelProfile:
         """Sizes and times of the layers, as far as they are known."""
         return self._planner.profile()
 
-    @_call(of_group=False)
+    @api_call(Scope.NOTHING)
     def timeline(self) -> Timeline:
         """When each task of the most recent call ran, as the devices measured it."""
         return Timeline(()) if self._last_run is None else timeline_of(self._last_run)
 
-    @_call(of_group=True)
+    @api_call(Scope.NOTHING)
     def stats(self) -> StepStats:
         """The figures of the last step that is done. Waits neither for a step nor for calls after that step."""
         return self.group.stats(self._pool.devices() if self.group.recovery.num_runs else ())
@@ -499,7 +472,7 @@ class ModelEngine:
 
         return self._carry_out(call, finish)
 
-    @_call(of_group=False)
+    @api_call(Scope.MODEL)
     def _backward(
         self,
         kind: CallKind,

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import _thread
 import dataclasses
+import enum
 import functools
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -393,3 +394,51 @@ def _memory_of(device: Device) -> DeviceMemory:
 def _plan_smaller(members: Sequence[Member]) -> None:
     for member in members:
         member.plan_smaller()
+
+
+# The calls of the API.
+
+
+class Caller(Member, Protocol):
+    """A member with calls."""
+
+    group: Group
+
+
+_Caller = TypeVar("_Caller", bound=Caller)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Scope(enum.Enum):
+    """Whose parameters and gradients a call concerns. What the user has changed in them is adopted first."""
+
+    MODEL = enum.auto()
+    GROUP = enum.auto()
+    NOTHING = enum.auto()  # calls that only read figures
+
+
+def api_call(
+    scope: Scope,
+) -> Callable[[Callable[Concatenate[_Caller, _P], _T]], Callable[Concatenate[_Caller, _P], _T]]:
+    """Return a decorator that makes a method one of the calls of the API.
+
+    The method then runs with the group's call lock held. Failures of earlier calls are raised before the method runs.
+    """
+
+    def decorate(function: Callable[Concatenate[_Caller, _P], _T]) -> Callable[Concatenate[_Caller, _P], _T]:
+        @functools.wraps(function)
+        def call(self: _Caller, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            group, is_enabled = self.group, torch.is_grad_enabled()
+            try:
+                with group.call_lock(self.name) as is_outermost:
+                    concerned: dict[Scope, Sequence[Member]] = {Scope.MODEL: (self,), Scope.GROUP: group.members}
+                    group.begin_call(self.name, is_outermost, concerned.get(scope, ()))
+                    return function(self, *args, **kwargs)
+            except BaseException:
+                torch._C._set_grad_enabled(is_enabled)  # see restoring_grad_mode
+                raise
+
+        return call
+
+    return decorate

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from roundpipe.api.auto import AutoRoundPipe, DeviceLoss, LossModule, loss_function_of, outside_of
-from roundpipe.api.roundpipe import RoundPipe, check_arguments, to_pin_mode
+from roundpipe.api.roundpipe import RoundPipe, call_site, check_arguments, to_pin_mode
 from roundpipe.api.split_model import SplitModel
 from roundpipe.api.wrap_rules import (
     AS_USUAL,
@@ -27,7 +27,7 @@ from roundpipe.api.wrap_rules import (
 )
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import parse_devices
-from roundpipe.errors import ArgumentTypeError, ConfigError, ModelSplitError, call_site
+from roundpipe.errors import ArgumentTypeError, ConfigError, ModelSplitError
 from roundpipe.models import Convert, find_preset
 from roundpipe.split.discovery import block_paths
 from roundpipe.split.splitter import ModelSplitter

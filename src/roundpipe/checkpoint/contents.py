@@ -79,10 +79,15 @@ def weights_of(model: nn.Module) -> list[WeightSet]:
         ]
     for one in sets:
         for key, value in one.tensors.items():
-            if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.layout is not torch.strided:
-                kind = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
-                raise CheckpointError(f"{key!r} of the model's state dict is a {kind}, which a checkpoint cannot hold.")
+            _check_kind(f"{key!r} of the model's state dict", value)
     return sets
+
+
+def _check_kind(what: str, value: object) -> None:
+    """Raise CheckpointError if a checkpoint cannot hold a value as a tensor."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.layout is not torch.strided:
+        kind = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise CheckpointError(f"{what} is a {kind}, which a checkpoint cannot hold.")
 
 
 def description(model: nn.Module) -> dict[str, str]:
@@ -100,6 +105,12 @@ class Source:
     name: str
     tensor: torch.Tensor
     layer: tuple[LayerStore, int] | None = None
+    version: int | None = None  # version counter of the tensor, if only code of the user can change it
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the user has written into the tensor since it was captured."""
+        return self.version is not None and self.tensor._version != self.version
 
 
 @dataclasses.dataclass
@@ -112,7 +123,6 @@ class Contents:
     values: dict[str, Any]  # everything that is not a large tensor
     step: int  # number of optimizer steps since the model was wrapped
     model: dict[str, str]
-    counters: dict[tuple[LayerStore, int], list[tuple[ParameterRecord, int]]]  # version counters of the parameters
 
 
 class _Layers:
@@ -125,17 +135,6 @@ class _Layers:
         self.in_order = [(store, layer) for store in reversed(group.stores) for layer in reversed(store.layers)]
         self.homes = {record: (store, layer.layer_id) for store, layer in self.in_order for record in layer.at_home}
         self._by_address = {record.weights.data_ptr(): record for record in self.homes if record.weights.numel()}
-
-    def version_counters(self) -> dict[tuple[LayerStore, int], list[tuple[ParameterRecord, int]]]:
-        """The version counters of all parameters by layer: they show writes by the user.
-
-        Without those that the host computes with, whose counters change in every step.
-        """
-        return {
-            (store, layer.layer_id): [(record, record.param._version) for record in layer.at_home]
-            for store, layer in self.in_order
-            if not store.is_read_on_host
-        }
 
     def record_of(self, tensor: torch.Tensor) -> ParameterRecord | None:
         """The record whose weights are exactly this tensor, if any."""
@@ -156,7 +155,8 @@ def capture(
     """The state of a model whose group is idle. Copies small tensors and refers to large ones."""
     layers = _Layers(group)
     aliases: dict[str, str] = {}
-    weight_sets = [(one, _weight_sources(one, layers, aliases)) for one in weights_of(model)]
+    weights = group.lock.run_user_code(lambda: weights_of(model))  # models inside of it take part in state_dict()
+    weight_sets = [(one, _weight_sources(one, layers, aliases)) for one in weights]
     tensors = [source for store, layer in layers.in_order for source in _master_sources(store, layer.at_home)]
     values: dict[str, Any] = {
         "extra": extra,
@@ -171,7 +171,7 @@ def capture(
         order = {home: position for position, home in enumerate(dict.fromkeys(layers.homes.values()))}
         tensors.sort(key=lambda source: len(order) if source.layer is None else order[source.layer])
     step, about = group.stepper.steps_issued, description(model)
-    return Contents(weight_sets, tensors, aliases, values, step, about, layers.version_counters())
+    return Contents(weight_sets, tensors, aliases, values, step, about)
 
 
 def _weight_sources(weights: WeightSet, layers: _Layers, aliases: dict[str, str]) -> list[Source]:
@@ -188,7 +188,10 @@ def _weight_sources(weights: WeightSet, layers: _Layers, aliases: dict[str, str]
         elif record in of_layers:
             aliases[name] = of_layers[record].name
         else:
-            of_layers[record] = Source(name, tensor.detach(), layers.homes[record])
+            home = layers.homes[record]
+            # The library changes the counters of parameters that the host computes with.
+            version = None if home[0].is_read_on_host else tensor._version
+            of_layers[record] = Source(name, tensor.detach(), home, version)
     return [*(of_layers[record] for record in layers.homes if record in of_layers), *others]
 
 
@@ -218,13 +221,20 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, layers: _Layers) -> tuple
     by_name = {record.name: home for record, home in layers.homes.items()}
     numbers: dict[str, dict[str, Any]] = {}
     for param, state in optimizer.state.items():
+        if id(param) not in names:
+            kind = f"tensor of shape {list(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+            raise CheckpointError(
+                f"{type(optimizer).__name__} has a state for a {kind}, which is not one of its parameters; a "
+                "checkpoint holds the states of parameters alone."
+            )
         name = names[id(param)]
         home = by_name.get(name)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
+                _check_kind(f"{key!r} of the optimizer's state of {name!r}", value)
                 # A parameter that is not the model's can be updated at any time: its state is copied now.
                 tensor = value.detach() if home is not None else value.detach().cpu().clone()
-                sources.append(Source(f"{STATE}{key}/{name}", tensor, home))
+                sources.append(Source(f"{STATE}{key}/{name}", tensor, home, tensor._version))
             else:
                 is_tensor = isinstance(value, torch.Tensor)
                 numbers.setdefault(name, {})[key] = value.detach().clone() if is_tensor else copy.deepcopy(value)

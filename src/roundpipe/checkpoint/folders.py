@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
+import logging
 import os
 import shutil
 import time
@@ -18,35 +19,61 @@ from pathlib import Path
 from roundpipe.checkpoint.format import MANIFEST, read_manifest, sync_folder
 from roundpipe.errors import CheckpointError
 
+logger = logging.getLogger("roundpipe")
 LATEST = "latest"
-PARTIAL, REPLACED, _REMOVED = ".partial-", ".replaced-", ".removed-"
+PARTIAL, REPLACED, _REMOVED, _NEW_LINK = ".partial-", ".replaced-", ".removed-", ".new-"
+_LINK_S = 60.0  # a link of a process that lives gets its name in less time
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder of checkpoints; None if there is none."""
-    found = complete_checkpoints(Path(folder))
+    """The newest complete checkpoint in a folder of checkpoints; None if there is none or no such folder.
+
+    A checkpoint whose manifest cannot be read is left out with a warning.
+    """
+    found = complete_checkpoints(Path(folder), log_level=logging.WARNING)
     return found[-1] if found else None
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, the oldest first. A folder whose manifest cannot be read is left out."""
+def complete_checkpoints(folder: Path, log_level: int = logging.DEBUG) -> list[Path]:
+    """The complete checkpoints in a folder, the oldest first. Logs which folders have a manifest that is not valid."""
+    try:
+        paths = [Path(entry) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be searched for checkpoints: {error}.") from error
     found = []
-    for manifest in folder.glob(f"*/{MANIFEST}"):
-        path = manifest.parent
-        if path.is_symlink() or path.name.startswith("."):
+    for path in paths:
+        if _is_hidden(path) and not _stands_in(path):
             continue
-        with contextlib.suppress(CheckpointError):
-            found.append((read_manifest(path).saved_at_ns, path))
+        try:
+            if (path / MANIFEST).exists():
+                found.append((read_manifest(path).saved_at_ns, path))
+        except (CheckpointError, OSError) as error:
+            logger.log(log_level, "%s is not considered as a checkpoint: %s", path, error)
     return [path for _, path in sorted(found)]
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".") and any(kind in path.name for kind in (PARTIAL, REPLACED, _REMOVED))
+
+
+def _stands_in(path: Path) -> bool:
+    """Whether a hidden folder holds a checkpoint that a save was replacing when its process was killed."""
+    name, kind, _ = path.name[1:].partition(REPLACED)
+    return bool(kind) and not os.path.exists(path.parent / name / MANIFEST)
 
 
 def find(folder: Path) -> Path:
     """The folder to read: `folder`, or where its checkpoint was moved to by a save that was killed in the middle."""
-    if not folder.exists() and not folder.is_symlink():
-        moved = sorted(folder.parent.glob(f".{glob.escape(folder.name)}{REPLACED}*/{MANIFEST}"))
-        if moved:
-            return moved[-1].parent
-    return folder
+    try:
+        if folder.exists():
+            return folder
+        named = folder.parent / os.readlink(folder) if folder.is_symlink() else folder
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}.") from error
+    moved = sorted(named.parent.glob(f".{glob.escape(named.name)}{REPLACED}*/{MANIFEST}"))
+    return moved[-1].parent if moved else folder
 
 
 def prune(folder: Path, keep: int, spared: frozenset[Path]) -> None:
@@ -64,30 +91,56 @@ def prune(folder: Path, keep: int, spared: frozenset[Path]) -> None:
 
 def remove_abandoned(folder: Path) -> None:
     """Remove what killed processes have left in a folder. Folders of processes that live are locked."""
+    for path in folder.glob(f".{LATEST}{_NEW_LINK}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.lstat().st_mtime > _LINK_S:
+                path.unlink()
     for path in folder.glob(f".*{PARTIAL}*"):
-        handle = locked(path)
-        if handle is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(handle)
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                if _lock(handle):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
     for path in folder.glob(f".*{_REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".*{REPLACED}*"):
-        if (folder / path.name[1:].partition(REPLACED)[0] / MANIFEST).exists():
+        if not _stands_in(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def locked(folder: Path) -> int | None:
-    """A handle of a folder with an exclusive lock, which the system releases when the process ends. None if taken."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return None
+def make_partial(folder: Path) -> tuple[Path, int]:
+    """Make the hidden folder in which a checkpoint is written. Returns it with a handle that locks it.
+
+    The system releases the lock when the process ends. Another process that takes the folder for abandoned before it
+    is locked removes it; then this function makes another one.
+    """
+    while True:
+        path = free_name(folder, PARTIAL)
+        path.mkdir()
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            path.rmdir()
+            raise
+        # Without locks in the file system, no process can lock the folder to remove it either.
+        if _lock(handle) is not False and path.exists():
+            return path, handle
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool | None:
+    """Lock a folder. Returns False if another process has locked it, None if the file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError:
-        os.close(handle)
         return None
-    return handle
+    return True
 
 
 def free_name(folder: Path, kind: str) -> Path:
@@ -97,7 +150,11 @@ def free_name(folder: Path, kind: str) -> Path:
 
 def point_to(link: Path, name: str) -> None:
     """Make `link` point to `name`, replacing an older link in one step."""
-    new = free_name(link, ".new-")
+    new = free_name(link, _NEW_LINK)
     os.symlink(name, new)
-    os.replace(new, link)
+    try:
+        os.replace(new, link)
+    except BaseException:
+        new.unlink()
+        raise
     sync_folder(link.parent)

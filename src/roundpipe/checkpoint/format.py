@@ -144,6 +144,14 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def make_synced(folder: Path) -> None:
+    """Create a folder and those above it that do not exist, so that they survive a power failure."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
 def write_synced(path: Path, content: bytes) -> None:
     """Write a small new file and flush it to the disk."""
     with open(path, "xb") as file:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from roundpipe.api.group import Group
-from roundpipe.api.roundpipe import ModelProxy
+from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import (
     MASTER,
     MASTER_LOW,
@@ -42,7 +42,7 @@ from roundpipe.checkpoint.format import (
     verify_files,
 )
 from roundpipe.checkpoint.save import check_model
-from roundpipe.errors import CheckpointError
+from roundpipe.errors import CheckpointError, add_note
 from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.host_memory import host_zeros_like, require_host_memory
 
@@ -80,10 +80,14 @@ def load(
                 plan.check_optimizer(optimizer)
             pairs = [("scheduler", scheduler), ("scaler", scaler)]
             _load_small([(name, part, values[name]) for name, part in pairs if part is not None], path)
-            plan.read_weights(reader)
-            plan.read_masters(reader)
-            if optimizer is not None:
-                plan.read_optimizer(reader, optimizer)
+            try:
+                plan.read_weights(reader)
+                plan.read_masters(reader)
+                if optimizer is not None:
+                    plan.read_optimizer(reader, optimizer)
+            except BaseException as error:
+                add_note(error, f"parts of {path} are in the model already: load a checkpoint before you train on")
+                raise
         if restore_rng:
             set_random_states(values["random"])
         return values["extra"]
@@ -178,7 +182,8 @@ class _Restoration:
             record: store for store in group.stores for record in store.parameters
         }
         self._targets: list[tuple[TensorEntry, ParameterRecord]] = []  # weights that are parameters
-        self._others: dict[str, TensorEntry] = {}  # further tensors of the state dict, such as buffers
+        self._buffers: list[tuple[TensorEntry, torch.Tensor]] = []
+        self._others: dict[str, TensorEntry] = {}  # further tensors of the state dict, which code of the model makes
 
     # Checks.
 
@@ -189,7 +194,9 @@ class _Restoration:
                 f"{self._path} holds {saved.get('class')!r} saved as {saved.get('kind')!r}, the model given is "
                 f"{present['class']!r} and loads {present['kind']!r}."
             )
-        current = {one.folder + key: tensor for one in weights_of(self._model) for key, tensor in one.tensors.items()}
+        # Models inside of the model take part in state_dict() and load_state_dict().
+        sets = self._group.lock.run_user_code(lambda: weights_of(self._model))
+        current = {one.folder + key: tensor for one in sets for key, tensor in one.tensors.items()}
         known = {**{name: name for name in self._weights}, **self._manifest.aliases}
         missing, unexpected = current.keys() - known.keys(), known.keys() - current.keys()
         if missing or unexpected:
@@ -203,13 +210,16 @@ class _Restoration:
                 + "."
             )
         by_address = {record.weights.data_ptr(): record for record in self._records if record.weights.numel()}
+        buffers = {buffer.data_ptr(): buffer for buffer in self._model.buffers() if buffer.numel()}
         for name, tensor in current.items():
             entry = self._entry(self._weights, known[name])
             self._check_tensor(name, entry, tensor)
             if name in self._weights:
-                record = by_address.get(tensor.data_ptr())
+                record, buffer = by_address.get(tensor.data_ptr()), buffers.get(tensor.data_ptr())
                 if record is not None and record.weights.shape == tensor.shape:
                     self._targets.append((entry, record))
+                elif buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+                    self._buffers.append((entry, buffer))
                 else:
                     self._others[name] = entry
 
@@ -298,10 +308,13 @@ class _Restoration:
             reader.read_into(entry, record.weights)
         # Also sets the masters to the weights, and makes pending autograd graphs invalid.
         self._group.adopt_written([record for _, record in self._targets])
+        # Not by load_state_dict: peft names the buffers of an adapter otherwise than the model does.
+        with torch.no_grad():
+            for entry, buffer in self._buffers:
+                buffer.copy_(reader.read(entry))
         if self._others:
-            self._model.load_state_dict(
-                {name: reader.read(entry) for name, entry in self._others.items()}, strict=False
-            )
+            others = {name: reader.read(entry) for name, entry in self._others.items()}
+            self._group.lock.run_user_code(lambda: self._model.load_state_dict(others, strict=False))
 
     def read_masters(self, reader: Reader) -> None:
         for record, store in self._records.items():

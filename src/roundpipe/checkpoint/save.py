@@ -25,16 +25,16 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
 from roundpipe.api.group import Group
-from roundpipe.api.roundpipe import ModelProxy
+from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import Contents, HasState, Source, WeightSet, capture, is_adapter
-from roundpipe.checkpoint.folders import LATEST, PARTIAL, REPLACED, free_name, locked, point_to, prune, remove_abandoned
+from roundpipe.checkpoint.folders import LATEST, REPLACED, free_name, make_partial, point_to, prune, remove_abandoned
 from roundpipe.checkpoint.format import (
     DTYPES,
     MANIFEST,
@@ -46,6 +46,7 @@ from roundpipe.checkpoint.format import (
     chunks,
     file_entry,
     io_threads,
+    make_synced,
     raw_bytes,
     shard_header,
     sync_folder,
@@ -53,7 +54,7 @@ from roundpipe.checkpoint.format import (
     write_synced,
 )
 from roundpipe.errors import ArgumentTypeError, CheckpointError, ConfigError, add_note
-from roundpipe.monitor import THREAD_PREFIX, has_started, start_thread
+from roundpipe.monitor import THREAD_PREFIX, has_started, shielded, start_thread
 from roundpipe.store import LayerStore
 
 logger = logging.getLogger("roundpipe")
@@ -101,6 +102,7 @@ def save(
         raise ConfigError(f"keep must be a number of checkpoints, 1 or more, or None to remove none, got {keep!r}.")
     target = Path(os.path.abspath(folder))
     _check_target(target)
+    _check_names(files or {})
 
     def begin() -> PendingSave:
         if engine.group.recovery.has_gradients():
@@ -123,13 +125,33 @@ def _check_target(target: Path) -> None:
     """Raise before anything is written if the folder or `latest` are taken by something that is not a checkpoint."""
     if target.name == LATEST:
         raise ConfigError(f"{target} is the name of the link to the latest checkpoint; give the folder another name.")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise CheckpointError(f"{target} exists and is not a folder; remove it, or save elsewhere.")
-    if target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} has other content than a checkpoint; remove it, or save elsewhere.")
     link = target.parent / LATEST
-    if link.exists() and not link.is_symlink():
-        raise CheckpointError(f"{link} exists and is not a link; move it away, or save elsewhere.")
+    try:
+        if target.is_symlink() or (target.exists() and not target.is_dir()):
+            raise CheckpointError(f"{target} exists and is not a folder; remove it, or save elsewhere.")
+        if target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir()):
+            raise CheckpointError(f"{target} has other content than a checkpoint; remove it, or save elsewhere.")
+        if link.exists() and not link.is_symlink():
+            raise CheckpointError(f"{link} exists and is not a link; move it away, or save elsewhere.")
+    except OSError as error:
+        raise _not_written(target, error) from error
+
+
+def _check_names(files: Mapping[str, str]) -> None:
+    """Refuse further files that would lie outside of the checkpoint or replace one of its own files."""
+    for name in files:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts:
+            raise ConfigError(f"files has the name {name!r}, which does not lie inside of the checkpoint's folder.")
+        if path.suffix == ".safetensors" or str(path) in (MANIFEST, STATE_FILE):
+            raise ConfigError(f"files has the name {name!r}, which the checkpoint itself uses; choose another one.")
+
+
+def _not_written(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} could not be written: {error}. Earlier checkpoints are unchanged; free space or mend "
+        "the permissions, then save again."
+    )
 
 
 # Shards.
@@ -211,18 +233,21 @@ class PendingSave:
         self.folder = folder
         self.error: BaseException | None = None  # why the checkpoint could not be completed
         self.is_done = False  # whether the checkpoint is complete or has failed
-        self._group, self._monitor, self._keep, self._spared = group, group.monitor, keep, spared
+        self._group: Group | None = group  # None after a success: this object must not keep the model's memory alive
+        self._monitor, self._keep, self._spared = group.monitor, keep, spared
         self._contents = contents
         self._shards, self._indices = _shards_of(contents)
         self._left = Counter(source.layer for shard in self._shards for source in shard.sources)
         self._files: dict[str, FileEntry] = {}
-        self._partial: Path | None = None
+        self._partial: Path | None = None  # the hidden folder, from its creation until it gets its final name
+        self._is_named = False  # whether the complete folder has its final name
         self._lock: int | None = None  # a locked handle of the partial folder: shows that its writer lives
 
     def wait(self) -> Path:
         """Block until the checkpoint is complete, and return its folder. Raises what prevented it."""
         self.wait_until_done()
         if self.error is not None:
+            assert self._group is not None
             with self._monitor:
                 errors = self._group.stepper.errors
                 errors[:] = [error for error in errors if error is not self.error]
@@ -253,19 +278,20 @@ class PendingSave:
             # Not a daemon: the interpreter waits for the checkpoint before it exits.
             thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}save", daemon=False)
             self._set_held(True)
+            assert self._group is not None
             self._group.pending_save = self
             start_thread(thread)
         except BaseException as error:
             if thread is not None and has_started(thread):  # a Ctrl-C: the checkpoint is written nevertheless
                 raise
-            self._group.pending_save = None
             explained = self._explained(error)
-            self._end(explained)
+            # Shielded: after another Ctrl-C in the middle, steps would wait forever for layers that stay held.
+            shielded(lambda: self._end(explained, raises_here=True))
             raise explained  # noqa: B904 - `_explained` has set the cause
 
     def _make_partial(self) -> None:
         parent = self.folder.parent
-        parent.mkdir(parents=True, exist_ok=True)
+        make_synced(parent)
         remove_abandoned(parent)
         needed = sum(source.tensor.nbytes for shard in self._shards for source in shard.sources)
         free = shutil.disk_usage(parent).free
@@ -274,9 +300,14 @@ class PendingSave:
                 f"the checkpoint {self.folder} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free on its disk. "
                 "Nothing was written; free space, or save elsewhere."
             )
-        self._partial = free_name(self.folder, PARTIAL)
-        self._partial.mkdir()
-        self._lock = locked(self._partial)
+
+        def make() -> None:
+            self._partial, self._lock = make_partial(self.folder)
+
+        shielded(make)  # after a Ctrl-C in between, the folder would stay
+        assert self._partial is not None
+        for shard in self._shards:
+            (self._partial / shard.name).parent.mkdir(exist_ok=True)
 
     def _write_small(self, name: str, text: str) -> None:
         assert self._partial is not None
@@ -323,8 +354,9 @@ class PendingSave:
             threading.Thread(target=work, name=f"{THREAD_PREFIX}save-{index}") for index in range(1, io_threads())
         ]
         try:
-            for thread in threads:
-                start_thread(thread)
+            with contextlib.suppress(RuntimeError):  # the system allows no further thread: use those that run
+                for thread in threads:
+                    start_thread(thread)
             work()
         finally:
             for thread in threads:
@@ -336,7 +368,6 @@ class PendingSave:
     def _write_shard(self, shard: _Shard) -> None:
         assert self._partial is not None
         path, digest, size = self._partial / shard.name, hashlib.sha256(), 0
-        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "xb", buffering=0) as file:
 
             def put(memory: memoryview) -> None:
@@ -348,10 +379,7 @@ class PendingSave:
 
             put(memoryview(shard.header))
             for source in shard.sources:
-                plain = source.tensor.contiguous()  # copies only a tensor whose memory is in another order
-                for chunk in chunks(raw_bytes(plain)):
-                    put(chunk)
-                self._written(source)
+                self._write_tensor(source, put)
             os.fsync(file.fileno())
             # The system need not keep the file in memory, which training needs.
             if hasattr(os, "posix_fadvise"):
@@ -359,31 +387,34 @@ class PendingSave:
         with self._monitor:
             self._files[shard.name] = FileEntry(size, digest.hexdigest())
 
-    def _written(self, source: Source) -> None:
-        """Let the optimizer change a layer whose tensors are all written."""
+    def _write_tensor(self, source: Source, put: Callable[[memoryview], None]) -> None:
+        """Write one tensor, then let the optimizer change its layer if no tensor of the layer is left."""
+        plain = source.tensor.contiguous()  # copies only a tensor whose memory is in another order
+        for chunk in chunks(raw_bytes(plain)):
+            put(chunk)
+        if source.was_changed:
+            raise CheckpointError(
+                f"{source.name!r} was changed while the checkpoint {self.folder} was being written; call wait() of "
+                "what save() returns before you write into parameters or into the optimizer's state."
+            )
         layer = source.layer
         with self._monitor:
             self._left[layer] -= 1
             if self._left[layer]:
                 return
             del self._left[layer]
-            if layer is None:
-                return
-            for record, counter in self._contents.counters.get(layer, ()):
-                if record.param._version != counter:
-                    raise CheckpointError(
-                        f"parameter {record.name!r} was written while the checkpoint {self.folder} was being saved; "
-                        "call wait() of what save() returns before writing into parameters."
-                    )
-            store, layer_id = layer
-            store.held.discard(layer_id)
-            self._monitor.changed()
+            if layer is not None:
+                store, layer_id = layer
+                store.held.discard(layer_id)
+                self._monitor.changed()
 
     def _complete(self) -> None:
         """Write the manifest, give the folder its name, then replace `latest` and remove old checkpoints."""
         assert self._partial is not None
-        for path in self._partial.rglob("*"):
-            name = path.relative_to(self._partial).as_posix()
+        present = {path.relative_to(self._partial).as_posix(): path for path in self._partial.rglob("*")}
+        for name in self._files.keys() - present.keys():
+            raise CheckpointError(f"{self._partial / name} was removed while the checkpoint was being written.")
+        for name, path in present.items():
             if path.is_dir():
                 sync_folder(path)
             elif name not in self._files:
@@ -417,9 +448,14 @@ class PendingSave:
         if self.folder.exists():
             replaced = free_name(self.folder, REPLACED)
             os.rename(self.folder, replaced)
-        os.rename(partial, self.folder)
+        try:
+            os.rename(partial, self.folder)
+        except BaseException:
+            if replaced is not None:
+                os.rename(replaced, self.folder)
+            raise
+        self._partial, self._is_named = None, True
         sync_folder(self.folder.parent)
-        self._partial = None
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -427,30 +463,43 @@ class PendingSave:
         """The error to raise: failures of the file system become a CheckpointError."""
         if not isinstance(error, OSError):
             return error
-        explained = CheckpointError(
-            f"the checkpoint {self.folder} could not be written: {error}. Earlier checkpoints are unchanged; free "
-            "space or mend the permissions, then save again."
-        )
+        explained = _not_written(self.folder, error)
+        if self._is_named:
+            explained = CheckpointError(
+                f"the checkpoint {self.folder} is complete, but the work after it failed: {error}. The link "
+                f"{LATEST!r} or old checkpoints beside it may be as before."
+            )
         explained.__cause__ = error
         return explained
 
-    def _end(self, error: BaseException | None) -> None:
-        """Release all layers, remove an incomplete folder, and report the error."""
-        self._set_held(False)
-        if self._partial is not None:
-            shutil.rmtree(self._partial, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
+    def _end(self, error: BaseException | None, *, raises_here: bool = False) -> None:
+        """Release all layers, remove an incomplete folder, and report the error. `raises_here`: the caller raises it.
+
+        Nothing in here may prevent that waiting threads go on.
+        """
+        try:
+            self._set_held(False)
+            if self._partial is not None:
+                shutil.rmtree(self._partial, ignore_errors=True)
+            if self._lock is not None:
+                os.close(self._lock)
+        except Exception:
+            logger.exception("cleaning up after the checkpoint %s failed", self.folder)
         self._shards, self._contents.weight_sets, self._contents.optimizer_tensors = [], [], []
+        group = self._group
+        assert group is not None
         with self._monitor:
             self.error, self.is_done = error, True
-            if self._group.pending_save is self:
-                self._group.pending_save = None
-                if error is not None:
+            if group.pending_save is self:
+                group.pending_save = None
+                if error is not None and not raises_here:
                     add_note(error, "it happened in the background while a checkpoint was written; training can go on")
-                    self._group.stepper.errors.append(error)
+                    group.stepper.errors.append(error)
+            if error is None:
+                self._group = None
+            self._left.clear()
             self._monitor.changed()
-        if error is not None and self._group.is_closed:  # no later call can raise it
+        if error is not None and group.is_closed:  # no later call can raise it
             logger.error("a checkpoint failed after its model was closed", exc_info=error)
 
 

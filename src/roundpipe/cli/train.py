@@ -161,8 +161,6 @@ def _trainer_class() -> Any:
     class SearchingTrainer(RoundPipeSFTTrainer):  # type: ignore[misc]
         """Doubles the number of microbatches when a step runs out of device memory, unless the user has set it."""
 
-        roundpipe: Any  # the options
-
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             while True:
                 randomness = torch.get_rng_state()  # calls draw their seeds from it

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from roundpipe.api.roundpipe import ModelProxy
+from roundpipe.api.proxy import ModelProxy
 from roundpipe.report.live_view import RunState, View, open_view
 from roundpipe.report.metrics import METRICS_FILE, MetricsWriter, RunRecord
 from roundpipe.report.page import write_report

@@ -3,10 +3,6 @@
 The mixin lets Trainer construct itself with the plain model and wraps the model afterwards. Data, schedules, logging,
 evaluation and callbacks stay Trainer's. The mixin replaces the forward and backward pass of a batch, the optimizer
 step, and saving and loading. Knows the interface of Trainer and the calls of a wrapper, nothing of their insides.
-
-[Note: settings of a step]
-An asynchronous step runs while Trainer goes on and its scheduler sets the next learning rate. So the scheduler works on
-the param groups of a SteppedOptimizer, and each step gets a copy of their settings as they are when it is issued.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer
@@ -32,7 +27,8 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, unwrap_peft_model
 
-from roundpipe.api.roundpipe import ModelProxy, RoundPipe
+from roundpipe.api.proxy import ModelProxy
+from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.api.wrap import wrap_model_to_roundpipe
 from roundpipe.checkpoint import load, load_rng, save, verify
 from roundpipe.config import RoundPipeRunConfig
@@ -40,15 +36,15 @@ from roundpipe.context import OptimizerCtx
 from roundpipe.devices import parse_devices
 from roundpipe.errors import CheckpointError, ConfigError, NonFiniteError, UsageError
 from roundpipe.integrations.run_view import RunViewCallback
-from roundpipe.monitor import wait_for_event
+from roundpipe.integrations.stepped_optimizer import SteppedOptimizer, give_optimizer, put_masters_into
 from roundpipe.optim import Adam, AdamW
 from roundpipe.optim.gradients import clip_grad_norm_
 
 logger = logging.getLogger("roundpipe")
 _HOST = torch.device("cpu")
 _FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
-_GO_ON = 'To leave such steps out, use RoundPipeOptions(nonfinite="skip").'
 _ARGUMENTS_NAME = "training_args.json"
+_GO_ON = 'To leave such steps out, use RoundPipeOptions(nonfinite="skip").'
 _Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
 
 
@@ -79,91 +75,10 @@ class RoundPipeOptions:
             raise ConfigError(f'nonfinite must be "stop", "skip" or "off", got {self.nonfinite!r}.')
 
 
-class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Looks like an optimizer of accelerate; `step()` passes the step of the inner optimizer to the model.
-
-    Has its own param groups: see [Note: settings of a step].
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, run_step: Callable[[Callable[[], None]], None]) -> None:
-        """`run_step`: runs a function that takes the inner optimizer's step, when the gradients have arrived."""
-        super().__init__(optimizer, device_placement=False)
-        self._is_accelerate_prepared = True  # accelerate then takes this object as it is
-        self._opt_called = False  # a scheduler of torch warns if it is stepped before the optimizer
-        self._run_step = run_step
-        self._groups = [dict(group) for group in optimizer.param_groups]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._groups
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        if closure is not None:
-            raise UsageError("an optimizer of a RoundPipe trainer takes no closure in step().")
-        if self.gradient_state.sync_gradients:
-            self._opt_called = True
-            settings = [_settings_of(group) for group in self._groups]
-
-            def take_step() -> None:
-                self._set_inner(settings)
-                self.optimizer.step()
-
-            self._run_step(take_step)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # step() sets _opt_called itself
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-        self._groups.append(dict(self.optimizer.param_groups[-1]))
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: each step clears the gradients that it has used."""
-
-    def state_dict(self) -> dict[str, Any]:
-        self.set_inner_settings()
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-        self.take_inner_settings()
-
-    def set_inner_settings(self) -> None:
-        """Write the present settings to the inner optimizer. Only while no step runs."""
-        self._set_inner([_settings_of(group) for group in self._groups])
-
-    def take_inner_settings(self) -> None:
-        """Take over settings that were loaded into the inner optimizer."""
-        for group, inner in zip(self._groups, self.optimizer.param_groups, strict=True):
-            group.update(_settings_of(inner))
-
-    def _set_inner(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        for group, values in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(values)
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-class _GradientNorm:
-    """The gradient norm of a step: NaN until the step has measured it, and if the step is skipped."""
-
-    def __init__(self, step: int, value: torch.Tensor | None = None, *, is_known: bool = False) -> None:
-        self.step = step
-        self.value = torch.full((), float("nan")) if value is None else value
-        self.is_known = is_known
-
-    def known(self) -> torch.Tensor:
-        """Wait for the value. The next batch waits for the same step, so this costs no time."""
-        wait_for_event(lambda: self.is_known, f"the gradient norm of step {self.step}")
-        return self.value
-
-
 class _KeepsGradients:
-    """Stands for the model in Trainer's loop while steps are asynchronous: `zero_grad()` does nothing.
+    """Stands for the model in Trainer's loop: `zero_grad()` does nothing.
 
-    Steps clear the gradients they have used. The model's own zero_grad() would wait for the running step.
+    Steps clear the gradients they have used. The model's own zero_grad() would wait for a running step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -207,9 +122,9 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         self._is_wrapped = False
         self._wrapped_models: list[ModelProxy] = []
         self._skips_step = False  # whether a loss of this step was not finite
-        self._last_norm: _GradientNorm | None = None  # of the step that was issued last
         self._loss_sums: Mapping[str, Any] | None = None  # of a checkpoint, until the loop has begun
         self.run_view = RunViewCallback(show=self.roundpipe.view)
+        self._grad_norms: list[torch.Tensor] = []  # of the last steps; each step sets its norm
         # Trainer reads the class and the signature of the model that it is constructed with, so it gets the plain one.
         given = args[0] if args else kwargs.get("model")
         self._given = given if isinstance(given, ModelProxy) else None
@@ -316,12 +231,12 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the model itself. Before training, make the optimizer step through the model."""
         if training:
-            self._last_norm, self._skips_step = None, False
+            self._grad_norms, self._skips_step = [], False
         if training and not isinstance(self.optimizer, SteppedOptimizer):
             inner = self.optimizer
-            _put_masters_into(inner, self.model)
+            put_masters_into(inner, self.model)
             self.optimizer = SteppedOptimizer(inner, self._run_step)
-            _give_optimizer(self.lr_scheduler, inner, self.optimizer)
+            give_optimizer(self.lr_scheduler, inner, self.optimizer)
         return model
 
     def _prepare_input(self, data: Any) -> Any:
@@ -375,13 +290,13 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
 
     def begin_training_step(self) -> None:
         """Set the model, and an optimizer that knows such modes, to training mode."""
-        self.model.train()
+        if not all(module.training for module in self.model.modules()):  # setting modes takes longer than asking
+            self.model.train()
         self.optimizer.train()
 
     def _run_epoch(self, model: nn.Module, **kwargs: Any) -> None:
         self._restore_loss_sums()  # Trainer clears them after it has loaded a checkpoint
-        loop_model: Any = _KeepsGradients(model) if self.roundpipe.is_async else model
-        super()._run_epoch(model=loop_model, **kwargs)
+        super()._run_epoch(model=_KeepsGradients(model), **kwargs)
 
     # Optimizer steps.
 
@@ -415,37 +330,37 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         """Do nothing: steps clip gradients."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor | None:
-        """A tensor that the coming step sets to its gradient norm; the norm of the step before if steps are async."""
-        before, self._last_norm = self._last_norm, _GradientNorm(self.state.global_step + 1)
-        norm: torch.Tensor | None = self._last_norm.value
+        """The gradient norm of the coming step, which sets it.
+
+        If steps are asynchronous: that of the step before the last one, which has certainly run by now.
+        """
+        norms = self._grad_norms = [*self._grad_norms[-2:], torch.full((), float("nan"))]
+        reported: torch.Tensor | None = norms[-1]
         if self.roundpipe.is_async:
-            norm = None if before is None else before.known()
-        self.run_view.note_grad_norm(norm)
-        return norm
+            reported = norms[0] if len(norms) == 3 else None
+        self.run_view.note_grad_norm(reported)
+        return reported
 
     def _run_step(self, take_step: Callable[[], None]) -> None:
         """Clip gradients, call `take_step` and clear gradients, as one step of the model."""
-        norm = self._last_norm
-        assert norm is not None
+        step, norm = self.state.global_step + 1, self._grad_norms[-1]
         if self._skips_step:
             self._skips_step = False
             self.model.zero_grad()
-            norm.is_known = True
             return
         max_norm = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
         nonfinite = self.roundpipe.nonfinite
 
         def step_fn() -> None:
             try:
-                norm.value.copy_(clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off"))
-                take_step()
+                norm.copy_(clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off"))
             except NonFiniteError as error:
                 if nonfinite == "stop":
-                    error.add_note(f"in step {norm.step}; no weight was changed. {_GO_ON}")
+                    error.add_note(f"in step {step}; no weight was changed. {_GO_ON}")
                     raise
-                logger.warning("step %d was skipped: %s", norm.step, error)
-            finally:
-                norm.is_known = True
+                logger.warning("step %d was skipped: %s", step, error)
+            else:
+                take_step()
             self._clear_gradients()
 
         self.model.step(step_fn, is_async=self.roundpipe.is_async)
@@ -532,13 +447,12 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
 
     def _run_values(self) -> dict[str, Any]:
         """What the run needs to go on besides the state of Trainer, and is not in any other file."""
-        norm = self._last_norm
         return {
             "num_microbatch": None if self._given is not None else self.roundpipe.num_microbatch,
             "loss_since_log": self._tr_loss.cpu(),
             "loss_until_log": self._total_loss_scalar,
             "logged_step": self._globalstep_last_logged,
-            "grad_norm": None if norm is None else norm.known(),
+            "grad_norms": self._grad_norms,
         }
 
     def _state_as_json(self) -> str:
@@ -572,8 +486,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         values = load(checkpoint, self.model, self.optimizer.optimizer, scheduler=self.lr_scheduler)
         self.optimizer.take_inner_settings()
         self._loss_sums = values
-        if values["grad_norm"] is not None:
-            self._last_norm = _GradientNorm(self.state.global_step, values["grad_norm"], is_known=True)
+        self._grad_norms = values["grad_norms"]
         if values["num_microbatch"] is not None and not self.fixes_microbatches and self._given is None:
             self.set_num_microbatch(values["num_microbatch"])
 
@@ -618,39 +531,3 @@ class RoundPipeTrainer(RoundPipeMixin, Trainer):  # type: ignore[misc]
 def _loss_of(outputs: Any) -> Any:
     """The loss in a model's outputs, where Trainer looks for it."""
     return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-
-
-def _give_optimizer(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
-    """Make a scheduler that the user has passed, and those that it contains, set the rates of another optimizer."""
-    if getattr(scheduler, "optimizer", None) is old:
-        scheduler.optimizer = new
-    for part in getattr(scheduler, "_schedulers", ()):
-        _give_optimizer(part, old, new)
-
-
-def _put_masters_into(optimizer: torch.optim.Optimizer, model: ModelProxy) -> None:
-    """Make an optimizer on the model's own parameters one on their masters."""
-    masters = dict(model.optim_named_parameters())
-    known = {id(master): master for master in masters.values()}
-    frozen = set()
-    for name, param in model.named_parameters():
-        if name in masters:
-            known[id(param)] = masters[name]
-        else:
-            frozen.add(id(param))
-    groups = [[param for param in group["params"] if id(param) not in frozen] for group in optimizer.param_groups]
-    unknown = [param for params in groups for param in params if id(param) not in known]
-    if unknown:
-        raise UsageError(
-            f"the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that is none of the "
-            "model's. Leave `optimizers` out, pass optimizer_cls_and_kwargs, or build the optimizer on "
-            "trainer.model.optim_parameters() and set trainer.optimizer."
-        )
-    changed = [param for params in groups for param in params if known[id(param)] is not param]
-    if changed and optimizer.state:
-        raise UsageError(
-            "the optimizer has taken steps on the model's own parameters, and RoundPipe steps on their masters; build "
-            "it anew, or on trainer.model.optim_parameters()."
-        )
-    for group, params in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [known[id(param)] for param in params]

@@ -19,7 +19,8 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import use_adapter
 
-from roundpipe.api.roundpipe import ModelProxy, RoundPipe
+from roundpipe.api.proxy import ModelProxy
+from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.integrations.trainer import RoundPipeMixin
 
 logger = logging.getLogger("roundpipe")

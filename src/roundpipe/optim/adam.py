@@ -25,7 +25,7 @@ import inspect
 import operator
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -53,7 +53,7 @@ from roundpipe.store.host_memory import (
     make_pages_ready,
     require_host_memory,
 )
-from roundpipe.store.store import LayerUpdate
+from roundpipe.store.store import LayerUpdate, next_to_change
 
 _WITH_TWO_MOMENTS = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam),
@@ -412,16 +412,15 @@ def step_in_one_pass(
                     source = param.source if isinstance(param, OptimizerCopy) else None
                     if isinstance(source, LayerUpdate) and param.dtype is torch.float32:
                         items[source].append((param, group))
-    left = deque(sorted((update for update in items if update.is_usable()), key=lambda update: update.order))
+    left = sorted((update for update in items if update.is_usable()), key=lambda update: update.order)
     kernel = one_pass_kernel() if left else None
     if kernel is None:
         return frozenset()
     one_pass = _OnePass(optimizer, kernel, reserve, checked)
     done: list[int] = []
     while left:
-        # Layers are updated in the order in which their gradients land and in which a checkpoint writes them. Once all
-        # may be changed, they are updated in the opposite order, in which the next call needs the weights.
-        update = left.pop() if all(update.may_be_changed for update in left) else left.popleft()
+        update = next_to_change(left)
+        left.remove(update)
         done += update.carry_out(functools.partial(one_pass.update_layer, update, items[update]))
     return frozenset(done)
 

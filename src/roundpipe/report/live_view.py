@@ -149,7 +149,8 @@ def plain_line(state: RunState) -> str:
 
 
 class LiveView:
-    """A region at the bottom of the terminal, drawn four times a second by a thread of rich.
+    """A region at the bottom of the terminal, drawn once a second by a thread of rich: drawing
+    holds the interpreter lock, which the threads that launch work on devices need.
 
     Output of print() and of logging appears above it.
     """
@@ -159,7 +160,7 @@ class LiveView:
 
         self._state = state
         self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
-        self._live = Live(console=console, get_renderable=lambda: render(self._state), refresh_per_second=4)
+        self._live = Live(console=console, get_renderable=lambda: render(self._state), refresh_per_second=1)
         outputs = {id(stream) for stream in (sys.stdout, sys.stderr)}
         self._live.start()
         # rich redirects sys.stdout and sys.stderr. Handlers of logging hold the streams themselves.

@@ -193,7 +193,7 @@ class CopyHome(Protocol):
     gradient_owner: GradientOwner | None
     held: set[int]  # not empty while a checkpoint reads the values of copies
 
-    def wait_until_written(self) -> None: ...
+    def wait_until_written(self, master: torch.Tensor) -> None: ...
 
 
 class OptimizerCopy(nn.Parameter):
@@ -295,7 +295,7 @@ class OptimizerCopy(nn.Parameter):
         Waits for a checkpoint that reads the values: the operation may write them.
         """
         if self.home is not None and (home := self.home()) is not None and home.held:
-            home.wait_until_written()
+            home.wait_until_written(self)
         if self._weight is not None:
             with self.lock:
                 self.take_memory()

@@ -246,10 +246,11 @@ class LayerStore:
         """Whether a tensor is a parameter of this model."""
         return id(param) in self._by_param
 
-    def wait_until_written(self) -> None:
-        """Block until no checkpoint reads the weights and masters any more."""
+    def wait_until_written(self, master: torch.Tensor) -> None:
+        """Block until no checkpoint reads a master any more."""
+        layer_id = next((record.home for record in self.parameters if record.master is master), None)
         with self.monitor:
-            self.monitor.wait_until(lambda: not self.held, "a checkpoint to be written")
+            self.monitor.wait_until(lambda: layer_id not in self.held, f"a checkpoint to read layer {layer_id}")
 
     def check_training_memory(self) -> None:
         """Raise HostMemoryError if training does not fit into host memory.
@@ -446,7 +447,7 @@ class LayerUpdate:
 
     def wait_until_landed(self) -> None:
         """Block until the layer's gradients have landed; raises StepAbandoned if they never will."""
-        self._wait_until(lambda: self._gradients is not None, f"gradients of layer {self._layer_id}")
+        self.wait_until(lambda: self._gradients is not None, f"gradients of layer {self._layer_id}")
 
     def wait_for_gradients(self) -> None:
         """Block until the gradients have landed and no checkpoint still reads the layer: the step may change it.
@@ -456,11 +457,12 @@ class LayerUpdate:
         if not self.may_be_changed:
             self.wait_until_landed()
             held = self._store.held
-            self._wait_until(lambda: self._layer_id not in held, f"a checkpoint to read layer {self._layer_id}")
+            self.wait_until(lambda: self._layer_id not in held, f"a checkpoint to read layer {self._layer_id}")
         if self._abandoned():
             raise StepAbandoned
 
-    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
+    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
+        """Block until `ready()` is true; raises StepAbandoned if the step's gradients will never land."""
         with self._store.monitor:
             self._store.monitor.wait_until(lambda: self._abandoned() or ready(), what)
         if self._abandoned():
@@ -576,3 +578,17 @@ class LayerUpdate:
                     master.rest_after_step()
         finally:
             self._store.weights.end(self._layer_id, self._version, target)
+
+
+def next_to_change(updates: Sequence[LayerUpdate]) -> LayerUpdate:
+    """The update, of those that are left, that a step carries out next. They are in the order of landing.
+
+    While some layers wait for gradients or for a checkpoint, this is the first that waits for neither. Once all may be
+    changed, it is the last: the next call needs its weights first.
+    """
+    while not (ready := [update for update in updates if update.may_be_changed]):
+        first = updates[0]
+        first.wait_until_landed()
+        what = f"a checkpoint to read layer {first._layer_id}"
+        first.wait_until(lambda: any(update.may_be_changed for update in updates), what)
+    return updates[-1] if len(ready) == len(updates) else ready[0]
