@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import roundpipe
+import roundpipe.integrations
 from roundpipe import checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -17,8 +18,9 @@ README = ROOT / "README.md"
 TRAINING_LOOP = ROOT / "docs" / "training-loop.md"
 API = ROOT / "docs" / "api.md"
 TRANSFORMERS = ROOT / "docs" / "transformers.md"
+TRAINER = ROOT / "docs" / "trainer.md"
 CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
-PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS, CHECKPOINTS]
+PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS, TRAINER, CHECKPOINTS]
 
 
 def python_blocks(path: Path) -> Iterator[tuple[int, str]]:
@@ -68,6 +70,11 @@ def test_readme_names_the_two_commands() -> None:
 @pytest.mark.parametrize("name", roundpipe.__all__)
 def test_public_name_is_in_the_api_page(name: str) -> None:
     assert re.search(rf"`(roundpipe\.)?{name}\b", API.read_text(encoding="utf-8")), f"docs/api.md does not name {name}"
+
+
+@pytest.mark.parametrize("name", roundpipe.integrations.__all__)
+def test_name_of_the_integrations_is_in_the_api_page(name: str) -> None:
+    assert re.search(rf"`{name}\b", API.read_text(encoding="utf-8")), f"docs/api.md does not name {name}"
 
 
 @pytest.mark.parametrize("name", checkpoint.__all__)

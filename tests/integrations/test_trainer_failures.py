@@ -19,6 +19,7 @@ from roundpipe import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError, NonFiniteError, UsageError
 from roundpipe.integrations import RoundPipeOptions, RoundPipeTrainer
 
+
 # Arguments.
 
 
@@ -259,6 +260,24 @@ def test_unchecked_steps_reach_the_weights(poisoned: Callable[..., Any]) -> None
     trainer.train()
     assert not all(bool(value.isfinite().all()) for value in poison.weights[BAD_STEP].values())
     assert len(logged(trainer)) == 5
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "off"])
+def test_loss_that_is_not_finite_although_its_gradients_are(nonfinite: Any, tmp_path: Path) -> None:
+    def loss_func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return outputs.logits.square().mean() + float("inf")
+
+    trainer: Any = RoundPipeTrainer(
+        tiny_model(),
+        arguments(tmp_path, max_steps=2),
+        train_dataset=token_rows(),
+        compute_loss_func=loss_func,
+        roundpipe=options(2, nonfinite=nonfinite),
+    )
+    before = copies(trainer.model)
+    trainer.train()
+    assert same(copies(trainer.model), before) == (nonfinite == "skip")
+    close(trainer)
 
 
 def test_labels_can_be_the_cause(tmp_path: Path) -> None:

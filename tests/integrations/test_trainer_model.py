@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from helpers_tiny_hf import VOCAB_SIZE, TokenRows, tiny_model
 from helpers_trainers import arguments, close, logged, lora_model, options, token_rows
 from roundpipe import AutoRoundPipe, RoundPipe, wrap_model_to_roundpipe
 from roundpipe.integrations import RoundPipeMixin, RoundPipeTrainer
+
 
 
 def test_accelerate_sees_one_model(tmp_path: Path) -> None:
@@ -102,6 +103,31 @@ def test_model_that_is_not_split_is_trained_part_by_part(
     for mine, its in zip(found[1], found[0], strict=True):
         for name in {"loss", "eval_loss", "grad_norm", "learning_rate"} & its.keys():
             assert mine[name] == pytest.approx(its[name], abs=1e-5, rel=1e-4 if name == "grad_norm" else 0), name
+
+
+def test_layer_norms_that_are_parts_do_not_decay(tmp_path: Path) -> None:
+    """Trainer recognises them by their class, which a part hides; GPT-2 calls the last one ln_f."""
+    sizes = {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 16,
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    network = GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=False))
+    trainer: Any = RoundPipeTrainer(network, arguments(tmp_path), train_dataset=token_rows(), roundpipe=options())
+    expected = Trainer.get_decay_parameter_names(trainer, network)
+    close(trainer)
+    with wrap_model_to_roundpipe(
+        network, use_sequential_preset=False, lower_threshold=1, upper_threshold=1, devices=["cpu"]
+    ) as model:
+        assert isinstance(model.get_submodule("transformer.ln_f"), RoundPipe)
+        found = trainer.get_decay_parameter_names(model)
+    assert found == expected
+    assert not {"transformer.h.0.ln_1.weight", "transformer.ln_f.weight"} & set(found)
+    assert "transformer.h.0.attn.c_attn.weight" in found
 
 
 def test_push_to_hub_of_the_model_delegates(monkeypatch: pytest.MonkeyPatch) -> None:

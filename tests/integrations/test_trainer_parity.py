@@ -38,12 +38,19 @@ from helpers_trainers import (
 from roundpipe import RoundPipeRunConfig, clip_grad_norm_, optim, wrap_model_to_roundpipe
 from roundpipe.integrations import RoundPipeDPOTrainer, RoundPipeSFTTrainer, RoundPipeTrainer
 
+
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 
 KINDS = ["full", "lora"]
-DPO_KINDS = ["full", "lora", "trained-lora", "precomputed", "precomputed-lora", "synced"]
+DPO_KINDS = [
+    *KINDS,
+    "trained-lora",
+    "precomputed",
+    pytest.param("precomputed-lora", marks=pytest.mark.slow),
+    "synced",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -167,7 +174,9 @@ def test_checkpointing_and_offloading_of_activations_are_ignored(
     given = for_sft(tmp_path, kind)
     given["args"] = dataclasses.replace(given["args"], gradient_checkpointing=True, activation_offloading=True)
     with caplog.at_level(logging.INFO, "roundpipe"):
-        found = outcome_of(RoundPipeSFTTrainer(**given, roundpipe=options(2)))
+        trainer = RoundPipeSFTTrainer(**given, roundpipe=options(2))
+        assert not trainer.model.get_input_embeddings()._forward_hooks
+        found = outcome_of(trainer)
     assert_like_plain(found, plain(trl.SFTTrainer, for_sft, kind))
     assert "gradient checkpointing stays off" in caplog.text
     assert "activation_offloading stays off" in caplog.text

@@ -29,7 +29,7 @@ from helpers_split import (
     rows,
     train_call,
 )
-from roundpipe import ModelSplitError, RoundPipe, RoundPipeRunConfig
+from roundpipe import ModelSplitError, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.split.splitter import ModelSplitter
 
 BLOCK_NAMES = [f"blocks.{i}.{name}" for i in range(3) for name in dict(Block().named_parameters())]
@@ -417,3 +417,11 @@ def test_two_models_of_one_class_do_not_affect_each_other(models: SplitModels) -
     with torch.no_grad():
         assert not torch.equal(first(x=rows()), second(x=rows()))
     assert own_loss(first(x=rows()), None).requires_grad
+
+
+def test_argument_given_twice_is_refused() -> None:
+    with (
+        wrap_model_to_roundpipe(Toy(), example_inputs={"x": rows()}, devices=["cpu"]) as model,
+        pytest.raises(TypeError, match=r"Toy\.forward\(\) got multiple values for argument 'x'"),
+    ):
+        model(rows(), x=rows())

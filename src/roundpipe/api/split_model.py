@@ -17,7 +17,7 @@ from torch import nn
 
 from roundpipe.api.loss_weights import OwnLoss
 from roundpipe.config import ResolvedRunConfig
-from roundpipe.errors import ModelSplitError, UsageError
+from roundpipe.errors import ArgumentTypeError, ModelSplitError, UsageError
 from roundpipe.microbatch import MicrobatchInputs, RoundPipePackedData
 from roundpipe.microbatch.hf_inputs import ModelInputSplit
 from roundpipe.split.layers import KEEPS_LOGITS
@@ -71,7 +71,13 @@ class SplitModel:
 
         is_for_loss_alone: the user gets only the loss, so large logits need not be kept.
         """
-        kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        by_position = dict(zip(self._parameters, args, strict=False))
+        if twice := by_position.keys() & kwargs.keys():
+            raise ArgumentTypeError(
+                f"{type(self._model).__name__}.forward() got multiple values for argument {min(twice)!r}: one by "
+                "position and one by name."
+            )
+        kwargs = {**by_position, **kwargs}
         args = tuple(args)[len(self._parameters) :]
         has_cache = any(map(is_cache, kwargs.values())) or kwargs.get("use_cache") is True
         if has_cache and config.requires_grad:
