@@ -61,7 +61,7 @@ def _is_hidden(path: Path) -> bool:
 def _stands_in(path: Path) -> bool:
     """Whether a hidden folder holds a checkpoint that a save was replacing when its process was killed."""
     name, kind, _ = path.name[1:].partition(REPLACED)
-    return bool(kind) and not os.path.exists(path.parent / name / MANIFEST)
+    return bool(kind) and _REMOVED not in path.name and not os.path.exists(path.parent / name / MANIFEST)
 
 
 def find(folder: Path) -> Path:
@@ -77,12 +77,17 @@ def find(folder: Path) -> Path:
 
 
 def prune(folder: Path, keep: int, newest: Path) -> None:
-    """Remove all but the `keep` newest checkpoints. A folder loses its name first: none is ever seen half removed."""
+    """Remove all but the `keep` newest checkpoints."""
     for path in complete_checkpoints(folder)[:-keep]:
         if path != newest:
-            removed = free_name(path, _REMOVED)
-            os.rename(path, removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            remove(path)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint. It loses its name first, so none is ever seen half removed."""
+    removed = free_name(folder, _REMOVED)
+    os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -103,7 +108,8 @@ def remove_abandoned(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".*{REPLACED}*"):
         if not _stands_in(path):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(path)
 
 
 def make_partial(folder: Path) -> tuple[Path, int]:
