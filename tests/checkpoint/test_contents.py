@@ -206,6 +206,17 @@ def test_buffers_of_a_module_that_trains_beside_an_adapter(opened: list[Any], tm
 # Other models and optimizers.
 
 
+def check_resumes(whole: Training, other: Training, folder: Path) -> None:
+    """`other` continues from a save of `whole` as `whole` itself does, which trains while it is saved."""
+    whole.train(2)
+    pending = whole.save(folder)
+    losses = whole.train(2)
+    pending.wait()
+    other.load(folder)
+    assert other.train(2) == losses
+    assert_same_bits(other.bits(), whole.bits())
+
+
 class HostAndDevices(nn.Module):
     """Parameters in blocks that run on devices, and in the model itself, which run on the host."""
 
@@ -271,16 +282,10 @@ def test_frozen_parameters(opened: list[Any], tmp_path: Path) -> None:
         return model
 
     opened += [whole := Training(frozen(1)), other := Training(frozen(2), num_devices=1)]
-    whole.train(2)
-    pending = whole.save(tmp_path / "one")
-    losses = whole.train(2)
-    pending.wait()
+    check_resumes(whole, other, tmp_path / "one")
     names = read_manifest(tmp_path / "one").tensors
     assert "1.0.weight" in names["weights"]
     assert not any("1.0" in name or "2.0.bias" in name for name in names["optimizer"])
-    other.load(tmp_path / "one")
-    assert other.train(2) == losses
-    assert_same_bits(other.bits(), whole.bits())
 
 
 def test_parameters_that_layers_share(opened: list[Any], tmp_path: Path) -> None:
@@ -290,14 +295,8 @@ def test_parameters_that_layers_share(opened: list[Any], tmp_path: Path) -> None
         return model
 
     opened += [whole := Training(shared(1)), other := Training(shared(2), num_devices=3)]
-    whole.train(2)
-    pending = whole.save(tmp_path / "one")
-    losses = whole.train(2)
-    pending.wait()
+    check_resumes(whole, other, tmp_path / "one")
     assert read_manifest(tmp_path / "one").aliases == {"2.0.weight": "0.0.weight"}
-    other.load(tmp_path / "one")
-    assert other.train(2) == losses
-    assert_same_bits(other.bits(), whole.bits())
     assert other.model.original_model[2][0].weight is other.model.original_model[0][0].weight
 
 
@@ -311,13 +310,7 @@ def test_states_of_other_optimizers(opened: list[Any], tmp_path: Path, make_opti
         whole := Training(make_optimizer=make_optimizer),
         other := Training(seed=2, make_optimizer=make_optimizer),
     ]
-    whole.train(2)
-    pending = whole.save(tmp_path / "one")
-    losses = whole.train(2)
-    pending.wait()
-    other.load(tmp_path / "one")
-    assert other.train(2) == losses
-    assert_same_bits(other.bits(), whole.bits())
+    check_resumes(whole, other, tmp_path / "one")
 
 
 def test_weights_alone_load_into_a_model_without_an_optimizer(opened: list[Any], tmp_path: Path) -> None:

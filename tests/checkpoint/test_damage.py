@@ -5,6 +5,7 @@ A refusal changes no bit of model, optimizer, scheduler, scaler and random numbe
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import pickle
@@ -365,6 +366,30 @@ def test_no_permission(name: str, folder: Path, run: Training) -> None:
             check_refused(run, folder, str(path), "Permission denied")
     finally:
         path.chmod(mode)
+
+
+def test_a_disk_that_fails_after_the_verification(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second copy of the model exists, so the error says that parts are loaded. A later load mends it."""
+    ours, expected = Training(seed=3, scaled=True), Training(seed=4, scaled=True)
+    real, handles = os.preadv, []
+
+    def fail(handle: int, buffers: Any, offset: int) -> int:
+        handles.append(handle)
+        if len(handles) == 8:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(handle, buffers, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        with pytest.raises(CheckpointError, match=f"{folder}/.*Input/output error") as caught:
+            ours.load(folder)
+    assert f"parts of {folder} are in the model already" in "".join(caught.value.__notes__)
+    ours.load(folder)
+    loaded = ours.bits()
+    expected.load(folder)
+    assert_same_bits(loaded, expected.bits())
+    ours.close()
+    expected.close()
 
 
 # Other models and optimizers.

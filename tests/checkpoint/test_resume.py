@@ -78,8 +78,9 @@ def test_into_a_run_that_has_trained_already(tmp_path: Path) -> None:
 
 def test_before_the_first_step(tmp_path: Path) -> None:
     whole, other = Training(), Training()
-    whole.save(tmp_path / "start")
+    pending = whole.save(tmp_path / "start")
     losses = whole.train(2)
+    pending.wait()
     torch.manual_seed(99)
     other.load(tmp_path / "start")
     assert other.train(2) == losses

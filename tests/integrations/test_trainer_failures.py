@@ -19,7 +19,6 @@ from roundpipe import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError, NonFiniteError, UsageError
 from roundpipe.integrations import RoundPipeOptions, RoundPipeTrainer
 
-
 # Arguments.
 
 

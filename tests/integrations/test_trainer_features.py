@@ -21,7 +21,6 @@ from helpers_trainers import arguments, close, logged, new_model, options, setti
 from roundpipe import RoundPipe, wrap_model_to_roundpipe
 from roundpipe.integrations import RoundPipeMixin, RoundPipeTrainer
 
-
 NUM_STEPS = 4
 CLASSES: tuple[Any, Any] = (Trainer, RoundPipeTrainer)
 

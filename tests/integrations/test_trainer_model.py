@@ -18,7 +18,6 @@ from roundpipe import AutoRoundPipe, RoundPipe, wrap_model_to_roundpipe
 from roundpipe.integrations import RoundPipeMixin, RoundPipeTrainer
 
 
-
 def test_accelerate_sees_one_model(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=2, bf16=True)
     ours: Any = RoundPipeTrainer(tiny_model(), args, train_dataset=token_rows(), roundpipe=options(2))

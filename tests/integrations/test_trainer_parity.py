@@ -38,7 +38,6 @@ from helpers_trainers import (
 from roundpipe import RoundPipeRunConfig, clip_grad_norm_, optim, wrap_model_to_roundpipe
 from roundpipe.integrations import RoundPipeDPOTrainer, RoundPipeSFTTrainer, RoundPipeTrainer
 
-
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")

@@ -61,7 +61,7 @@ def _is_hidden(path: Path) -> bool:
 def _stands_in(path: Path) -> bool:
     """Whether a hidden folder holds a checkpoint that a save was replacing when its process was killed."""
     name, kind, _ = path.name[1:].partition(REPLACED)
-    return bool(kind) and not os.path.exists(path.parent / name / MANIFEST)
+    return bool(kind) and _REMOVED not in path.name and not os.path.exists(path.parent / name / MANIFEST)
 
 
 def find(folder: Path) -> Path:
@@ -77,16 +77,18 @@ def find(folder: Path) -> Path:
 
 
 def prune(folder: Path, keep: int, spared: frozenset[Path]) -> None:
-    """Remove the oldest checkpoints until `keep` are left; never `spared` ones.
-
-    A folder loses its name first: none is ever seen half removed.
-    """
+    """Remove the oldest checkpoints until `keep` are left; never `spared` ones."""
     complete = complete_checkpoints(folder)
     removable = [path for path in complete if path not in spared]
     for path in removable[: max(len(complete) - keep, 0)]:
-        removed = free_name(path, _REMOVED)
-        os.rename(path, removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        remove(path)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint. It loses its name first, so none is ever seen half removed."""
+    removed = free_name(folder, _REMOVED)
+    os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -107,7 +109,8 @@ def remove_abandoned(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".*{REPLACED}*"):
         if not _stands_in(path):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(path)
 
 
 def make_partial(folder: Path) -> tuple[Path, int]:

@@ -34,7 +34,16 @@ import torch
 from roundpipe.api.group import Group
 from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import Contents, HasState, Source, WeightSet, capture, is_adapter
-from roundpipe.checkpoint.folders import LATEST, REPLACED, free_name, make_partial, point_to, prune, remove_abandoned
+from roundpipe.checkpoint.folders import (
+    LATEST,
+    REPLACED,
+    free_name,
+    make_partial,
+    point_to,
+    prune,
+    remove,
+    remove_abandoned,
+)
 from roundpipe.checkpoint.format import (
     DTYPES,
     MANIFEST,
@@ -457,7 +466,7 @@ class PendingSave:
         self._partial, self._is_named = None, True
         sync_folder(self.folder.parent)
         if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove(replaced)
 
     def _explained(self, error: BaseException) -> BaseException:
         """The error to raise: failures of the file system become a CheckpointError."""
