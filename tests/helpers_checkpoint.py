@@ -52,6 +52,7 @@ class Training:
         dtype: torch.dtype = torch.bfloat16,
         optim_dtype: torch.dtype | None = torch.float32,
         num_devices: int = 2,
+        device: str = "cpu",
         plan: ModelExecutePlan | None = None,
         is_async: bool = False,
         make_optimizer: MakeOptimizer = optim.AdamW,
@@ -61,7 +62,7 @@ class Training:
         plain = network(dtype=dtype, seed=seed) if model is None else model
         config = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH, execute_plan=plan)
         self.model = RoundPipe(
-            plain, devices=["cpu"] * num_devices, optim_dtype=optim_dtype, model_run_config=config, name="run"
+            plain, devices=[device] * num_devices, optim_dtype=optim_dtype, model_run_config=config, name="run"
         )
         self.dtype = next(plain.parameters()).dtype
         self.optimizer = make_optimizer(self.model.optim_parameters(), lr=0.02)
