@@ -350,6 +350,12 @@ def test_several_gpus_make_no_data_parallel_model(pair: Callable[..., list[Any]]
     close(ours)
 
 
+def test_batches_are_not_pinned(pair: Callable[..., list[Any]]) -> None:
+    plain, ours = pair()
+    assert plain.args.dataloader_pin_memory
+    assert not ours.args.dataloader_pin_memory
+
+
 def test_default_arguments_of_token_averages(pair: Callable[..., list[Any]]) -> None:
     plain, ours = pair()
     assert ours.args.average_tokens_across_devices is plain.args.average_tokens_across_devices is True

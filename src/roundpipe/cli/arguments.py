@@ -324,7 +324,6 @@ def _settings(given: Mapping[str, Any]) -> TrainSettings:
     sft.setdefault("learning_rate", _LORA_RATE if "lora" in given else _FULL_RATE)
     sft.setdefault("per_device_eval_batch_size", sft["per_device_train_batch_size"])
     sft["use_cpu"] = parse_devices(given.get("devices"))[0].kind == "cpu"
-    sft.setdefault("dataloader_pin_memory", False)
     if "eval_data" in given:
         sft.setdefault("eval_strategy", "steps" if "eval_steps" in given else "epoch")
     roundpipe = {name: given[name] for name in ("devices", "num_microbatch", "pin_model", "nonfinite") if name in given}

@@ -199,6 +199,8 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         self._check_arguments()  # here: Trainer has its arguments and has not touched the model yet
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # RoundPipe uses all devices itself: no DataParallel, no larger batches
+        # The copy of a pinned batch to a device waits behind copies of weights; small pageable copies do not.
+        self.args.dataloader_pin_memory = False
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False  # models, optimizers and batches stay in host memory
 
