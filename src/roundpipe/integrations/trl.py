@@ -21,6 +21,7 @@ from trl.trainer.utils import use_adapter
 
 from roundpipe.api.proxy import ModelProxy
 from roundpipe.api.roundpipe import RoundPipe
+from roundpipe.errors import ConfigError
 from roundpipe.integrations.trainer import RoundPipeMixin
 
 logger = logging.getLogger("roundpipe")
@@ -73,6 +74,19 @@ class RoundPipeDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]
     """TRL's DPOTrainer over a RoundPipe. The reference model is wrapped, too."""
 
     ref_model: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        on_device = {
+            "ld_alpha": self.args.ld_alpha is not None,
+            'loss_type="exo_pair"': "exo_pair" in self.args.loss_type,
+        }
+        if self.accelerator.device.type != "cpu" and any(on_device.values()):
+            named = next(name for name, is_used in on_device.items() if is_used)
+            raise ConfigError(
+                f"with {named} TRL computes on {self.accelerator.device}, but RoundPipe's outputs are in host memory; "
+                "add use_cpu=True to the arguments: RoundPipe trains on the GPUs all the same."
+            )
 
     def wrap_model(self) -> None:
         if self._is_wrapped:
