@@ -24,7 +24,7 @@ from roundpipe.checkpoint import latest
 from roundpipe.report.metrics import METRICS_FILE, read_metrics
 from roundpipe.report.page import PAGE_FILE, PICTURE_FILE, write_report
 
-FULL = Recipe(steps=150, batch=16, peak_lr=1.5e-3, warmup_steps=10)
+FULL = Recipe(steps=144, batch=16, peak_lr=1.5e-3, warmup_steps=10)
 QUICK = Recipe(steps=12, batch=8, peak_lr=3e-3, warmup_steps=2)
 HEADINGS = itertools.count(1)
 # Set before transformers and datasets are imported, here and in the runs: their steps are too short for progress bars.
