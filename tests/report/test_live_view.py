@@ -162,6 +162,12 @@ def test_the_view_shows_every_figure() -> None:
     assert {len(line) for line in text.splitlines()} == {100}
 
 
+def test_a_note_is_the_last_line() -> None:
+    state = state_after(1)
+    state.note = "stopping [soon]"
+    assert "note       stopping [soon]" in render_text(state).splitlines()[-2]
+
+
 def test_names_with_brackets_are_no_markup() -> None:
     state = state_after(1)
     state.name, state.checkpoint = "run [red]", "checkpoint-[/b]"

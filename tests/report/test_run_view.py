@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -211,6 +212,26 @@ def test_a_killed_run_leaves_its_devices_and_an_early_timeline(tmp_path: Path) -
         view.close()
     assert record.starts[0]["devices"] == ["cpu:0", "cpu:1"]
     assert list(record.timelines) == [2, 3]
+
+
+def test_a_note_needs_a_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    begin = (TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True), TrainerState(), TrainerControl())
+    shown, hidden, terminal = RunViewCallback(), RunViewCallback(show=False), Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert not shown.show_note("too early")
+    for view in (shown, hidden):
+        view.on_train_begin(*begin)
+    assert shown.show_note("stopping after this step")
+    assert not hidden.show_note("stopping after this step")
+    shown.close()
+    hidden.close()
+    assert "stopping after this step" in terminal.getvalue()
+    assert "too early" not in terminal.getvalue()
 
 
 def test_asynchronous_steps_have_rows_at_once(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from roundpipe.api.proxy import ModelProxy
-from roundpipe.report.live_view import RunState, View, figure, open_view
+from roundpipe.report.live_view import LiveView, RunState, View, figure, open_view
 from roundpipe.report.metrics import METRICS_FILE, MetricsWriter, RunRecord
 from roundpipe.report.page import write_report
 from roundpipe.stats import StepStats, host_memory
@@ -57,6 +57,13 @@ class RunViewCallback(TrainerCallback):
     def run_state(self) -> RunState:
         """What the view shows."""
         return self._state
+
+    def show_note(self, note: str) -> bool:
+        """Add a line to the live view and return True; False if there is no live view. Works in a signal handler."""
+        if not isinstance(self._view, LiveView):
+            return False
+        self._state.note = note
+        return True
 
     # Called by the training step.
 

@@ -45,6 +45,7 @@ class RunState:
     eval_step: int | None = None
     checkpoint: str | None = None
     checkpoint_time: float = 0.0
+    note: str = ""  # shown as the last line
     start_time: float = field(default_factory=time.time)
     _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_ROWS + 1))
 
@@ -286,6 +287,8 @@ def render(state: RunState) -> RenderableType:
     if state.checkpoint is not None:
         saved = f"[b]{escape(state.checkpoint)}[/b], {duration(time.time() - state.checkpoint_time)} ago"
     line("saved", saved)
+    if state.note:
+        line("note", Text(state.note, style="bold yellow"))
     title = Text(state.name, style="bold")  # not markup: a name may contain brackets
     return Panel(grid, title=title, title_align="left", box=box.ROUNDED, border_style="blue")
 
