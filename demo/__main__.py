@@ -18,10 +18,16 @@ from pathlib import Path
 import torch
 
 from demo.chats import read_chats, save_model, training_and_held_out_pairs, write_chats
-from demo.comparison import Finding, answers, compare_with_plain, compare_with_stale, compare_with_undisturbed
+from demo.comparison import (
+    Finding,
+    answers,
+    compare_with_plain,
+    compare_with_stale,
+    compare_with_undisturbed,
+    losses_of,
+)
 from demo.plain_loop import Recipe
 from roundpipe.checkpoint import latest
-from roundpipe.report.metrics import METRICS_FILE, read_metrics
 from roundpipe.report.page import PAGE_FILE, PICTURE_FILE, write_report
 
 FULL = Recipe(steps=144, batch=16, peak_lr=1.5e-3, warmup_steps=10)
@@ -150,18 +156,19 @@ def make_job(folder: Path, recipe: Recipe) -> Job:
 def kill_half_way(job: Job, out: Path, devices: list[str]) -> dict[int, float]:
     """Kill the run when it is half-way and a few steps after a checkpoint. Returns the losses of the steps lost."""
     process = job.start(out, devices)
-    while True:
-        rows = [row for row in read_metrics(out / METRICS_FILE) if row["type"] == "train"]
-        checkpoint = latest(out) if out.is_dir() else None
-        saved = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
-        lost = {row["step"]: row["loss"] for row in rows if row["step"] > saved}
-        if 2 * saved >= job.recipe.steps and len(lost) > job.save_every // 3:
-            break
-        if process.poll() is not None:
-            sys.exit(f"error: roundpipe train ended with exit code {process.returncode} before it could be killed.")
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    try:
+        while True:
+            checkpoint = latest(out) if out.is_dir() else None
+            saved = 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
+            lost = {step: loss for step, loss in losses_of(out).items() if step > saved}
+            if 2 * saved >= job.recipe.steps and len(lost) > job.save_every // 3:
+                break
+            if process.poll() is not None:
+                sys.exit(f"error: roundpipe train ended with exit code {process.returncode} before it could be killed.")
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
     if sys.stdout.isatty():
         print("\033[?25h")  # the live view hides the cursor while it runs
     print(f"killed at step {max(lost)}; the newest complete checkpoint is {checkpoint}: {len(lost)} steps are lost")

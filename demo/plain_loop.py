@@ -50,12 +50,13 @@ def plain_losses(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.lr_factor)
     losses = []
     for input_ids, labels in batches(data, AutoTokenizer.from_pretrained(model_folder), recipe.batch, num_step):
-        mask = (labels != IGNORED) | (input_ids != model.config.pad_token_id)
+        mask = input_ids != model.config.pad_token_id
         loss = older(input_ids.to(device), attention_mask=mask.to(device), labels=labels.to(device)).loss
         loss.backward()
         losses.append(loss.item())
         if len(losses) % 25 == 0 or len(losses) == num_step:
-            print(f"step {len(losses)}/{num_step}  loss {losses[-1]:.4g}", flush=True)
+            weights = "  (gradients of weights one update old)" if is_stale else ""
+            print(f"step {len(losses)}/{num_step}  loss {losses[-1]:.4g}{weights}", flush=True)
         if is_stale:
             hand_over(model, older)
         nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)

@@ -17,9 +17,11 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from demo.__main__ import conclude  # noqa: E402
 from demo.chats import new_tokenizer, read_chats, training_and_held_out_pairs, write_chats  # noqa: E402
-from demo.comparison import compare_with_undisturbed  # noqa: E402
+from demo.comparison import Finding, compare_with_undisturbed  # noqa: E402
 from demo.plain_loop import IGNORED, tokens_and_labels  # noqa: E402
+from roundpipe.report import Section  # noqa: E402
 
 LOSSES = {1: 3.5, 2: 3.25, 3: 3.125}
 
@@ -103,6 +105,19 @@ def test_the_smallest_difference_is_found(
     finding = compare_with_undisturbed(resumed, write_run(tmp_path / "other", LOSSES, torch.zeros(2)), lost)
     assert not finding.holds
     assert named in finding.section.verdict
+
+
+def test_a_broken_promise_is_in_the_report_and_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", LOSSES, torch.zeros(2))
+    broken, held = Finding(False, Section("One", "It DIFFERS.")), Finding(True, Section("Two", "It is equal."))
+    assert conclude([held, broken], run, tmp_path, 1.0) == 1
+    terminal = capsys.readouterr().out
+    assert "[BROKEN] It DIFFERS." in terminal
+    assert "[ok] It is equal." in terminal
+    assert "It DIFFERS." in (tmp_path / "report.html").read_text()
+    assert conclude([held], run, tmp_path, 1.0) == 0
 
 
 # Its data.
