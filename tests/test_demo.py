@@ -21,6 +21,7 @@ from demo.__main__ import conclude  # noqa: E402
 from demo.chats import new_tokenizer, read_chats, training_and_held_out_pairs, write_chats  # noqa: E402
 from demo.comparison import Finding, compare_with_undisturbed  # noqa: E402
 from demo.plain_loop import IGNORED, tokens_and_labels  # noqa: E402
+
 from roundpipe.report import Section  # noqa: E402
 
 LOSSES = {1: 3.5, 2: 3.25, 3: 3.125}
