@@ -174,20 +174,30 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def plain_output() -> Iterator[None]:
-    """No progress bars of datasets and transformers inside the block, unless they go to a terminal."""
-    from datasets.utils import disable_progress_bars, enable_progress_bars  # type: ignore[import-untyped]
+    """No progress bars of datasets and transformers inside the block, unless they go to a terminal.
+
+    Bars that the user has disabled stay disabled afterwards.
+    """
+    from datasets.utils import (  # type: ignore[import-untyped]
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
     from transformers.utils import logging as transformers_logging
 
     if sys.stderr.isatty():
         yield
         return
+    of_datasets, of_transformers = not are_progress_bars_disabled(), transformers_logging.is_progress_bar_enabled()
     disable_progress_bars()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        enable_progress_bars()
-        transformers_logging.enable_progress_bar()
+        if of_datasets:
+            enable_progress_bars()
+        if of_transformers:
+            transformers_logging.enable_progress_bar()
 
 
 # Memory and disk.

@@ -43,6 +43,7 @@ WAIT_LIMIT_VARIABLE = "ROUNDPIPE_WAIT_LIMIT_S"
 logger = logging.getLogger("roundpipe")
 
 SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
+_STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 _NOT_KEPT = ("resume", "dry_run")
 # Options that do not change the numbers of a run, so that a resumed run may have others.
 _HARMLESS = {
@@ -115,7 +116,7 @@ def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None)
     stop = StopSignals()
     trainer.add_callback(_stop_callback(stop))
     try:
-        with stop.caught(trainer.model):
+        with stop.caught(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trainer.model.synchronize()  # the last checkpoint is complete
             if stop.signum is None:
@@ -197,16 +198,16 @@ class StopSignals:
         self.signum: int | None = None
 
     @contextlib.contextmanager
-    def caught(self, model: Any) -> Iterator[None]:
+    def caught(self, trainer: Any) -> Iterator[None]:
         """Handle the signals inside the block, if this is the main thread."""
 
         def handle(signum: int, frame: FrameType | None) -> None:
             if self.signum is not None and signum == signal.SIGINT:
                 raise KeyboardInterrupt
             self.signum = signum
-            model.request_stop()
-            # os.write: a handler may interrupt a write to sys.stderr.
-            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+            trainer.model.request_stop()
+            if not trainer.run_view.show_note(_STOPPING):
+                os.write(2, f"\n{_STOPPING}\n".encode())  # a handler may interrupt a write to sys.stderr
 
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -19,7 +19,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from roundpipe.api.proxy import ModelProxy
-from roundpipe.report.live_view import RunState, View, open_view
+from roundpipe.report.live_view import LiveView, RunState, View, figure, open_view
 from roundpipe.report.metrics import METRICS_FILE, MetricsWriter, RunRecord
 from roundpipe.report.page import write_report
 from roundpipe.stats import StepStats, host_memory
@@ -57,6 +57,13 @@ class RunViewCallback(TrainerCallback):
     def run_state(self) -> RunState:
         """What the view shows."""
         return self._state
+
+    def show_note(self, note: str) -> bool:
+        """Add a line to the live view and return True; False if there is no live view. Works in a signal handler."""
+        if not isinstance(self._view, LiveView):
+            return False
+        self._state.note = note
+        return True
 
     # Called by the training step.
 
@@ -145,7 +152,7 @@ class RunViewCallback(TrainerCallback):
             row = {"type": "eval", "step": state.global_step, "epoch": state.epoch, "time": time.time(), **metrics}
             self._writer.write(row)
             self._state.add(row)
-            self._show_state(f"eval_loss {metrics.get('eval_loss', '-')}")
+            self._show_state(f"eval_loss {figure(metrics.get('eval_loss'))}")
         self._since_s = time.perf_counter()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -238,6 +245,7 @@ class RunViewCallback(TrainerCallback):
         if (self._steps_done >= self._timeline_at or is_last) and timeline is not None:
             self._timeline_at = max(int(self._steps_done * _NEXT_TIMELINE), self._steps_done + 1)
             self._record.keep_timeline(state.global_step, timeline())
+            self._record.write(self._folder)  # a report after a kill has the devices and timelines, too
 
 
 def _measured(stats: StepStats | None) -> dict[str, Any]:
