@@ -14,10 +14,10 @@ from roundpipe.cli.arguments import parse
 from roundpipe.cli.train import how_to_resume, run
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError, HostMemoryError, NonFiniteError, StallError
 
-_USAGE = """usage: roundpipe train --model DIR_OR_NAME --data FILE_OR_DIR --out DIR [options]
+_USAGE = """usage: roundpipe train --model DIR_OR_NAME --data PATH --out DIR [options]
 
 commands:
-  train     fine-tune a causal language model; roundpipe train --help lists the options
+  train     fine-tune a causal language model; see roundpipe train --help
 """
 _MISTAKES = (ConfigError, DeviceError, HostMemoryError, CheckpointError)
 _EXTRAS = ("transformers", "trl", "datasets", "accelerate", "peft", "safetensors", "rich", "yaml", "jinja2")

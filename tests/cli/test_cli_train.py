@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tiny_models import new_tokenizer, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -96,6 +99,13 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--resume"], ["--resume: there is no complete checkpoint in --out", "Leave --resume out"]),
         (["--resume", "/no/where"], ["--resume: there is no folder /no/where"]),
         (["--pin-model", "off", "--logging-strategy", "sometimes"], ["sometimes"]),
+        (["--lora", "2", "--lora-target-modules", "foo"], ["--lora: peft cannot make the adapter", "foo"]),
+        (["--model-init-kwargs", "{bad"], ["--model-init-kwargs must be a JSON object", "got '{bad'"]),
+        (["--lr-scheduler-kwargs", "[1]"], ["--lr-scheduler-kwargs must be a JSON object", "got '[1]'"]),
+        (["--schedule", "warmup_stable_decay"], ["--schedule warmup_stable_decay with 6 steps", "num_decay_steps"]),
+        (["--adam-beta1", "2"], ["--optim adamw_torch", "beta", "2.0"]),
+        (["--optim", "lomo"], ["--optim lomo cannot be used", "lomo_optim"]),
+        (["--model", "no/where"], ["--model: cannot load the config of no/where: there is no such folder"]),
     ],
 )
 def test_mistakes_end_with_a_message_before_the_model_is_loaded(
@@ -147,6 +157,66 @@ def test_a_model_without_weights(folder: Path, tmp_path: Path, capsys: pytest.Ca
     message = refusal(capsys, words(folder, tmp_path / "out", "--model", str(tmp_path / "bare")))
     assert "bare has no weights" in message
     assert "--init" in message
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_model_without_a_tokenizer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shutil.copytree(folder / "model", tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "mute has no tokenizer" in refusal(capsys, words(folder, tmp_path / "out", "--model", str(model)))
+
+
+@pytest.mark.usefixtures("no_model")
+def test_damaged_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = shutil.copytree(folder / "model", tmp_path / "cut") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    message = refusal(capsys, words(folder, tmp_path / "out", "--model", str(file.parent)))
+    assert f"--model: {file} is damaged" in message
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("missing", "no weights for 1 parameters of its config, such as model.norm.weight;"),
+        ("shape", "wrong shapes for 1 parameters of its config, such as model.norm.weight (8,) instead of (16,);"),
+    ],
+)
+def test_a_model_that_is_not_the_one_of_its_config(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, reason: str
+) -> None:
+    file = shutil.copytree(folder / "model", tmp_path / "other") / "model.safetensors"
+    weights = load_file(file)
+    norm = weights.pop("model.norm.weight")
+    save_file(weights | ({"model.norm.weight": norm[:8].clone()} if fault == "shape" else {}), file, {"format": "pt"})
+    assert reason in refusal(capsys, words(folder, tmp_path / "out", "--model", str(file.parent)))
+
+
+@pytest.mark.usefixtures("no_model")
+def test_resume_of_a_folder_that_is_no_checkpoint(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refusal(capsys, words(folder, tmp_path / "out", "--resume", str(folder / "model")))
+    assert "model is not a complete checkpoint" in message
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_output_folder_of_a_running_process_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until the process ends, by whatever means."""
+    lock = (
+        "import fcntl, os, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print(os.getpid(), file=file, flush=True); print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", lock, str(tmp_path / ".train.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        message = refusal(capsys, words(folder, tmp_path))
+        assert f"--out {tmp_path} is in use by another run (process {other.pid})" in message
+        assert main(words(folder, tmp_path, "--dry-run")) == 0
+        other.kill()
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        main(words(folder, tmp_path))
 
 
 @pytest.mark.usefixtures("no_model")

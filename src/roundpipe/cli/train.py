@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.checkpoint import latest
+from roundpipe.checkpoint import latest, verify
 from roundpipe.cli.arguments import FIELD_OF, TrainSettings
 from roundpipe.cli.preparation import (
     Prepared,
@@ -42,6 +43,8 @@ WAIT_LIMIT_VARIABLE = "ROUNDPIPE_WAIT_LIMIT_S"
 
 logger = logging.getLogger("roundpipe")
 
+_LOCK_FILE = ".train.lock"  # in the output folder: locked by the process that trains there
+_STATE_FILE = "trainer_state.json"  # in every checkpoint of a trainer
 SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
 _NOT_KEPT = ("resume", "dry_run")
 # Options that do not change the numbers of a run, so that a resumed run may have others.
@@ -53,6 +56,9 @@ _HARMLESS = {
 
 def run(settings: TrainSettings) -> int:
     """Do what the settings ask for. Returns the exit code of the command."""
+    if not settings.dry_run and (settings.out / _LOCK_FILE).exists():
+        with _held(settings.out):
+            pass  # refuses at once what it would refuse below, where the data is prepared
     checkpoint = starting_point(settings)
     prepared = prepare(settings)
     needs = memory_needs(settings, prepared)
@@ -62,8 +68,10 @@ def run(settings: TrainSettings) -> int:
     if settings.dry_run:
         say("dry run: all checks passed; nothing was trained")
         return 0
-    _keep_settings(settings, is_resumed=checkpoint is not None)
-    with _wait_limit(settings.wait_limit_s):
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with _held(settings.out), _wait_limit(settings.wait_limit_s):
+        checkpoint = starting_point(settings)  # again: another process may have trained there until now
+        _keep_settings(settings, is_resumed=checkpoint is not None)
         return _train(settings, prepared, checkpoint)
 
 
@@ -87,7 +95,34 @@ def starting_point(settings: TrainSettings) -> Path | None:
     folder = Path(settings.resume)
     if not folder.is_dir():
         raise ConfigError(f"--resume: there is no folder {folder}.")
-    return latest(folder) or folder  # load() says what is wrong with a folder that is no checkpoint
+    checkpoint = latest(folder) or folder
+    verify(checkpoint, [_STATE_FILE])  # load() verifies all files
+    return checkpoint
+
+
+@contextlib.contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """Keep the output folder for this process inside the block. Raises ConfigError if another process has it.
+
+    The system releases the lock when the process ends, however it ends. Forked processes, such as workers of a data
+    loader, do not inherit it, so that they do not hold it when they live longer.
+    """
+    with open(out / _LOCK_FILE, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # the two errors of POSIX for a lock of another process
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            raise ConfigError(
+                f"--out {out} is in use by another run (process {owner}); wait until it ends, stop it, or give another "
+                "--out."
+            ) from None
+        except OSError as error:
+            logger.warning("--out %s cannot be locked (%s); do not start a second run there", out, error)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 # The model and its training.
@@ -101,13 +136,30 @@ def _load_model(settings: TrainSettings, prepared: Prepared) -> nn.Module:
         return new_model(settings, prepared, torch.device("cpu"))
     given = settings.sft.get("model_init_kwargs")
     further = json.loads(given) if isinstance(given, str) else given or {}
+    if "dtype" in further or "torch_dtype" in further:
+        raise ConfigError("--model-init-kwargs has a dtype; give the dtype of the weights with --dtype.")
+    # Weights of other shapes are reported below, with their names.
+    options = {**model_options(settings), **further, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            settings.model, dtype=prepared.dtype, **model_options(settings), **further
-        )
-    except OSError as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=prepared.dtype, **options)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"--model: cannot load the weights of {settings.model}: {one_line(error)}") from error
+    model: nn.Module = loaded[0]
+    _require_all_weights(settings, loaded[1])
     return model
+
+
+def _require_all_weights(settings: TrainSettings, report: Mapping[str, Any]) -> None:
+    """Refuse a model that transformers has loaded in part only: the other parameters are random."""
+    wrong = sorted(
+        f"{name} {tuple(found)} instead of {tuple(needed)}" for name, found, needed in report["mismatched_keys"]
+    )
+    for fault, names in (("wrong shapes", wrong), ("no weights", sorted(report["missing_keys"]))):
+        if names:
+            raise ConfigError(
+                f"--model: {settings.model} has {fault} for {len(names)} parameters of its config, such as {names[0]}; "
+                "use a complete model, or --init for random weights in all of it."
+            )
 
 
 def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None) -> int:
@@ -265,7 +317,6 @@ def _keep_settings(settings: TrainSettings, *, is_resumed: bool) -> None:
             logger.warning(
                 "the resumed run has other options than before (%s); its losses may differ", "; ".join(changed)
             )
-    settings.out.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(named, sort_keys=False), encoding="utf-8")
 
 

@@ -209,6 +209,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             "fp16": (args.fp16, "bf16=True, which needs no loss scaling"),
             "fp16_full_eval": (args.fp16_full_eval, "a model loaded in float16"),
             "bf16_full_eval": (args.bf16_full_eval, "bf16=True, or a model loaded in bfloat16"),
+            "debug": (args.debug, 'RoundPipeOptions(nonfinite="stop"), which names the module or parameter at fault'),
             "torch_compile": (args.torch_compile, "the model as it is"),
             "deepspeed": (args.deepspeed, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
             "fsdp": (args.fsdp, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
