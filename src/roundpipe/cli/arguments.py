@@ -21,7 +21,7 @@ from roundpipe.devices import parse_devices
 from roundpipe.errors import ConfigError
 
 # Short options and the field of trl.SFTConfig that each one sets. Settings use the names of the fields.
-FIELD_OF = {
+_FIELD_OF = {
     "out": "output_dir",
     "seq_len": "max_length",
     "batch": "per_device_train_batch_size",
@@ -34,7 +34,7 @@ FIELD_OF = {
     "save_every": "save_steps",
     "keep": "save_total_limit",
 }
-_SHORT_OF = {field: short for short, field in FIELD_OF.items()}
+_SHORT_OF = {field: short for short, field in _FIELD_OF.items()}
 # Options that exclude each other. One of them on the command line removes the others from the config file.
 _EXCLUSIVE = (("lora", "full"), ("exact", "stale"), ("num_train_epochs", "max_steps"))
 _REFUSED = {
@@ -228,7 +228,7 @@ def _parse_source(parser: _Parser, argv: Sequence[str], prefix: str) -> dict[str
             _refuse_unknown(parser, rest)
         given: dict[str, Any] = {}
         for name, value in vars(namespace).items():
-            field = FIELD_OF.get(name, name)
+            field = _FIELD_OF.get(name, name)
             if field in given:
                 raise ConfigError(f"{option(field)} and {option(field, full=True)} are the same setting; give one.")
             given[field] = value

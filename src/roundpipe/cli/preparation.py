@@ -32,9 +32,13 @@ _TOKENIZER_NAMES = ("token", "vocab", "spiece", "sentencepiece", "spm", "merges"
 
 
 def say(text: str = "") -> None:
-    """Write a line to stdout."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """Write a line to stdout, unless its reader has gone: that must not fail a run."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @dataclasses.dataclass(frozen=True)

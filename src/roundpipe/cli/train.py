@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from roundpipe.checkpoint import latest, verify
-from roundpipe.cli.arguments import FIELD_OF, TrainSettings
+from roundpipe.cli.arguments import TrainSettings, option
 from roundpipe.cli.preparation import (
     Prepared,
     lora_config,
@@ -37,7 +37,8 @@ from roundpipe.cli.preparation import (
     report_dry_run,
     say,
 )
-from roundpipe.errors import ConfigError, DeviceError
+from roundpipe.errors import CheckpointError, ConfigError, DeviceError
+from roundpipe.report.metrics import replace_file
 
 WAIT_LIMIT_VARIABLE = "ROUNDPIPE_WAIT_LIMIT_S"
 
@@ -52,6 +53,8 @@ _HARMLESS = {
     "output_dir", "devices", "save_steps", "save_total_limit", "eval_data", "eval_steps", "wait_limit", "no_view",
     "report_to", "logging_steps", "pin_model", "exact", "full", "dataset_num_proc", "dataloader_num_workers",
 }  # fmt: skip
+# Options that the state of the optimizer has, in a checkpoint, so that a resumed run does not change them.
+_OF_OPTIMIZER = ("lr", "weight-decay", "adam-beta1", "adam-beta2", "adam-epsilon")
 
 
 def run(settings: TrainSettings) -> int:
@@ -71,7 +74,8 @@ def run(settings: TrainSettings) -> int:
     settings.out.mkdir(parents=True, exist_ok=True)
     with _held(settings.out), _wait_limit(settings.wait_limit_s):
         checkpoint = starting_point(settings)  # again: another process may have trained there until now
-        _keep_settings(settings, is_resumed=checkpoint is not None)
+        if checkpoint is not None:
+            _warn_of_changes(settings)
         return _train(settings, prepared, checkpoint)
 
 
@@ -165,24 +169,40 @@ def _require_all_weights(settings: TrainSettings, report: Mapping[str, Any]) -> 
 def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None) -> int:
     trainer = _new_trainer(settings, prepared)
     stop = StopSignals()
-    trainer.add_callback(_stop_callback(stop))
+    trainer.add_callback(_run_callback(settings, stop))
     try:
         with stop.caught(trainer.model):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trainer.model.synchronize()  # the last checkpoint is complete
             if stop.signum is None:
-                with plain_output():
-                    trainer.save_model(str(settings.out))
+                _save_final_model(trainer, settings.out)
+    except CheckpointError as error:
+        if not stop.has_begun:
+            raise  # the checkpoint to resume from is at fault
+        raise RunFailure(one_line(error)) from error
     finally:
+        trainer.run_view.close()  # before the last words of the run
         trainer.model.close()
     if stop.signum is not None:
         say(f"stopped by {signal.Signals(stop.signum).name} after step {trainer.state.global_step}")
         say(how_to_resume(settings))
         return 128 + stop.signum
+    if not stop.has_begun:
+        say(f"the run was complete at step {trainer.state.global_step} already; nothing was trained")
     say(f"the final model is in {settings.out}")
     if (settings.out / "report.html").exists():
         say(f"the report is {settings.out / 'report.html'}")
     return 0
+
+
+def _save_final_model(trainer: Any, out: Path) -> None:
+    from safetensors import SafetensorError
+
+    try:
+        with plain_output():
+            trainer.save_model(str(out))
+    except (OSError, SafetensorError) as error:
+        raise RunFailure(f"the final model could not be written into {out}: {one_line(error)}") from error
 
 
 def _new_trainer(settings: TrainSettings, prepared: Prepared) -> Any:
@@ -213,6 +233,8 @@ def _trainer_class() -> Any:
     class SearchingTrainer(RoundPipeSFTTrainer):  # type: ignore[misc]
         """Doubles the number of microbatches when a step runs out of device memory, unless the user has set it."""
 
+        advice_to_skip = "To leave such steps out, use --nonfinite skip."
+
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             while True:
                 randomness = torch.get_rng_state()  # calls draw their seeds from it
@@ -242,11 +264,19 @@ def _trainer_class() -> Any:
 # Signals and what is said at the end.
 
 
+class RunFailure(Exception):
+    """A run that had begun could not write its files. The message names file and reason."""
+
+
 class StopSignals:
-    """SIGINT and SIGTERM end the run after the current step. A second SIGINT raises KeyboardInterrupt at once."""
+    """SIGINT and SIGTERM end the run after the current step. A second SIGINT raises KeyboardInterrupt at once.
+
+    has_begun: whether the first step has begun.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self.has_begun = False
 
     @contextlib.contextmanager
     def caught(self, model: Any) -> Iterator[None]:
@@ -271,17 +301,23 @@ class StopSignals:
                 signal.signal(signum, handler)
 
 
-def _stop_callback(stop: StopSignals) -> Any:
+def _run_callback(settings: TrainSettings, stop: StopSignals) -> Any:
     from transformers import TrainerCallback
 
-    class StopCallback(TrainerCallback):
-        """Saves and ends the training after the step in which a signal has come."""
+    class RunCallback(TrainerCallback):
+        """Keeps the options of the run. Saves and ends the training after the step in which a signal has come."""
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            _write_settings(settings)  # not before: the checkpoint, if any, fits to them
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            stop.has_begun = True
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if stop.signum is not None:
                 control.should_save = control.should_training_stop = True
 
-    return StopCallback()
+    return RunCallback()
 
 
 def how_to_resume(settings: TrainSettings) -> str:
@@ -293,31 +329,44 @@ def how_to_resume(settings: TrainSettings) -> str:
     return f"the newest checkpoint is {newest}; to resume: {command}"
 
 
-def _keep_settings(settings: TrainSettings, *, is_resumed: bool) -> None:
-    """Write the options into the output folder, as a config file. Warns if a resumed run has other options."""
-    import yaml  # type: ignore[import-untyped]
-
-    short = {field: name for name, field in FIELD_OF.items()}
+def _kept_settings(settings: TrainSettings) -> dict[str, Any]:
+    """The options of a run by the names of a config file."""
     kept = {name: value for name, value in settings.given.items() if name not in _NOT_KEPT}
-    for name in ("model", "data", "eval_data", "output_dir"):
+    for name in ("model", "data", "eval_data"):
         if name in kept and Path(kept[name]).exists():
             kept[name] = str(Path(kept[name]).absolute())  # the command works in every folder
     kept["output_dir"] = str(settings.out.absolute())
-    named = {short.get(name, name).replace("_", "-"): value for name, value in sorted(kept.items())}
+    return {option(name).removeprefix("--"): value for name, value in sorted(kept.items())}
+
+
+def _write_settings(settings: TrainSettings) -> None:
+    import yaml  # type: ignore[import-untyped]
+
+    replace_file(settings.out / SETTINGS_FILE, yaml.safe_dump(_kept_settings(settings), sort_keys=False))
+
+
+def _warn_of_changes(settings: TrainSettings) -> None:
+    """Log a warning if a resumed run has other options than before."""
+    import yaml
+
     file = settings.out / SETTINGS_FILE
-    if is_resumed and file.exists():
-        before = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        ignored = {short.get(name, name).replace("_", "-") for name in _HARMLESS}
-        changed = [
-            f"{name}: {before.get(name)} -> {named.get(name)}"
-            for name in sorted(before.keys() | named.keys())
-            if name not in ignored and before.get(name) != named.get(name)
-        ]
-        if changed:
-            logger.warning(
-                "the resumed run has other options than before (%s); its losses may differ", "; ".join(changed)
-            )
-    file.write_text(yaml.safe_dump(named, sort_keys=False), encoding="utf-8")
+    if not file.exists():
+        return
+    before, now = yaml.safe_load(file.read_text(encoding="utf-8")) or {}, _kept_settings(settings)
+    harmless = {option(name).removeprefix("--") for name in _HARMLESS}
+    names = sorted((before.keys() | now.keys()) - harmless)
+    changed = [name for name in names if before.get(name) != now.get(name)]
+    if changed:
+        logger.warning(
+            "the resumed run has other options than before (%s); its losses may differ",
+            "; ".join(f"{name}: {before.get(name)} -> {now.get(name)}" for name in changed),
+        )
+    without_effect = [name for name in changed if name in _OF_OPTIMIZER]
+    if without_effect:
+        logger.warning(
+            "--%s has no effect: the optimizer and its schedule go on with the values of the checkpoint",
+            ", --".join(without_effect),
+        )
 
 
 @contextlib.contextmanager

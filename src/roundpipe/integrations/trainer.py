@@ -44,7 +44,6 @@ logger = logging.getLogger("roundpipe")
 _HOST = torch.device("cpu")
 _FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
 _ARGUMENTS_NAME = "training_args.json"
-_GO_ON = 'To leave such steps out, use RoundPipeOptions(nonfinite="skip").'
 _Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
 
 
@@ -109,6 +108,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
     lr_scheduler: Any
     label_smoother: Any
     roundpipe: RoundPipeOptions
+    advice_to_skip = 'To leave such steps out, use RoundPipeOptions(nonfinite="skip").'
 
     def __init__(self, *args: Any, roundpipe: RoundPipeOptions | None = None, **kwargs: Any) -> None:
         if roundpipe is not None and not isinstance(roundpipe, RoundPipeOptions):
@@ -297,6 +297,10 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
 
     def _run_epoch(self, model: nn.Module, **kwargs: Any) -> None:
         self._restore_loss_sums()  # Trainer clears them after it has loaded a checkpoint
+        if self.state.global_step >= self.state.max_steps:
+            # A complete run is resumed. Trainer would train one more step before it looks at the number.
+            self.control.should_training_stop = True
+            return
         super()._run_epoch(model=_KeepsGradients(model), **kwargs)
 
     # Optimizer steps.
@@ -357,7 +361,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
                 norm.copy_(clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off"))
             except NonFiniteError as error:
                 if nonfinite == "stop":
-                    error.add_note(f"in step {step}; no weight was changed. {_GO_ON}")
+                    error.add_note(f"in step {step}; no weight was changed. {self.advice_to_skip}")
                     raise
                 logger.warning("step %d was skipped: %s", step, error)
             else:
@@ -391,7 +395,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         self.model.zero_grad()
         raise NonFiniteError(
             f"{found}. No weight was changed by this step. Lower the learning rate, or check the data of this batch. "
-            f"{_GO_ON}"
+            f"{self.advice_to_skip}"
         )
 
     def _first_nonfinite_output(self, inputs: dict[str, Any]) -> str:
