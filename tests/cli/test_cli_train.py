@@ -554,6 +554,17 @@ def test_a_resumed_run_with_other_options_is_warned_of(
     assert main(words(folder, out, "--save-every", "2", "--resume", "--steps", "7", "--lr", "1e-3")) == 0
     assert "other options than before (lr: 0.01 -> 0.001; steps: 6 -> 7)" in caplog.text
     assert "--lr has no effect" in caplog.text
+    assert "--data has other tokens" not in caplog.text
+
+
+def test_a_resumed_run_with_other_data_is_warned_of(
+    folder: Path, tmp_path: Path, undisturbed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = shutil.copytree(undisturbed, tmp_path / "out", symlinks=True)
+    changed = tmp_path / "chats.jsonl"
+    changed.write_text((folder / "chats.jsonl").read_text().replace("18+1", "18+2"))
+    assert main(words(folder, out, "--data", str(changed), "--save-every", "2", "--resume")) == 0
+    assert "--data has other tokens than before" in caplog.text
 
 
 def test_a_mistake_in_a_resumed_run_leaves_the_options_of_the_run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import hashlib
 import json
 import logging
 from array import array
@@ -80,6 +81,15 @@ class TokenRows:
 
     dataset: Any
     places: Places
+
+    def digest(self) -> str:
+        """A checksum of all tokens and labels."""
+        checksum = hashlib.sha256()
+        for table in self.dataset.with_format("arrow").iter(batch_size=10_000):
+            for column in table.columns:
+                for chunk in column.chunks:
+                    checksum.update(chunk.flatten().to_numpy(zero_copy_only=False).tobytes())
+        return checksum.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)

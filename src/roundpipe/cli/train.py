@@ -45,6 +45,7 @@ WAIT_LIMIT_VARIABLE = "ROUNDPIPE_WAIT_LIMIT_S"
 logger = logging.getLogger("roundpipe")
 
 _LOCK_FILE = ".train.lock"  # in the output folder: locked by the process that trains there
+_DATA_FILE = ".data.sha256"  # in the output folder: a checksum of the tokens of the run
 _STATE_FILE = "trainer_state.json"  # in every checkpoint of a trainer
 SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
 _NOT_KEPT = ("resume", "dry_run")
@@ -75,7 +76,7 @@ def run(settings: TrainSettings) -> int:
     with _held(settings.out), _wait_limit(settings.wait_limit_s):
         checkpoint = starting_point(settings)  # again: another process may have trained there until now
         if checkpoint is not None:
-            _warn_of_changes(settings)
+            _warn_of_changes(settings, prepared)
         return _train(settings, prepared, checkpoint)
 
 
@@ -169,7 +170,7 @@ def _require_all_weights(settings: TrainSettings, report: Mapping[str, Any]) -> 
 def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None) -> int:
     trainer = _new_trainer(settings, prepared)
     stop = StopSignals()
-    trainer.add_callback(_run_callback(settings, stop))
+    trainer.add_callback(_run_callback(settings, prepared, stop))
     try:
         with stop.caught(trainer.model):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -301,14 +302,14 @@ class StopSignals:
                 signal.signal(signum, handler)
 
 
-def _run_callback(settings: TrainSettings, stop: StopSignals) -> Any:
+def _run_callback(settings: TrainSettings, prepared: Prepared, stop: StopSignals) -> Any:
     from transformers import TrainerCallback
 
     class RunCallback(TrainerCallback):
         """Keeps the options of the run. Saves and ends the training after the step in which a signal has come."""
 
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            _write_settings(settings)  # not before: the checkpoint, if any, fits to them
+            _write_settings(settings, prepared)  # not before: the checkpoint, if any, fits to them
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             stop.has_begun = True
@@ -339,16 +340,20 @@ def _kept_settings(settings: TrainSettings) -> dict[str, Any]:
     return {option(name).removeprefix("--"): value for name, value in sorted(kept.items())}
 
 
-def _write_settings(settings: TrainSettings) -> None:
+def _write_settings(settings: TrainSettings, prepared: Prepared) -> None:
     import yaml  # type: ignore[import-untyped]
 
+    replace_file(settings.out / _DATA_FILE, prepared.train.digest() + "\n")
     replace_file(settings.out / SETTINGS_FILE, yaml.safe_dump(_kept_settings(settings), sort_keys=False))
 
 
-def _warn_of_changes(settings: TrainSettings) -> None:
-    """Log a warning if a resumed run has other options than before."""
+def _warn_of_changes(settings: TrainSettings, prepared: Prepared) -> None:
+    """Log a warning if a resumed run has other data or options than before."""
     import yaml
 
+    data_file = settings.out / _DATA_FILE
+    if data_file.exists() and data_file.read_text().strip() != prepared.train.digest():
+        logger.warning("--data has other tokens than before: the resumed run sees other rows, so its losses differ")
     file = settings.out / SETTINGS_FILE
     if not file.exists():
         return
