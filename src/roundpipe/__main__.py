@@ -6,18 +6,19 @@ options.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Sequence
 
 from roundpipe.cli.arguments import parse
-from roundpipe.cli.train import how_to_resume, run
+from roundpipe.cli.train import RunFailure, how_to_resume, run
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError, HostMemoryError, NonFiniteError, StallError
 
-_USAGE = """usage: roundpipe train --model DIR_OR_NAME --data FILE_OR_DIR --out DIR [options]
+_USAGE = """usage: roundpipe train --model DIR_OR_NAME --data PATH --out DIR [options]
 
 commands:
-  train     fine-tune a causal language model; roundpipe train --help lists the options
+  train     fine-tune a causal language model; see roundpipe train --help
 """
 _MISTAKES = (ConfigError, DeviceError, HostMemoryError, CheckpointError)
 _EXTRAS = ("transformers", "trl", "datasets", "accelerate", "peft", "safetensors", "rich", "yaml", "jinja2")
@@ -33,24 +34,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] != "train":
         return _complain(f"there is no command {words[0]!r}; the commands are: train.", _MISTAKE)
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without some sign shows a question mark
     settings = None
     try:
         settings = parse(words[1:])
         return run(settings)
     except _MISTAKES as error:
-        return _complain(str(error), _MISTAKE)
+        return _complain(_with_notes(error), _MISTAKE)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRAS:
             raise
         return _complain(f"{error.name} is not installed; run: pip install 'roundpipe[train]'", _MISTAKE)
-    except (NonFiniteError, StallError) as error:
+    except (NonFiniteError, StallError, RunFailure) as error:
         hint = "" if settings is None else f"\n{how_to_resume(settings)}"
-        return _complain(f"{error}{hint}", _FAILED)
+        return _complain(f"{_with_notes(error)}{hint}", _FAILED)
     except KeyboardInterrupt:
         hint = "" if settings is None else f"; {how_to_resume(settings)}"
         return _complain(f"stopped at once by Ctrl-C{hint}", _INTERRUPTED)
     except SystemExit as exit_of_help:
         return exit_of_help.code if isinstance(exit_of_help.code, int) else _DONE
+    except Exception as error:
+        if settings is not None:
+            error.add_note(how_to_resume(settings))
+        raise
+
+
+def _with_notes(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _complain(message: str, code: int) -> int:

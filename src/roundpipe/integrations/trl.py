@@ -42,7 +42,10 @@ class _TrlMixin(RoundPipeMixin):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = self.args.hub_model_id
-        self.create_model_card(model_name=Path(self.args.output_dir).name if name is None else name.split("/")[-1])
+        try:
+            self.create_model_card(model_name=Path(self.args.output_dir).name if name is None else name.split("/")[-1])
+        except (OSError, ValueError) as error:  # a full disk; a locale in which its template cannot be read
+            logger.warning("the model card could not be written: %s", error)
         super()._save_checkpoint(model, trial)
 
 
