@@ -20,7 +20,7 @@ from helpers_adam import NumpyAdam
 from helpers_parity import StalenessReference, assert_same, assert_same_grads, call_reference
 from helpers_slow import slow_except
 from helpers_split import Block, Inputs, SplitModels, own_loss
-from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig, StaleGraphError
 from roundpipe.optim import Adam
 
 WIDTH = 16
@@ -228,6 +228,22 @@ def test_gradients_summed_before_a_change_are_visible_after_it(models: SplitMode
     made.call(BOTH)
     made.model.synchronize()
     assert_same_grads(made.model.original_model, made.reference.module)
+
+
+def test_a_forward_before_a_change_cannot_run_backward_after_it(models: SplitModels) -> None:
+    made = pair(models, 3)
+    before = made.model(**inputs_of(BARE, 1)).square().mean()
+    made.model(**inputs_of(HINT, 2))
+    with pytest.raises(StaleGraphError, match="split into other layers for a call with other arguments"):
+        before.backward()
+    outputs = [made.model(**inputs_of(form, 3)).square().mean() for form in (BARE, HINT)]  # both forms are known now
+    sum(outputs).backward()
+    expected = [made.reference.module(**inputs_of(form, 3)).square().mean() for form in (BARE, HINT)]
+    sum(expected).backward()
+    for (name, found), plain in zip(made.model.named_parameters(), made.reference.module.parameters(), strict=True):
+        assert (found.grad is None) == (plain.grad is None), name
+        if plain.grad is not None:
+            torch.testing.assert_close(found.grad, plain.grad)
 
 
 def test_many_changes_one_after_the_other(models: SplitModels) -> None:

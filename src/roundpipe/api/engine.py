@@ -44,7 +44,7 @@ from roundpipe.runtime.rng import draw_call_seed
 from roundpipe.runtime.run import Call, GradientParcel, Parcel, Recall, Run, RunCancelled
 from roundpipe.split.replay import CallOrderChanged
 from roundpipe.stats import StepStats
-from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord, PinMode
+from roundpipe.store import LayerRecord, LayerStore, OptimizerCopy, ParameterRecord, PinMode
 from roundpipe.timeline import Timeline
 
 logger = logging.getLogger("roundpipe")
@@ -461,6 +461,7 @@ class ModelEngine:
                 tasks[len(forward_tasks) :],
                 call.recall,
                 (run.version, self.num_writes),
+                self.store.layers,
                 inputs,
                 [p.requires_grad for p in outputs],
             )
@@ -479,6 +480,7 @@ class ModelEngine:
         tasks: tuple[StageTask, ...],
         recall: Recall,
         weights_read: tuple[int, int],
+        layers: Sequence[LayerRecord],
         inputs: CallInputs,
         output_flags: Sequence[tuple[bool, ...]],
         gradients: tuple[torch.Tensor | None, ...],
@@ -486,6 +488,7 @@ class ModelEngine:
         """Run the backward pass of `_forward_with_grad` and return the gradients of the inputs. Called by autograd.
 
         weights_read: version and `num_writes` of the weights that the forward pass has read.
+        layers: those that the forward pass has run.
         output_flags: per microbatch, which output tensors require grad.
         gradients: one gradient for each output tensor that requires grad, microbatch after microbatch.
         """
@@ -494,6 +497,11 @@ class ModelEngine:
             raise StaleGraphError(
                 f"{self.name}: the weights were updated between this forward (version {weights_read[0]}) and "
                 f"its backward (version {visible_version}); call backward() before step()."
+            )
+        if layers is not self.store.layers:
+            raise StaleGraphError(
+                f"{self.name}: between this forward and its backward, the model was split into other layers for a call "
+                "with other arguments. Call backward() before such a call; after it, the layers stay as they are."
             )
         given = iter(gradients)
         parcels = [GradientParcel(tuple(next(given) if flag else None for flag in flags)) for flags in output_flags]

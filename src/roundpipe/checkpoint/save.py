@@ -306,7 +306,7 @@ class PendingSave:
         free = shutil.disk_usage(parent).free
         if needed > free:
             raise CheckpointError(
-                f"the checkpoint {self.folder} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free on its disk. "
+                f"the checkpoint {self.folder} needs {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free on its disk. "
                 "Nothing was written; free space, or save elsewhere."
             )
 
