@@ -28,8 +28,11 @@ NEWEST_BIN := .venv-newest/bin
 NEWEST_STAMP := .venv-newest/.installed-$(NEWEST_TRANSFORMERS)
 PINNED_RESULTS := build/models-pinned.jsonl
 NEWEST_RESULTS := build/models-newest.jsonl
+# The documentation is built in an environment of its own: nothing that trains or tests needs these packages.
+DOCS_BIN := .venv-docs/bin
+DOCS_STAMP := .venv-docs/.installed
 
-.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-20 test-cpus test-models test-models-newest models-table clean
+.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-20 test-cpus test-models test-models-newest models-table docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -119,6 +122,16 @@ test-models-newest: $(NEWEST_STAMP) cpu  ## the same with a newer release, in .v
 models-table: cpu  ## write docs/models.md from the results of the two
 	$(RUN) tests/models/table.py $(PINNED_RESULTS) $(NEWEST_RESULTS)
 
-clean:  ## remove what was built and produced, .venv and .venv-newest included
-	rm -rf .venv .venv-newest build dist demo-output src/*.egg-info src/roundpipe/optim/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+$(DOCS_STAMP): requirements-docs.txt
+	$(PYTHON) -m venv --clear .venv-docs
+	$(DOCS_BIN)/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
+# The variable silences an announcement of the theme about another program.
+docs: export NO_MKDOCS_2_WARNING = true
+docs: $(DOCS_STAMP)  ## the documentation site, in build/site; broken links and pages without a place in the menu fail
+	$(DOCS_BIN)/mkdocs build
+
+clean:  ## remove what was built and produced, .venv and its relatives included
+	rm -rf .venv .venv-newest .venv-docs build dist demo-output src/*.egg-info src/roundpipe/optim/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests demo examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,12 +15,8 @@ from roundpipe import checkpoint
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-TRAINING_LOOP = ROOT / "docs" / "training-loop.md"
 API = ROOT / "docs" / "api.md"
-TRANSFORMERS = ROOT / "docs" / "transformers.md"
-TRAINER = ROOT / "docs" / "trainer.md"
-CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
-PAGES_THAT_RUN = [README, TRAINING_LOOP, API, TRANSFORMERS, TRAINER, CHECKPOINTS]
+PAGES_THAT_RUN = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def python_blocks(path: Path) -> Iterator[tuple[int, str]]:
