@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,3 +84,29 @@ def test_links_between_the_documents_lead_somewhere() -> None:
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def messages_of_the_library() -> str:
+    """All strings of the library but docstrings; a formatted value in one of them is `...`, as on the page."""
+    texts = []
+    for file in (ROOT / "src").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+                texts.append(re.sub(r"%[ds]", "...", node.value))
+    return "\n".join(texts)
+
+
+def test_the_messages_of_the_troubleshooting_page_exist() -> None:
+    known = messages_of_the_library()
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    quoted = [message for cell in cells for message in re.findall(r"`([^`]{12,})`", cell)]
+    assert len(quoted) > 40
+    of_torch = {"CUDA out of memory"}
+    assert [message for message in quoted if message not in known and message not in of_torch] == []
