@@ -19,7 +19,7 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, optim
 from roundpipe.timeline import Span, Timeline
 
 NUM_CALLS = 30
-WIDTH, LEFT, RIGHT, ROW, GAP, TOP, BOTTOM = 960, 84, 16, 48, 12, 40, 46
+WIDTH, LEFT, RIGHT, ROW, GAP, TOP, BOTTOM = 760, 64, 16, 48, 12, 40, 46
 COLOURS = {"F": "#3f6fd8", "FB": "#7b4bb3", "B": "#c8641b"}
 MEANINGS = {"F": "forward", "FB": "forward, loss, backward", "B": "recompute, backward"}
 
