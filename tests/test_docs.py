@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from roundpipe import checkpoint
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
-PAGES_THAT_RUN = [README, *sorted((ROOT / "docs").glob("*.md"))]
+FIRST_FINETUNE = ROOT / "docs" / "first-finetune.md"  # its blocks need each other
+PAGES_THAT_RUN = [README, *sorted({*(ROOT / "docs").glob("*.md")} - {FIRST_FINETUNE})]
 
 
 def python_blocks(path: Path) -> Iterator[tuple[int, str]]:
@@ -45,6 +49,31 @@ def test_python_block_runs(page: Path, line: int, code: str, monkeypatch: pytest
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
     finally:
         names.clear()  # a hook on a parameter that refers to its model is a cycle which no collector sees
+
+
+@pytest.mark.timeout(240)
+def test_the_first_fine_tune_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    command = commands / "roundpipe"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m roundpipe "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "src"),
+        "ROUNDPIPE_DEVICES": "cpu*2",
+    }
+    text = FIRST_FINETUNE.read_text(encoding="utf-8")
+    outputs = []
+    for language, code in re.findall(r"^```(python|bash)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        words = [sys.executable, "-c", code] if language == "python" else ["bash", "-ec", code]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        outputs.append(done.stdout)
+    assert len(outputs) == 5
+    assert "80/80" in outputs[3], "the second command prolongs the run"
+    assert outputs[4] == "white\n", "the model has learnt the answer"
 
 
 def test_readme_has_a_quick_start() -> None:
