@@ -13,11 +13,16 @@ from collections.abc import Sequence
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.train import how_to_resume, run
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError, HostMemoryError, NonFiniteError, StallError
+from roundpipe.version import __version__
 
 _USAGE = """usage: roundpipe train --model DIR_OR_NAME --data FILE_OR_DIR --out DIR [options]
 
 commands:
   train     fine-tune a causal language model; roundpipe train --help lists the options
+
+options:
+  --version   print the version
+  --help      print this text
 """
 _MISTAKES = (ConfigError, DeviceError, HostMemoryError, CheckpointError)
 _EXTRAS = ("transformers", "trl", "datasets", "accelerate", "peft", "safetensors", "rich", "yaml", "jinja2")
@@ -30,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_USAGE)
         return _DONE if words else _MISTAKE
+    if words[0] == "--version":
+        sys.stdout.write(f"roundpipe {__version__}\n")
+        return _DONE
     if words[0] != "train":
         return _complain(f"there is no command {words[0]!r}; the commands are: train.", _MISTAKE)
     logging.basicConfig(format="%(levelname)s: %(message)s")
