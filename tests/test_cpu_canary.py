@@ -163,7 +163,8 @@ def test_a_command_keeps_its_options_and_exit_status(cpu: Cpu) -> None:
 
 def test_the_products_run_on_this_machine(canary: ModuleType) -> None:
     """With the level in the environment, if this is a machine that needs one."""
-    done = subprocess.run([sys.executable, "-c", canary._PRODUCTS], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-c", canary.instruction_sets.PRODUCTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 

@@ -19,6 +19,7 @@ import pytest
 
 import roundpipe
 from roundpipe.__main__ import main
+from roundpipe.cli.doctor import OLDEST_TORCH
 from roundpipe.optim.native import library
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +77,10 @@ def test_the_pins_satisfy_the_extras(project: dict[str, Any]) -> None:
         assert name in pinned
         if least:
             assert tuple(map(int, pinned[name].split("."))) >= tuple(map(int, least.split(".")))
+
+
+def test_doctor_asks_for_the_same_torch_as_the_package(project: dict[str, Any]) -> None:
+    assert project["project"]["dependencies"] == [f"torch>={'.'.join(map(str, OLDEST_TORCH))}"]
 
 
 def test_both_environments_build_with_the_same_setuptools(project: dict[str, Any]) -> None:

@@ -10,20 +10,23 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from roundpipe.cli import doctor
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.train import how_to_resume, run
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError, HostMemoryError, NonFiniteError, StallError
 from roundpipe.version import __version__
 
-_USAGE = """usage: roundpipe train --model DIR_OR_NAME --data FILE_OR_DIR --out DIR [options]
+_USAGE = """usage: roundpipe COMMAND [options]
 
 commands:
-  train     fine-tune a causal language model; roundpipe train --help lists the options
+  train       fine-tune a causal language model; roundpipe train --help lists the options
+  doctor      examine this machine: what works, what will be slow, what to do; --json for programs
 
 options:
   --version   print the version
   --help      print this text
 """
+_COMMANDS = ("train", "doctor")
 _MISTAKES = (ConfigError, DeviceError, HostMemoryError, CheckpointError)
 _EXTRAS = ("transformers", "trl", "datasets", "accelerate", "peft", "safetensors", "rich", "yaml", "jinja2")
 _DONE, _FAILED, _MISTAKE, _INTERRUPTED = 0, 1, 2, 130
@@ -38,11 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         sys.stdout.write(f"roundpipe {__version__}\n")
         return _DONE
-    if words[0] != "train":
-        return _complain(f"there is no command {words[0]!r}; the commands are: train.", _MISTAKE)
+    if words[0] not in _COMMANDS:
+        return _complain(f"there is no command {words[0]!r}; the commands are: {', '.join(_COMMANDS)}.", _MISTAKE)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     settings = None
     try:
+        if words[0] == "doctor":
+            return doctor.run(words[1:])
         settings = parse(words[1:])
         return run(settings)
     except _MISTAKES as error:
