@@ -170,7 +170,18 @@ def test_the_products_run_on_this_machine(canary: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["check", "test", "demo", "bench", "test-20", "test-cpus", "test-models", "test-models-newest", "models-table"],
+    [
+        "check",
+        "test",
+        "demo",
+        "bench",
+        "test-20",
+        "test-cpus",
+        "test-models",
+        "test-models-newest",
+        "models-table",
+        "wheel",
+    ],
 )
 def test_every_target_computes_under_the_canary(target: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}

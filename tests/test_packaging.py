@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import roundpipe
 from roundpipe.__main__ import main
@@ -88,6 +89,24 @@ def test_both_environments_build_with_the_same_setuptools(project: dict[str, Any
     pinned = pins("requirements-build.txt")["setuptools"]
     assert pins("requirements-dev.txt")["setuptools"] == pinned
     assert int(pinned.split(".")[0]) >= int(requirement.removeprefix("setuptools>="))
+
+
+def test_continuous_integration_tests_every_python_that_the_package_names(project: dict[str, Any]) -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]
+    tested = jobs["test"]["strategy"]["matrix"]["python"]
+    named = re.findall(r"Python :: (3\.\d+)$", "\n".join(project["project"]["classifiers"]), re.MULTILINE)
+    assert tested == named
+    assert project["project"]["requires-python"] == f">={named[0]}"
+    commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    assert [command.split()[:2] for command in commands if command] == [["make", "test"], ["make", "wheel"]]
+
+
+def test_hooks_before_a_commit_download_nothing() -> None:
+    settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    (repository,) = settings["repos"]
+    assert repository["repo"] == "local"
+    assert {hook["language"] for hook in repository["hooks"]} == {"system"}
+    assert [hook["id"] for hook in repository["hooks"]] == ["ruff-format", "ruff-check", "mypy"]
 
 
 # What a build puts into a wheel.

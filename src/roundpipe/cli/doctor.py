@@ -247,7 +247,8 @@ def _rows_of_software(machine: Machine) -> Iterator[tuple[str, str]]:
     for name in ("roundpipe", "python", "system", "torch"):
         yield name, versions.pop(name) or "unknown"
     yield "CUDA", f"{versions.pop('cuda') or 'none in torch'}, driver {versions.pop('driver') or 'none'}"
-    yield "packages", ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
+    yield "packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "none"
+    yield "  not installed", ", ".join(name for name, version in versions.items() if not version) or "none"
 
 
 def _rows_of_devices(machine: Machine) -> Iterator[tuple[str, str]]:
