@@ -184,7 +184,7 @@ def _examined_gpu(index: int) -> Gpu:
         with contextlib.closing(device):
             check_products(device)
             pinner = host_pinner([spec])
-            host = HostBuffer(_LINK_BYTES, None).tensor
+            host = HostBuffer(_LINK_BYTES, None).tensor.fill_(1)  # written, so that it has pages also if not pinned
             with _logged():  # the finding says the same
                 can_pin = pinner.pin(host.data_ptr(), host.nbytes)
             try:
