@@ -61,8 +61,8 @@ $(NEWEST_STAMP): $(STAMP)
 	$(NEWEST_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: cpu  ## train a small language model three ways; report and picture in demo-output/
-	$(RUN) -m demo.train_demo
+demo: cpu  ## train, kill, resume on other devices, compare bit for bit; report and picture in demo-output/
+	$(RUN) -m demo
 
 # The GPU's tests run alone, because they measure its memory, and first, so that the last line counts the tests of every machine.
 test: check  ## the checks, then every behaviour once (the GPU's are skipped without CUDA; of the models, a subset)

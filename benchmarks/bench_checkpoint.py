@@ -13,16 +13,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import Table, begin, gigabytes, has_gpu, options_parser
+from measuring import HostMemoryPeak, Table, begin, gigabytes, has_gpu, options_parser, plain_write_s, timed
 from torch import nn
 
 from roundpipe import RoundPipe, RoundPipeRunConfig, checkpoint
@@ -30,34 +27,6 @@ from roundpipe.optim import Adam
 
 MOST_ADDED = 1.1  # of the largest shard
 NUM_LAYERS = 48
-CHUNK_BYTES = 4 << 20
-SAMPLE_S = 0.002
-
-
-class AnonymousPeak:
-    """Samples the anonymous memory of this process until it is closed."""
-
-    def __init__(self) -> None:
-        self.before_bytes = self.peak_bytes = anonymous_bytes()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._is_over.wait(SAMPLE_S):
-            self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
-
-    def close(self) -> int:
-        """End sampling; returns the bytes that were added at most."""
-        self._is_over.set()
-        self._thread.join()
-        return self.peak_bytes - self.before_bytes
-
-
-def anonymous_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in fields)
 
 
 class Training:
@@ -98,23 +67,10 @@ class Saved:
         return cls(sum(sizes), max(sizes))
 
 
-def plain_write_s(path: Path, num_bytes: int) -> float:
-    """Seconds to write so many bytes to a file and flush them, without anything else."""
-    chunk = memoryview(os.urandom(CHUNK_BYTES))
-    start = time.perf_counter()
-    with open(path, "wb", buffering=0) as file:
-        for left in range(num_bytes, 0, -CHUNK_BYTES):
-            file.write(chunk[:left])
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - start
-    path.unlink()
-    return seconds
-
-
 def measure(training: Training, parent: Path, options: argparse.Namespace) -> None:
     for _ in range(options.warm):
         training.step()
-    memory, start = AnonymousPeak(), time.perf_counter()
+    memory, start = HostMemoryPeak(), time.perf_counter()
     training.save(parent / "alone").wait()
     save_s, added_bytes = time.perf_counter() - start, memory.close()
     saved = Saved.of(parent / "alone")
@@ -125,7 +81,7 @@ def measure(training: Training, parent: Path, options: argparse.Namespace) -> No
     table.add("a save alone", f"{save_s:.2f}", "")
     for _ in range(options.steps):
         disk_s = plain_write_s(parent / "plain", saved.total_bytes)
-        step_s = timed(training.step)
+        _, step_s = timed(training.step)
         start = time.perf_counter()
         pending = training.save(parent / "beside")
         returned_s = time.perf_counter() - start
@@ -149,12 +105,6 @@ def print_memory(saved: Saved, added_bytes: int) -> None:
     print(f"checkpoint {gigabytes(saved.total_bytes)}, largest shard {gigabytes(saved.largest_bytes)}")
     verdict = "as claimed" if ratio <= MOST_ADDED else f"MORE than the {MOST_ADDED} claimed"
     print(f"memory added by saving: {added_bytes / 1e6:.0f} MB, {ratio:.3f} of the largest shard: {verdict}")
-
-
-def timed(action: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def main() -> None:

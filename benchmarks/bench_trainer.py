@@ -20,13 +20,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_transformers import batch, build
 from measuring import (
+    HostMemoryPeak,
     Measured,
     SpeedTable,
     begin,
@@ -36,12 +36,13 @@ from measuring import (
     measured,
     options_parser,
     pace_of,
+    plain_write_s,
+    timed,
 )
 from workload import LEARNING_RATE, compute_device
 
 from roundpipe import RoundPipeRunConfig, checkpoint, clip_grad_norm_, wrap_model_to_roundpipe
 from roundpipe.optim import AdamW
-from roundpipe.stats import host_memory
 
 MAX_NORM = 1.0
 SETTLING_STEPS = 4  # steps of the trainer that are not timed
@@ -144,32 +145,6 @@ def add_trainer_row(
 # Checkpoints.
 
 
-class HostMemoryPeak:
-    """Samples the memory of this process while a block runs. `added_bytes`: the peak above the start."""
-
-    def __enter__(self) -> HostMemoryPeak:
-        self._start = self._peak = host_memory()[0] or 0
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def _sample(self) -> None:
-        while not self._is_done.wait(0.02):
-            self._peak = max(self._peak, host_memory()[0] or 0)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-        self.added_bytes = self._peak - self._start
-
-
-def timed(action: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.perf_counter()
-    result = action()
-    return result, time.perf_counter() - start
-
-
 def open_loop() -> tuple[Any, BareLoop]:
     """A run whose losses can be compared bit for bit."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -183,52 +158,39 @@ def save_beside_training(folder: Path) -> list[float]:
     begin(f"a checkpoint of full training, {shape_name()} shape, bfloat16 optimizer state", "a server's disk")
     print(f"free disk {gigabytes(shutil.disk_usage(folder).free)}")
     model, loop = open_loop()
+    memory = HostMemoryPeak()
     before = [timed(loop.step) for _ in range(STEPS_SAVED_AT)]
+    memory.close()
+    memory_beside, start = HostMemoryPeak(), time.perf_counter()
+    pending, returned_s = timed(lambda: checkpoint.save(folder / "run", model, loop.optimizer))
     ends: list[float] = []
-    with HostMemoryPeak() as memory:
-        start = time.perf_counter()
-        pending = checkpoint.save(folder / "run", model, loop.optimizer)
-        returned_s = time.perf_counter() - start
-        watcher = threading.Thread(target=lambda: ends.append((pending.wait(), time.perf_counter())[1]))
-        watcher.start()
-        beside = [timed(loop.step) for _ in range(STEPS_IN_ALL - STEPS_SAVED_AT)]
-        watcher.join()
+    watcher = threading.Thread(target=lambda: ends.append((pending.wait(), time.perf_counter())[1]))
+    watcher.start()
+    beside = [timed(loop.step) for _ in range(STEPS_IN_ALL - STEPS_SAVED_AT)]
+    watcher.join()
+    memory_beside.close()
     model.close()
     sizes = [file.stat().st_size for file in (folder / "run").iterdir()]
     size, largest, seconds = sum(sizes), max(sizes), ends[0] - start
     print(f"checkpoint {gigabytes(size)}, largest file {gigabytes(largest)}")
     print(f"save() returned after {returned_s:.2f} s; complete after {seconds:.1f} s: {size / seconds / 1e9:.2f} GB/s")
-    ratio = memory.added_bytes / largest
-    print(f"host memory added while saving and training: {gigabytes(memory.added_bytes)}, {ratio:.2f} of that file")
+    added = memory_beside.peak_bytes - memory.peak_bytes
+    print(f"peak of host memory above that of training alone: {added / 1e6:.0f} MB, {added / largest:.2f} of that file")
+    disk_s = plain_write_s(folder / "plain", largest)
+    print(f"the disk alone, one plain write of {gigabytes(largest)}: {largest / disk_s / 1e9:.2f} GB/s")
     print("seconds per step before:", " ".join(f"{s:.2f}" for _, s in before))
     print("seconds per step beside the save:", " ".join(f"{s:.2f}" for _, s in beside), flush=True)
     return [loss for loss, _ in beside]
 
 
-def disk_alone(source: Path, target: Path) -> None:
-    """Time plain writes of the largest file, as the reference for the disk."""
-    largest = max(source.iterdir(), key=lambda file: file.stat().st_size)
-    content = largest.read_bytes()
-
-    def write() -> None:
-        with open(target, "wb", buffering=0) as file:
-            view = memoryview(content)
-            while view:
-                view = view[file.write(view[: 4 << 20]) :]
-            os.fsync(file.fileno())
-
-    _, seconds = timed(write)
-    target.unlink()
-    print(f"the disk alone, one plain write of {gigabytes(len(content))}: {len(content) / seconds / 1e9:.2f} GB/s")
-
-
 def resume(folder: Path, expected: list[float]) -> None:
     model, loop = open_loop()
-    with HostMemoryPeak() as memory:
-        _, seconds = timed(lambda: checkpoint.load(folder / "run", model, loop.optimizer))
+    memory = HostMemoryPeak()
+    _, seconds = timed(lambda: checkpoint.load(folder / "run", model, loop.optimizer))
+    added = memory.close()
     size = sum(file.stat().st_size for file in (folder / "run").iterdir())
     print(f"load() in a new process: {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s (each byte is read twice)")
-    print(f"host memory added by load(): {gigabytes(memory.added_bytes)} (includes the optimizer's state)")
+    print(f"host memory added by load(): {gigabytes(added)} (includes the optimizer's state)")
     losses = [loop.step() for _ in expected]
     same = losses == expected
     print(f"losses after resuming {'equal those of the first process bit for bit' if same else 'DIFFER'}: {losses}")
@@ -254,7 +216,6 @@ def main() -> None:
     if "checkpoint" in parts:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             losses = save_beside_training(Path(folder))
-            disk_alone(Path(folder, "run"), Path(folder, "copy"))
             subprocess.run([sys.executable, __file__, "--resume", folder, json.dumps(losses)], check=True)
 
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import os
 import resource
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 _NAME_WIDTH, _CELL_WIDTH = 50, 15
+_CHUNK_BYTES = 4 << 20
+_SAMPLE_S = 0.002
+T = TypeVar("T")
 
 
 def has_gpu() -> bool:
@@ -79,12 +86,61 @@ def host_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+class HostMemoryPeak:
+    """Samples the anonymous memory of this process until it is closed."""
+
+    def __init__(self) -> None:
+        self.before_bytes = self.peak_bytes = anonymous_bytes()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._is_over.wait(_SAMPLE_S):
+            self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
+
+    def close(self) -> int:
+        """End sampling; returns the bytes that were added at most."""
+        self._is_over.set()
+        self._thread.join()
+        return self.peak_bytes - self.before_bytes
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in fields)
+
+
 def free_gpu() -> None:
     """Collect garbage and empty torch's cache, so that the next training starts with free GPU memory."""
     gc.collect()
     if has_gpu():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+# Disk.
+
+
+def plain_write_s(path: Path, num_bytes: int) -> float:
+    """Seconds to write so many bytes to a file and flush them, without anything else."""
+    chunk = memoryview(os.urandom(_CHUNK_BYTES))
+    start = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        for left in range(num_bytes, 0, -_CHUNK_BYTES):
+            file.write(chunk[:left])
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - start
+    path.unlink()
+    return seconds
+
+
+def timed(action: Callable[[], T]) -> tuple[T, float]:
+    """The result of an action and the seconds it took."""
+    start = time.perf_counter()
+    result = action()
+    return result, time.perf_counter() - start
 
 
 # Options and output.

@@ -48,7 +48,7 @@ LORA: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")  # "package" would reach tests of other folders
 def no_report() -> Iterator[None]:
     """Runs write no report: drawing one takes longer than a tiny run, and tests/report tests it."""
     with pytest.MonkeyPatch.context() as patch:

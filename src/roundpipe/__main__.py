@@ -6,20 +6,21 @@ options.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Sequence
 
 from roundpipe.cli import doctor
 from roundpipe.cli.arguments import parse
-from roundpipe.cli.train import how_to_resume, run
+from roundpipe.cli.train import RunFailure, how_to_resume, run
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError, HostMemoryError, NonFiniteError, StallError
 from roundpipe.version import __version__
 
 _USAGE = """usage: roundpipe COMMAND [options]
 
 commands:
-  train       fine-tune a causal language model; roundpipe train --help lists the options
+  train       fine-tune a causal language model; see roundpipe train --help
   doctor      examine this machine: what works, what will be slow, what to do; --json for programs
 
 options:
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in _COMMANDS:
         return _complain(f"there is no command {words[0]!r}; the commands are: {', '.join(_COMMANDS)}.", _MISTAKE)
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without some sign shows a question mark
     settings = None
     try:
         if words[0] == "doctor":
@@ -51,19 +55,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse(words[1:])
         return run(settings)
     except _MISTAKES as error:
-        return _complain(str(error), _MISTAKE)
+        return _complain(_with_notes(error), _MISTAKE)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRAS:
             raise
         return _complain(f"{error.name} is not installed; run: pip install 'roundpipe[train]'", _MISTAKE)
-    except (NonFiniteError, StallError) as error:
+    except (NonFiniteError, StallError, RunFailure) as error:
         hint = "" if settings is None else f"\n{how_to_resume(settings)}"
-        return _complain(f"{error}{hint}", _FAILED)
+        return _complain(f"{_with_notes(error)}{hint}", _FAILED)
     except KeyboardInterrupt:
         hint = "" if settings is None else f"; {how_to_resume(settings)}"
         return _complain(f"stopped at once by Ctrl-C{hint}", _INTERRUPTED)
     except SystemExit as exit_of_help:
         return exit_of_help.code if isinstance(exit_of_help.code, int) else _DONE
+    except Exception as error:
+        if settings is not None:
+            error.add_note(how_to_resume(settings))
+        raise
+
+
+def _with_notes(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _complain(message: str, code: int) -> int:

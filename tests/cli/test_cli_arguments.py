@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +128,19 @@ def test_resume_takes_a_folder_or_none() -> None:
         (["stray"], ["'stray' belongs to no option"]),
         (["--lr", "fast"], ["--lr", "invalid float value: 'fast'"]),
         (["--lr", "0"], ["--lr must be greater than 0, got 0"]),
+        (["--lr", "inf"], ["--lr must be a finite number, got inf"]),
+        (["--epochs", "inf"], ["--epochs must be a finite number, got inf"]),
+        (["--warmup", "nan"], ["--warmup must be a finite number, got nan"]),
+        (["--weight-decay", "nan"], ["--weight-decay must be a finite number, got nan"]),
+        (["--weight-decay", "x"], ["--weight-decay: invalid float value: 'x'"]),
+        (["--seq-len", "1"], ["--seq-len must be at least 2, got 1"]),
+        (["--seq-len", "9", "--max-length", "8"], ["--seq-len and --max-length are the same setting"]),
+        (["--fp16"], ["--fp16 cannot be used here", "--dtype bfloat16"]),
+        (["--torch-compile"], ["--torch-compile cannot be used here"]),
+        (["--use-liger-kernel"], ["--use-liger-kernel cannot be used here"]),
+        (["--debug", "underflow_overflow"], ["--debug cannot be used here", "--nonfinite"]),
+        (["--eval-data", "x" * 300], ["--eval-data: the name 'xxx", "is too long for the file system"]),
+        (["--resume", "x" * 300], ["--resume: the name 'xxx", "is too long for the file system"]),
         (["--batch", "-1"], ["--batch must be greater than 0"]),
         (["--seq-len", "0"], ["--seq-len must be greater than 0"]),
         (["--save-every", "0"], ["--save-every must be greater than 0"]),
@@ -183,6 +199,31 @@ def test_mistakes_in_a_config_file_name_the_file(tmp_path: Path, text: str, part
         with_config(tmp_path, text)
     assert part in str(caught.value)
     assert "run.yaml" in str(caught.value)
+
+
+def test_trl_is_not_imported_for_help_nor_for_mistakes_in_own_options() -> None:
+    """Importing it takes seconds; nor does a run import it before its data is read."""
+    for words in (
+        ["--help"],
+        ["--lr", "fast"],
+        ["--model", "m", "--data", "nowhere", "--out", "o", "--devices", "cpu"],
+    ):
+        program = (
+            "import sys; from roundpipe.__main__ import main; main(sys.argv[1:]); "
+            "sys.exit(any(name in sys.modules for name in ('trl', 'transformers', 'datasets')))"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+        command = [sys.executable, "-c", program, "train", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, (words, done.stderr)
+
+
+def test_help_fits_into_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
 
 
 def test_an_empty_config_file_is_one_without_options(tmp_path: Path) -> None:

@@ -171,10 +171,20 @@ def test_txt_files_have_rows_of_lines_paragraphs_or_the_whole(tmp_path: Path) ->
     assert read_rows(path, "--data", "document").dataset["text"][:] == ["a\nb\n\nc\n"]
 
 
+def test_lines_of_a_txt_file_end_at_newlines_alone(tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    path.write_bytes("\ufeffa\u2028b\x0cc\x85d\r\ne\n".encode())
+    rows = read_rows(path, "--data", "line")
+    assert rows.dataset["text"][:] == ["a\u2028b\x0cc\x85d", "e"]
+    assert rows.places.name(1) == f"{path}, line 2"
+
+
 def test_a_folder_is_read_in_the_order_of_its_files(tmp_path: Path) -> None:
     jsonl(tmp_path / "b.jsonl", {"text": "2"})
     jsonl(tmp_path / "a.jsonl", {"text": "0"}, "", {"text": "1"})
     (tmp_path / "readme.md").write_text("not data")
+    (tmp_path / "._a.jsonl").write_text("left by the system")
+    (tmp_path / "c.jsonl").mkdir()
     rows = read_rows(tmp_path, "--data", "line")
     assert rows.dataset["text"][:] == ["0", "1", "2"]
     assert [rows.places.name(row) for row in range(3)] == [
@@ -201,6 +211,12 @@ def test_a_datasets_folder_may_be_tokenized_already(tmp_path: Path) -> None:
     assert tokens_of(tmp_path / "d", new_tokenizer()).dataset[0] == row
 
 
+def test_the_format_that_a_datasets_folder_was_saved_with_does_not_matter(tmp_path: Path) -> None:
+    row = {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}
+    Dataset.from_list([row]).with_format("torch").save_to_disk(tmp_path / "d")
+    assert tokens_of(tmp_path / "d", new_tokenizer()).dataset[0] == row
+
+
 def test_a_datasets_folder_with_splits_is_refused_with_their_names(tmp_path: Path) -> None:
     DatasetDict({"train": Dataset.from_list([{"text": "a"}])}).save_to_disk(tmp_path / "d")
     assert "several splits; name one of them: train" in refusal(tmp_path / "d")
@@ -218,6 +234,10 @@ def test_a_bad_row_of_a_datasets_folder_is_named(tmp_path: Path) -> None:
     ("row", "reason"),
     [
         ('{"text": "a"', "not valid JSON: "),
+        ("{", "The file must have one JSON object per line"),
+        ('{"text": "\\ud83d"}', "\\ud83d is half of a surrogate pair"),
+        ('{"text": "a", "n": ' + "9" * 5000 + "}", "the JSON cannot be read"),
+        ("[" * 100_000, "the JSON cannot be read"),
         ("[1]", "a row must be a JSON object with `text`"),
         ("{}", "a row needs `text`, `prompt` and `completion`, or `messages`; it has nothing"),
         ({"prompt": "a"}, "it has 'prompt'"),
@@ -251,6 +271,16 @@ def test_a_bad_row_of_other_formats_is_refused(tmp_path: Path, row: Any, reason:
     message = refusal(jsonl(tmp_path / "d.jsonl", row))
     assert message.startswith(f"{tmp_path}/d.jsonl, line 1: ")
     assert reason in message
+
+
+def test_strings_and_messages_are_not_mixed(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:2]}]
+    message = refusal(jsonl(tmp_path / "d.jsonl", *rows))
+    assert message == f"{tmp_path}/d.jsonl, line 2: some rows have strings, others lists of messages; use one form."
+
+
+def test_endings_may_be_written_in_capitals(tmp_path: Path) -> None:
+    assert len(read_rows(jsonl(tmp_path / "D.JSONL", {"text": "a"}), "--data", "line").dataset) == 1
 
 
 def test_files_that_are_no_data_are_refused(tmp_path: Path) -> None:
@@ -308,4 +338,21 @@ def test_tokens_that_the_model_cannot_take_are_refused(tmp_path: Path, changes: 
 def test_a_row_without_any_loss_is_refused(tmp_path: Path) -> None:
     Dataset.from_list([{"input_ids": [5, 6], "labels": [IGNORED, IGNORED]}]).save_to_disk(tmp_path / "d")
     with pytest.raises(ConfigError, match="row 0: no token of this row has a loss"):
+        checked(tokens_of(tmp_path / "d", new_tokenizer()), 10)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"input_ids": [5, -6]}, "row 0: token -6 is outside of the model's vocabulary of 264"),
+        ({"input_ids": [5, 6], "labels": [5, 264]}, r"row 0: `labels` must be -100 or tokens .* got 264"),
+        ({"input_ids": [5] * 4, "labels": [5, IGNORED, 7, -1]}, r"row 0: `labels` must be -100 .* got -1 to 7"),
+        ({"input_ids": [5]}, "row 0: no token of this row has a loss"),
+        ({"input_ids": ["a"]}, "row 0: `input_ids` must be a list of whole numbers"),
+        ({"input_ids": [5], "labels": [0.5]}, "row 0: `labels` must be a list of whole numbers"),
+    ],
+)
+def test_wrong_tokens_of_a_datasets_folder_are_refused(tmp_path: Path, row: Any, reason: str) -> None:
+    Dataset.from_list([row]).save_to_disk(tmp_path / "d")
+    with pytest.raises(ConfigError, match=reason):
         checked(tokens_of(tmp_path / "d", new_tokenizer()), 10)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +18,18 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tiny_models import new_tokenizer, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import roundpipe.cli.train as train_module
+import roundpipe.integrations.trainer as trainer_module
 from roundpipe.__main__ import main
 from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.checkpoint import latest
 from roundpipe.cli import preparation
+from roundpipe.errors import CheckpointError, NonFiniteError
+from roundpipe.report.metrics import MetricsWriter, read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +104,13 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--resume"], ["--resume: there is no complete checkpoint in --out", "Leave --resume out"]),
         (["--resume", "/no/where"], ["--resume: there is no folder /no/where"]),
         (["--pin-model", "off", "--logging-strategy", "sometimes"], ["sometimes"]),
+        (["--lora", "2", "--lora-target-modules", "foo"], ["--lora: peft cannot make the adapter", "foo"]),
+        (["--model-init-kwargs", "{bad"], ["--model-init-kwargs must be a JSON object", "got '{bad'"]),
+        (["--lr-scheduler-kwargs", "[1]"], ["--lr-scheduler-kwargs must be a JSON object", "got '[1]'"]),
+        (["--schedule", "warmup_stable_decay"], ["--schedule warmup_stable_decay with 6 steps", "num_decay_steps"]),
+        (["--adam-beta1", "2"], ["--optim adamw_torch", "beta", "2.0"]),
+        (["--optim", "lomo"], ["--optim lomo cannot be used", "lomo_optim"]),
+        (["--model", "no/where"], ["--model: cannot load the config of no/where: there is no such folder"]),
     ],
 )
 def test_mistakes_end_with_a_message_before_the_model_is_loaded(
@@ -147,6 +162,66 @@ def test_a_model_without_weights(folder: Path, tmp_path: Path, capsys: pytest.Ca
     message = refusal(capsys, words(folder, tmp_path / "out", "--model", str(tmp_path / "bare")))
     assert "bare has no weights" in message
     assert "--init" in message
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_model_without_a_tokenizer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shutil.copytree(folder / "model", tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "mute has no tokenizer" in refusal(capsys, words(folder, tmp_path / "out", "--model", str(model)))
+
+
+@pytest.mark.usefixtures("no_model")
+def test_damaged_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = shutil.copytree(folder / "model", tmp_path / "cut") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    message = refusal(capsys, words(folder, tmp_path / "out", "--model", str(file.parent)))
+    assert f"--model: {file} is damaged" in message
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("missing", "no weights for 1 parameters of its config, such as model.norm.weight;"),
+        ("shape", "wrong shapes for 1 parameters of its config, such as model.norm.weight (8,) instead of (16,);"),
+    ],
+)
+def test_a_model_that_is_not_the_one_of_its_config(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, reason: str
+) -> None:
+    file = shutil.copytree(folder / "model", tmp_path / "other") / "model.safetensors"
+    weights = load_file(file)
+    norm = weights.pop("model.norm.weight")
+    save_file(weights | ({"model.norm.weight": norm[:8].clone()} if fault == "shape" else {}), file, {"format": "pt"})
+    assert reason in refusal(capsys, words(folder, tmp_path / "out", "--model", str(file.parent)))
+
+
+@pytest.mark.usefixtures("no_model")
+def test_resume_of_a_folder_that_is_no_checkpoint(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refusal(capsys, words(folder, tmp_path / "out", "--resume", str(folder / "model")))
+    assert "model is not a complete checkpoint" in message
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_output_folder_of_a_running_process_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until the process ends, by whatever means."""
+    lock = (
+        "import fcntl, os, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print(os.getpid(), file=file, flush=True); print('locked', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", lock, str(tmp_path / ".train.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        message = refusal(capsys, words(folder, tmp_path))
+        assert f"--out {tmp_path} is in use by another run (process {other.pid})" in message
+        assert main(words(folder, tmp_path, "--dry-run")) == 0
+        other.kill()
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        main(words(folder, tmp_path))
 
 
 @pytest.mark.usefixtures("no_model")
@@ -445,8 +520,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert main(words(folder, tmp_path / "out", "--model", str(broken))) == 1
     message = capsys.readouterr().err
     assert "step 1" in message
+    assert "To leave such steps out, use --nonfinite skip." in message
     assert "no checkpoint was saved; the run starts anew" in message
     assert "Traceback" not in message
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_step(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clip(*args: Any, **kwargs: Any) -> None:
+        raise NonFiniteError("the gradient of a.weight is not finite")
+
+    monkeypatch.setattr(trainer_module, "clip_grad_norm_", clip)
+    assert main(words(folder, tmp_path / "out")) == 1
+    message = capsys.readouterr().err
+    assert "the gradient of a.weight is not finite" in message
+    assert "in step 1; no weight was changed. To leave such steps out, use --nonfinite skip." in message
 
 
 def test_other_errors_keep_their_traceback(folder: Path, tmp_path: Path, during: Any) -> None:
@@ -464,3 +553,101 @@ def test_a_resumed_run_with_other_options_is_warned_of(
     out = shutil.copytree(undisturbed, tmp_path / "out", symlinks=True)
     assert main(words(folder, out, "--save-every", "2", "--resume", "--steps", "7", "--lr", "1e-3")) == 0
     assert "other options than before (lr: 0.01 -> 0.001; steps: 6 -> 7)" in caplog.text
+    assert "--lr has no effect" in caplog.text
+    assert "--data has other tokens" not in caplog.text
+
+
+def test_a_resumed_run_with_other_data_is_warned_of(
+    folder: Path, tmp_path: Path, undisturbed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = shutil.copytree(undisturbed, tmp_path / "out", symlinks=True)
+    changed = tmp_path / "chats.jsonl"
+    changed.write_text((folder / "chats.jsonl").read_text().replace("18+1", "18+2"))
+    assert main(words(folder, out, "--data", str(changed), "--save-every", "2", "--resume")) == 0
+    assert "--data has other tokens than before" in caplog.text
+
+
+def test_a_mistake_in_a_resumed_run_leaves_the_options_of_the_run(
+    folder: Path, tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(undisturbed, tmp_path / "out", symlinks=True)
+    before = (out / "train.yaml").read_bytes()
+    assert "adapter" in refusal(capsys, words(folder, out, "--lora", "2", "--resume", "--steps", "7"))
+    assert (out / "train.yaml").read_bytes() == before
+
+
+def test_resuming_a_complete_run_trains_nothing(
+    folder: Path, tmp_path: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the middle of an epoch, of which six steps of five batches leave four."""
+    out = shutil.copytree(undisturbed, tmp_path / "out", symlinks=True)
+    (out / "model.safetensors").unlink()
+    assert main(words(folder, out, "--save-every", "2", "--resume")) == 0
+    assert "the run was complete at step 6 already; nothing was trained" in capsys.readouterr().out
+    assert latest(out) == out / "checkpoint-6"
+    assert losses(out) == losses(undisturbed)
+    assert (out / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+
+
+# Failures of the output.
+
+
+def test_a_checkpoint_that_cannot_be_written_fails_the_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trainer_module.save
+
+    def save(target: Path, *args: Any, **kwargs: Any) -> Any:
+        if target.name == "checkpoint-4":
+            raise CheckpointError("the disk is full")
+        return real(target, *args, **kwargs)
+
+    monkeypatch.setattr(trainer_module, "save", save)
+    assert main(words(folder, tmp_path / "out", "--save-every", "2")) == 1
+    message = capsys.readouterr().err
+    assert "roundpipe: the disk is full\nthe newest checkpoint is" in message
+    assert "checkpoint-2; to resume: roundpipe train" in message
+
+
+def test_metrics_that_cannot_be_written_do_not_fail_the_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = MetricsWriter.write
+
+    def write(self: MetricsWriter, row: Any) -> None:
+        if row["step"] in (3, 4):
+            raise OSError(errno.ENOSPC, "no space")
+        real(self, row)
+
+    monkeypatch.setattr(MetricsWriter, "write", write)
+    assert main(words(folder, tmp_path / "out")) == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 5, 6]
+    assert caplog.text.count("metrics.jsonl misses rows from step 3 on") == 1
+
+
+def test_a_closed_pipe_does_not_fail_the_run(folder: Path, tmp_path: Path) -> None:
+    """As with `roundpipe train ... | head -n 1`."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    arguments = words(folder, tmp_path / "out")
+    arguments.remove("--no-view")
+    command = [sys.executable, "-m", "roundpipe", *arguments]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert list(losses(tmp_path / "out")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_terminal_without_the_signs_of_a_name_shows_others(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(words(folder, tmp_path / "mödel", "--steps", "1")) == 0
+    assert b"the final model is in" in written.getvalue()
+    assert b"m?del" in written.getvalue()

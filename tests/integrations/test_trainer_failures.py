@@ -47,6 +47,28 @@ def test_argument_that_does_not_go_with_roundpipe_is_refused(
     Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=token_rows()).train()  # it is still a plain model
 
 
+@pytest.mark.parametrize("changes", [{"ld_alpha": 0.5}, {"loss_type": "exo_pair", "label_smoothing": 0.1}])
+def test_dpo_losses_that_compute_on_the_accelerators_device_are_refused(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import Accelerator
+    from datasets import Dataset
+    from trl import DPOConfig
+
+    from roundpipe.integrations import RoundPipeDPOTrainer
+
+    given = {
+        "args": DPOConfig(**settings(tmp_path, **changes)),
+        "train_dataset": Dataset.from_list(preference_rows(4)),
+        "processing_class": tiny_tokenizer(),
+        "roundpipe": options(),
+    }
+    close(RoundPipeDPOTrainer(tiny_model(), ref_model=tiny_model(), **given))  # on the CPU they work
+    monkeypatch.setattr(Accelerator, "device", torch.device("cuda:0"))
+    with pytest.raises(ConfigError, match="add use_cpu=True"):
+        RoundPipeDPOTrainer(tiny_model(), ref_model=tiny_model(), **given)
+
+
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path)
     monkeypatch.setattr(type(args), "world_size", 2)

@@ -117,6 +117,19 @@ def test_means_of_several_steps_are_logged_as_in_the_whole_run(tmp_path: Path) -
     assert [entry["step"] for entry in whole[0]] == [2, 4, 6]
 
 
+def test_a_complete_run_is_not_trained_further(tmp_path: Path) -> None:
+    """In the middle of an epoch, plain Trainer trains one more step."""
+    trainer = new_trainer(tmp_path, new_model(False))
+    expected = trained(trainer)
+    again = new_trainer(tmp_path, new_model(False))
+    found = trained(again, str(tmp_path / f"checkpoint-{STEPS}"))
+    assert again.state.global_step == STEPS
+    assert found[0] == expected[0]
+    assert found[2] == expected[2]
+    for name, value in expected[1].items():
+        assert torch.equal(found[1][name], value), name
+
+
 def test_number_of_microbatches_that_the_user_has_set_stays(tmp_path: Path) -> None:
     crash(new_trainer(tmp_path, new_model(False)))
     trainer = RoundPipeTrainer(

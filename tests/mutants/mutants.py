@@ -316,8 +316,8 @@ GRADIENT_SUMS = [
     mutant(
         "layers of the tail go backward microbatch by microbatch in reverse",
         "runtime/stage.py",
-        "            for microbatch in microbatches:\n                self._place.microbatch = microbatch\n",
-        "            for microbatch in reversed(microbatches):\n                self._place.microbatch = microbatch\n",
+        "for microbatch in microbatches:\n                    self._place",
+        "for microbatch in reversed(microbatches):\n                    self._place",
         STAGE,
         "tests/parity/test_tail.py::test_every_tail_trains_as_the_plain_module",
     ),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,9 +75,15 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 
 
 def test_each_row_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
     pieces: list[bytes] = []
-    monkeypatch.setattr(writer, "_file", type("File", (), {"write": lambda _, data: pieces.append(data)})())
+
+    class Noting(io.FileIO):
+        def write(self, data: Any) -> int:
+            pieces.append(data)
+            return super().write(data)
+
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(writer, "_file", Noting(tmp_path / "metrics.jsonl", "ab"))
     writer.write({"step": 1, "text": "ä" * 100_000})
     assert len(pieces) == 1
     assert pieces[0].endswith(b"\n")
@@ -84,6 +92,23 @@ def test_each_row_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def timeline(at_s: float) -> Timeline:
     return Timeline((Span("cpu:0", "F0", 0, at_s, at_s + 1 / 3), Span("cpu:1", "FB1", 0, at_s + 0.5, at_s + 0.7)))
+
+
+def test_a_row_that_does_not_fit_leaves_the_rows_before_it(tmp_path: Path) -> None:
+    class NearlyFull(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:5])
+
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    writer.write({"step": 1})
+    usual, writer._file = writer._file, NearlyFull(tmp_path / "m.jsonl", "ab")
+    with pytest.raises(OSError, match="No space left"):
+        writer.write({"step": 2})
+    writer._file.close()
+    writer._file = usual
+    writer.write({"step": 3})
+    writer.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == [1, 3]
 
 
 def test_a_record_reads_back(tmp_path: Path) -> None:

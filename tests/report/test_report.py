@@ -384,6 +384,16 @@ def test_many_devices_are_summarised() -> None:
     ]
 
 
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_legend_does_not_squeeze_its_chart(count: int) -> None:
+    names = ["plain PyTorch", "with --stale", *(f"run {number}" for number in range(6))][:count]
+    loss = charts_of([row(1), row(2), evaluation(2, 1.0)], [Curve(name, [1, 2], [1.0, 2.0]) for name in names])[0]
+    svg = chart_svg(loss, [1])
+    width = float(re.findall(r'viewBox="0 0 ([\d.]+) ', svg)[0])
+    lines = re.findall(r'd="M ([\d.]+) [\d.]+ \nL ([\d.]+) [\d.]+ \n"', svg)  # the grid and the axis of the steps
+    assert max(abs(float(one) - float(other)) for one, other in lines) > 0.75 * width
+
+
 def test_sections_add_tables_verdicts_and_losses(tmp_path: Path) -> None:
     plain = Curve("--><script>plain", [1, 2, 3], [1.5, None, 0.1 + 0.2])
     sections = [

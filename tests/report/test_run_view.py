@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -157,7 +158,9 @@ def test_an_error_leaves_complete_files(tmp_path: Path) -> None:
     assert RunRecord.read(tmp_path).settings["model"]["class"] == "Regression"
 
 
-def hand_made_run(folder: Path, model: RoundPipe, *, is_async: bool, steps: int = 5) -> RunViewCallback:
+def hand_made_run(
+    folder: Path, model: RoundPipe, *, is_async: bool, steps: int = 5, ends: bool = True
+) -> RunViewCallback:
     """The events that a Trainer sends, for a loop over a wrapped model."""
     args = TrainingArguments(output_dir=str(folder), report_to=[], use_cpu=True, run_name="hand made")
     state, control = TrainerState(max_steps=steps), TrainerControl()
@@ -173,7 +176,8 @@ def hand_made_run(folder: Path, model: RoundPipe, *, is_async: bool, steps: int 
         view.note_grad_norm(torch.tensor(float(step)))
         state.global_step, state.epoch = step, step / steps
         view.on_step_end(args, state, control, model=model)
-    view.on_train_end(args, state, control, model=model)
+    if ends:
+        view.on_train_end(args, state, control, model=model)
     return view
 
 
@@ -199,6 +203,35 @@ def test_a_wrapped_model_fills_every_field(tmp_path: Path) -> None:
     assert record.timelines[2].devices() != ()
     assert record.settings["model"]["layers"] == 3
     assert record.settings["versions"]["torch"] == torch.__version__
+
+
+def test_a_killed_run_leaves_its_devices_and_an_early_timeline(tmp_path: Path) -> None:
+    with wrapped() as model:
+        view = hand_made_run(tmp_path, model, is_async=False, steps=3, ends=False)
+        record = RunRecord.read(tmp_path)  # what a process killed now would leave
+        view.close()
+    assert record.starts[0]["devices"] == ["cpu:0", "cpu:1"]
+    assert list(record.timelines) == [2, 3]
+
+
+def test_a_note_needs_a_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    begin = (TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True), TrainerState(), TrainerControl())
+    shown, hidden, terminal = RunViewCallback(), RunViewCallback(show=False), Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert not shown.show_note("too early")
+    for view in (shown, hidden):
+        view.on_train_begin(*begin)
+    assert shown.show_note("stopping after this step")
+    assert not hidden.show_note("stopping after this step")
+    shown.close()
+    hidden.close()
+    assert "stopping after this step" in terminal.getvalue()
+    assert "too early" not in terminal.getvalue()
 
 
 def test_asynchronous_steps_have_rows_at_once(tmp_path: Path) -> None:

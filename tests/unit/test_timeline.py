@@ -1,9 +1,15 @@
-"""Timeline: times, shares and the text chart."""
+"""Timeline: times, shares, the text chart, and what a model measures."""
 
 from __future__ import annotations
 
-import pytest
+import time
+from itertools import pairwise
 
+import pytest
+import torch
+from torch import nn
+
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.timeline import Span, Timeline
 
 TWO_DEVICES = Timeline(
@@ -63,3 +69,30 @@ def test_text_cuts_labels_that_do_not_fit_and_pads_device_names():
 
 def test_text_of_spans_without_duration_is_idle():
     assert Timeline((Span("a", "F0", 0, 3.0, 3.0),)).to_text(columns=4) == "a |....|"
+
+
+class Nap(nn.Module):
+    """A layer whose time is known."""
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return stream * 1.0
+
+
+def test_spans_are_work_and_not_waiting() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), *[Nap() for _ in range(5)])
+    plan = ModelExecutePlan([range(0, 2), range(2, 4)], [range(4, 6), range(2, 4), range(0, 2)])
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan)
+    with RoundPipe(network, devices=["cpu"] * 4) as model:
+        model.forward_backward((torch.randn(6, 2),), loss_fn=lambda out, _: out.sum(), run_config=config)
+        model.synchronize()
+        spans = {(span.label, span.microbatch): span for span in model.timeline().spans}
+    order = sorted({label for label, _ in spans}, key=lambda label: int(label.lstrip("FB")))
+    # Microbatch j of a task needs microbatch j of the task before, so it cannot be at work until that one is done.
+    early = [
+        f"{later}, microbatch {microbatch}: {1e3 * (before.end_s - spans[later, microbatch].start_s):.0f} ms too early"
+        for earlier, later in pairwise(order)
+        for microbatch in range(3)
+        if spans[later, microbatch].start_s < (before := spans[earlier, microbatch]).end_s - 0.01
+    ]
+    assert not early, f"spans begin before their input can be there: {early}"

@@ -8,7 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import errno
 import json
+import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -17,7 +21,7 @@ from roundpipe.devices import parse_devices
 from roundpipe.errors import ConfigError
 
 # Short options and the field of trl.SFTConfig that each one sets. Settings use the names of the fields.
-FIELD_OF = {
+_FIELD_OF = {
     "out": "output_dir",
     "seq_len": "max_length",
     "batch": "per_device_train_batch_size",
@@ -30,7 +34,7 @@ FIELD_OF = {
     "save_every": "save_steps",
     "keep": "save_total_limit",
 }
-_SHORT_OF = {field: short for short, field in FIELD_OF.items()}
+_SHORT_OF = {field: short for short, field in _FIELD_OF.items()}
 # Options that exclude each other. One of them on the command line removes the others from the config file.
 _EXCLUSIVE = (("lora", "full"), ("exact", "stale"), ("num_train_epochs", "max_steps"))
 _REFUSED = {
@@ -41,11 +45,23 @@ _REFUSED = {
     "deepspeed": "RoundPipe places the weights itself; name the devices with --devices",
     "fsdp": "RoundPipe places the weights itself; name the devices with --devices",
     "parallelism_config": "RoundPipe places the weights itself; name the devices with --devices",
+    "fp16": "loss scaling needs gradients in device memory; use --dtype bfloat16, or --bf16 true for autocast",
+    "fp16_full_eval": "a wrapped model cannot be cast; give the dtype of the weights with --dtype",
+    "bf16_full_eval": "a wrapped model cannot be cast; give the dtype of the weights with --dtype",
+    "debug": "it watches the modules of the plain model; --nonfinite stop names the module or parameter at fault",
+    "torch_compile": "layers run one by one",
+    "use_liger_kernel": "it replaces code of the model after the model is wrapped",
 }
 _POSITIVE = (
     "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "num_train_epochs",
     "max_steps", "eval_steps", "save_steps", "save_total_limit", "lora", "lora_alpha", "num_microbatch", "wait_limit",
 )  # fmt: skip
+# Options that are no fields of trl.SFTConfig. "seed" is both.
+_NO_FIELDS = {
+    "model", "data", "eval_data", "lora", "full", "init", "resume", "dry_run", "truncate", "text_rows", "exact",
+    "stale", "lora_alpha", "lora_dropout", "lora_target_modules", "devices", "num_microbatch", "dtype", "optim_dtype",
+    "pin_model", "attn_implementation", "nonfinite", "wait_limit", "no_view",
+}  # fmt: skip
 _DTYPES = ("float32", "bfloat16", "float16")
 _LORA_RATE, _FULL_RATE = 2e-4, 1e-5
 _DEFAULTS: dict[str, Any] = {
@@ -112,12 +128,23 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError where argparse prints the usage and exits."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
+        # A field of SFTConfig has two spellings: --weight_decay/--weight-decay. The last one is named.
+        raise ConfigError(re.sub(r"^argument (--[\w-]+/)*", "", message))
 
 
 def parse(argv: Sequence[str]) -> TrainSettings:
     """Return the settings that a command line and its config file ask for. Raises ConfigError for mistakes."""
-    parser = _new_parser()
+    parser = _Parser(
+        prog="roundpipe train",
+        usage="roundpipe train --model DIR_OR_NAME --data PATH --out DIR [options]",
+        description="Fine-tune a causal language model; weights, gradients and optimizer state are in host memory.",
+        epilog="Every field of trl.SFTConfig is an option too, such as --packing, --weight-decay 0.1 or --report-to "
+        "tensorboard. "
+        "docs/train.md describes all options, the data formats and how to resume.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # the result has exactly what the user gives
+    )
+    _add_own_options(parser)
     flags = _parse_source(parser, argv, "")
     config_path = flags.pop("config", None)
     given = flags
@@ -131,20 +158,11 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     return _settings(given)
 
 
-def _new_parser() -> _Parser:
-    """A parser without defaults, so that its result has exactly what the user gives."""
+def _add_fields(parser: _Parser) -> None:
+    """Add the fields of trl.SFTConfig to the options. Does nothing if they are there already."""
     from transformers import HfArgumentParser
     from trl.trainer.sft_config import SFTConfig
 
-    parser = _Parser(
-        prog="roundpipe train",
-        description="Fine-tune a causal language model; weights, gradients and optimizer state are in host memory.",
-        epilog="Every field of trl.SFTConfig is an option too, such as --weight-decay 0.1 or --report-to tensorboard. "
-        "docs/train.md describes all options, the data formats and how to resume.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    _add_own_options(parser)
     fields = HfArgumentParser(cast(Any, SFTConfig), add_help=False)
     for action in fields._actions:
         strings = [text for text in action.option_strings if text not in parser._option_string_actions]
@@ -152,7 +170,6 @@ def _new_parser() -> _Parser:
             action.option_strings = strings
             action.default = action.help = argparse.SUPPRESS
             parser._add_action(action)
-    return parser
 
 
 def _add_own_options(parser: _Parser) -> None:
@@ -198,21 +215,22 @@ def _add_own_options(parser: _Parser) -> None:
     guards = parser.add_argument_group("long runs")
     guards.add_argument("--nonfinite", choices=("stop", "skip", "off"), help="a loss or gradient not finite (stop)")
     guards.add_argument("--wait-limit", type=float, metavar="SECONDS", help="fail if a wait takes longer (no limit)")
-    guards.add_argument("--no-view", action="store_true", help="no live view, metrics.jsonl and report")
+    guards.add_argument("--no-view", action="store_true", help="do not show the run; files are written as ever")
 
 
 def _parse_source(parser: _Parser, argv: Sequence[str], prefix: str) -> dict[str, Any]:
     """The options of one source, by the names of the settings. `prefix` begins its error messages."""
     try:
         namespace, rest = parser.parse_known_args(list(argv))
-        _refuse_unknown(parser, rest)
+        if rest:  # only then: importing TRL takes seconds, and --help and mistakes should answer at once
+            _add_fields(parser)
+            namespace, rest = parser.parse_known_args(list(argv))
+            _refuse_unknown(parser, rest)
         given: dict[str, Any] = {}
         for name, value in vars(namespace).items():
-            field = FIELD_OF.get(name, name)
+            field = _FIELD_OF.get(name, name)
             if field in given:
-                raise ConfigError(
-                    f"--{_SHORT_OF[field]} and {option(field, full=True)} are the same setting; give one."
-                )
+                raise ConfigError(f"{option(field)} and {option(field, full=True)} are the same setting; give one.")
             given[field] = value
         for group in _EXCLUSIVE:
             both = [option(name) for name in group if name in given]
@@ -231,10 +249,10 @@ def option(name: str, *, full: bool = False) -> str:
 
 def _refuse_unknown(parser: _Parser, rest: Sequence[str]) -> None:
     unknown = [text.split("=")[0] for text in rest if text.startswith("-")]
-    if not unknown and rest:
-        raise ConfigError(f"{rest[0]!r} belongs to no option; write --data {rest[0]} if it is the data.")
-    if not unknown:
+    if not rest:
         return
+    if not unknown:
+        raise ConfigError(f"{rest[0]!r} belongs to no option; write --data {rest[0]} if it is the data.")
     known = sorted({text.replace("_", "-") for text in parser._option_string_actions if text.startswith("--")})
     close = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
     hint = f"did you mean {close[0]}?" if close else "roundpipe train --help lists the options."
@@ -257,7 +275,7 @@ def _file_to_argv(parser: _Parser, path: Path) -> list[str]:
         raise ConfigError(f"--config: {path} must have lines such as `lr: 1e-4`, got a {type(content).__name__}.")
     argv: list[str] = []
     for key, value in content.items():
-        name = "--" + str(key).replace("_", "-")
+        name = option(str(key), full=True)
         action = parser._option_string_actions.get(name)
         is_flag = action is not None and (action.nargs == 0 or key == "resume")
         if name == "--config":
@@ -280,9 +298,22 @@ def _check(given: Mapping[str, Any]) -> None:
     for name in ("model", "data", "output_dir"):
         if not given.get(name):
             raise ConfigError(f"{option(name)} is missing; roundpipe train needs --model, --data and --out.")
+    for name in ("model", "data", "eval_data", "output_dir", "resume"):
+        try:
+            os.stat(given.get(name, ""))
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise ConfigError(
+                    f"{option(name)}: the name {given[name]!r} is too long for the file system."
+                ) from error
+    for name in (*_POSITIVE, "warmup_steps", "weight_decay", "max_grad_norm"):
+        if not math.isfinite(given.get(name, 0)):
+            raise ConfigError(f"{option(name)} must be a finite number, got {given[name]:g}.")
     for name in _POSITIVE:
         if name in given and not given[name] > 0:
             raise ConfigError(f"{option(name)} must be greater than 0, got {given[name]:g}.")
+    if given.get("max_length") == 1:
+        raise ConfigError("--seq-len must be at least 2, got 1: the first token of a sequence has no loss.")
     for name, reason in _REFUSED.items():
         if given.get(name):
             raise ConfigError(f"{option(name)} cannot be used here: {reason}.")
@@ -305,7 +336,8 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ConfigError(f"--seed must be between 0 and 2**32 - 1, got {given['seed']}.")
     if "eval_data" not in given and ("eval_steps" in given or given.get("eval_strategy", "no") != "no"):
         raise ConfigError("an evaluation needs data; give --eval-data FILE_OR_DIR.")
-    _check_schedule(given.get("lr_scheduler_type", "cosine"))
+    if "lr_scheduler_type" in given:
+        _check_schedule(given["lr_scheduler_type"])
     parse_devices(given.get("devices"))
 
 
@@ -319,8 +351,7 @@ def _check_schedule(name: str) -> None:
 
 def _settings(given: Mapping[str, Any]) -> TrainSettings:
     """The settings of a run; options that are not given get their defaults."""
-    names = {field.name for field in _sft_fields()}
-    sft = _DEFAULTS | {name: value for name, value in given.items() if name in names}
+    sft = _DEFAULTS | {name: value for name, value in given.items() if name not in _NO_FIELDS}
     sft.setdefault("learning_rate", _LORA_RATE if "lora" in given else _FULL_RATE)
     sft.setdefault("per_device_eval_batch_size", sft["per_device_train_batch_size"])
     sft["use_cpu"] = parse_devices(given.get("devices"))[0].kind == "cpu"
@@ -349,12 +380,6 @@ def _settings(given: Mapping[str, Any]) -> TrainSettings:
         sft=sft,
         given=given,
     )
-
-
-def _sft_fields() -> tuple[dataclasses.Field[Any], ...]:
-    from trl.trainer.sft_config import SFTConfig
-
-    return dataclasses.fields(SFTConfig)
 
 
 def _lora_settings(given: Mapping[str, Any]) -> LoraSettings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import hashlib
 import json
 import logging
 from array import array
@@ -81,6 +82,15 @@ class TokenRows:
     dataset: Any
     places: Places
 
+    def digest(self) -> str:
+        """A checksum of all tokens and labels."""
+        checksum = hashlib.sha256()
+        for table in self.dataset.with_format("arrow").iter(batch_size=10_000):
+            for column in table.columns:
+                for chunk in column.chunks:
+                    checksum.update(chunk.flatten().to_numpy(zero_copy_only=False).tobytes())
+        return checksum.hexdigest()
+
 
 @dataclasses.dataclass(frozen=True)
 class DataStatistics:
@@ -108,16 +118,16 @@ def read_rows(path: Path, option: str, text_rows: str) -> Rows:
         return _read_dataset_folder(path, option)
     files = [path]
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix in (*_JSON_ENDINGS, _TEXT_ENDING))
+        files = sorted(each for each in path.iterdir() if _is_data_file(each))
         if not files:
             raise ConfigError(f"{option}: {path} has no .jsonl or .txt file and is no folder of datasets.save_to_disk.")
-    rows, places = [], Places()
-    row_format = None
+    rows: list[dict[str, Any]] = []
+    places, row_format = Places(), None
     for file in files:
-        unit = "line" if file.suffix in _JSON_ENDINGS or text_rows == "line" else text_rows
+        unit = "line" if file.suffix.lower() in _JSON_ENDINGS or text_rows == "line" else text_rows
         places.begin(file, unit)
         for number, row in _read_file(file, option, text_rows):
-            row_format = _checked_format(row, row_format, f"{file}, {unit} {number}")
+            row_format = _checked_format(row, row_format, f"{file}, {unit} {number}", rows[0] if rows else None)
             places.add(number)
             rows.append({name: row[name] for name in (*row_format.columns, *_KEPT_EXTRAS) if name in row})
     if row_format is None:
@@ -128,12 +138,17 @@ def read_rows(path: Path, option: str, text_rows: str) -> Rows:
     return Rows(Dataset.from_list(rows, on_mixed_types="use_json"), places, row_format)
 
 
+def _is_data_file(path: Path) -> bool:
+    """Whether a file of a folder is read. Hidden files are not: editors and systems leave such ones."""
+    return path.is_file() and not path.name.startswith(".") and path.suffix.lower() in (*_JSON_ENDINGS, _TEXT_ENDING)
+
+
 def _read_file(file: Path, option: str, text_rows: str) -> Iterator[tuple[int, Any]]:
     """Yield (number, row) of a file's rows; empty lines are none."""
-    if file.suffix not in (*_JSON_ENDINGS, _TEXT_ENDING):
+    if file.suffix.lower() not in (*_JSON_ENDINGS, _TEXT_ENDING):
         raise ConfigError(f"{option}: {file} must end in .jsonl or .txt, or be a folder.")
     try:
-        if file.suffix == _TEXT_ENDING:
+        if file.suffix.lower() == _TEXT_ENDING:
             yield from _read_text(file, text_rows)
             return
         with file.open("rb") as stream:
@@ -146,12 +161,21 @@ def _read_file(file: Path, option: str, text_rows: str) -> Iterator[tuple[int, A
 
 def _parse_json(line: bytes, place: str) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig"))
+        if b"\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # JSON can name half of a surrogate pair, UTF-8 cannot
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: not UTF-8 text (byte {error.start + 1}).") from error
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ConfigError(f"{place}: {half} is half of a surrogate pair and no character; remove it.") from error
     except json.JSONDecodeError as error:
-        hint = " The file must have one JSON object per line." if line.lstrip().startswith(b"[") else ""
+        is_spread = line.lstrip().startswith(b"[") or line.strip() == b"{"
+        hint = " The file must have one JSON object per line." if is_spread else ""
         raise ConfigError(f"{place}: not valid JSON: {error.msg} at column {error.colno}.{hint}") from error
+    except (ValueError, RecursionError) as error:  # a number with too many digits, too many brackets
+        raise ConfigError(f"{place}: the JSON cannot be read: {error}.") from error
+    return row
 
 
 def _read_text(file: Path, text_rows: str) -> Iterator[tuple[int, dict[str, str]]]:
@@ -159,10 +183,8 @@ def _read_text(file: Path, text_rows: str) -> Iterator[tuple[int, dict[str, str]
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text (byte {error.start + 1}).") from error
-    if text_rows == "document":
-        pieces = [text]
-    else:
-        pieces = text.splitlines() if text_rows == "line" else text.replace("\r\n", "\n").split("\n\n")
+    # Not splitlines(): it also splits at form feeds and at U+2028. read_text() has turned \r\n into \n.
+    pieces = [text] if text_rows == "document" else text.split("\n" if text_rows == "line" else "\n\n")
     for number, piece in enumerate(pieces, 1):
         if piece.strip():
             yield number, {"text": piece}
@@ -172,7 +194,8 @@ def _read_dataset_folder(path: Path, option: str) -> Rows:
     from datasets import load_from_disk
 
     try:
-        dataset = load_from_disk(str(path), keep_in_memory=True)  # in memory: no cache files beside the user's data
+        # In memory: no cache files beside the user's data. Without a format: rows are lists, not tensors.
+        dataset = load_from_disk(str(path), keep_in_memory=True).with_format(None)
     except Exception as error:  # pyarrow, json and OS errors
         raise ConfigError(f"{option}: {path} is a damaged datasets folder: {error}.") from error
     if not len(dataset):
@@ -181,7 +204,7 @@ def _read_dataset_folder(path: Path, option: str) -> Rows:
     places.begin(path, "row")
     row_format = None
     for number, row in enumerate(dataset):
-        row_format = _checked_format(row, row_format, f"{path}, row {number}")
+        row_format = _checked_format(row, row_format, f"{path}, row {number}", None)
         places.add(number)
     assert row_format is not None
     optional = (*_KEPT_EXTRAS, *(("labels",) if row_format is RowFormat.TOKENS else ()))
@@ -189,8 +212,11 @@ def _read_dataset_folder(path: Path, option: str) -> Rows:
     return Rows(dataset.select_columns(kept), places, row_format)
 
 
-def _checked_format(row: Any, before: RowFormat | None, place: str) -> RowFormat:
-    """The format of a row. Raises ConfigError for a bad row and for a format other than that of the rows before."""
+def _checked_format(row: Any, before: RowFormat | None, place: str, first: Mapping[str, Any] | None) -> RowFormat:
+    """The format of a row. Raises ConfigError for a bad row and for a format other than that of the rows before.
+
+    first: the first row of all, if rows may differ in whether their values are strings or lists of messages.
+    """
     reason = None
     if not isinstance(row, Mapping):
         raise ConfigError(f"{place}: a row must be a JSON object with {_FORMATS}, got {type(row).__name__}.")
@@ -204,6 +230,8 @@ def _checked_format(row: Any, before: RowFormat | None, place: str) -> RowFormat
         reason = f"this row has {present[0].value}, the rows before have {before.value}; use one format"
     else:
         reason = _fault(row, present[0])
+        if reason is None and first is not None and any(type(row[n]) is not type(first[n]) for n in present[0].columns):
+            reason = "some rows have strings, others lists of messages; use one form"
     if reason is not None:
         raise ConfigError(f"{place}: {reason}.")
     return present[0]
@@ -213,6 +241,10 @@ def _fault(row: Mapping[str, Any], row_format: RowFormat) -> str | None:
     """What is wrong with the values of a row; None if nothing is."""
     if row_format is RowFormat.TOKENS:
         labels = row.get("labels")
+        for name in ("input_ids", "labels"):
+            values = row.get(name)
+            if values is not None and not (isinstance(values, list) and all(type(value) is int for value in values)):
+                return f"`{name}` must be a list of whole numbers"
         if labels is not None and len(labels) != len(row["input_ids"]):
             return f"`labels` has {len(labels)} entries, `input_ids` {len(row['input_ids'])}"
         return None if len(row["input_ids"]) else "`input_ids` is empty"
@@ -426,13 +458,20 @@ def check_tokens(
     """Count the rows as they are trained. Raises ConfigError for rows that do not fit or have no loss."""
     lengths, trained, kept_rows = [], 0, 0
     for row, (ids, labels) in enumerate(_pairs(tokens.dataset)):
-        if max(ids) >= vocabulary:
+        outside = [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary]
+        if outside:
             raise ConfigError(
-                f"{tokens.places.name(row)}: token {max(ids)} is outside of the model's vocabulary of {vocabulary}; "
+                f"{tokens.places.name(row)}: token {outside[0]} is outside of the model's vocabulary of {vocabulary}; "
                 "the tokenizer belongs to another model."
             )
-        if all(label == IGNORED for label in labels):
+        with_loss = [label for label in labels[1:] if label != IGNORED]  # the first token is not predicted
+        if not with_loss:
             raise ConfigError(f"{tokens.places.name(row)}: no token of this row has a loss.")
+        if min(with_loss) < 0 or max(with_loss) >= vocabulary:
+            raise ConfigError(
+                f"{tokens.places.name(row)}: `labels` must be {IGNORED} or tokens of the model's vocabulary of "
+                f"{vocabulary}, got {min(with_loss)} to {max(with_loss)}."
+            )
         lengths.append(len(ids))
         used = sum(label != IGNORED for label in (labels if packs else labels[:seq_len]))
         trained += used

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.cli.arguments import TrainSettings
+from roundpipe.cli.arguments import TrainSettings, option
 from roundpipe.cli.data import DataStatistics, TokenRows, check_tokens, read_rows, tokenize
 from roundpipe.devices import DeviceSpec, open_devices, parse_devices
 from roundpipe.errors import ConfigError, HostMemoryError
@@ -27,12 +28,17 @@ from roundpipe.store.adopt import SECOND_WEIGHTS, PinMode, training_memory
 from roundpipe.store.host_memory import available_host_bytes, memory_table, require_host_memory
 
 _WEIGHT_ENDINGS = (".safetensors", ".bin")
+_TOKENIZER_NAMES = ("token", "vocab", "spiece", "sentencepiece", "spm", "merges", "qwen.tiktoken", "tekken")
 
 
 def say(text: str = "") -> None:
-    """Write a line to stdout."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """Write a line to stdout, unless its reader has gone: that must not fail a run."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +60,12 @@ class Prepared:
 
 def prepare(settings: TrainSettings) -> Prepared:
     """Check options, tokenizer and data, and tokenize the data. Loads no weights."""
-    from trl.trainer.sft_config import SFTConfig
-
     _check_out(settings.out)
     read = {"train": read_rows(settings.data, "--data", settings.text_rows)}
     if settings.eval_data is not None:
         read["eval"] = read_rows(settings.eval_data, "--eval-data", settings.text_rows)
     model_config, tokenizer = _load_config_and_tokenizer(settings)
-    try:
-        sft_config: Any = SFTConfig(**{**settings.sft, "assistant_only_loss": False})
-    except (ValueError, TypeError, ImportError) as error:
-        raise ConfigError(str(error)) from error
-    _check_reporting(sft_config)
+    sft_config = _sft_config(settings)
     tokens, counts = {}, {}
     text_config = model_config.get_text_config()
     for name, rows in read.items():
@@ -82,6 +82,8 @@ def prepare(settings: TrainSettings) -> Prepared:
         )
     specs = parse_devices(settings.roundpipe.get("devices"))
     batch = sft_config.per_device_train_batch_size
+    total_steps = _total_steps(sft_config, counts["train"].rows)
+    _check_optimizer(sft_config, total_steps)
     return Prepared(
         model_config=model_config,
         tokenizer=tokenizer,
@@ -93,7 +95,7 @@ def prepare(settings: TrainSettings) -> Prepared:
         specs=specs,
         dtype=getattr(torch, settings.dtype or ("float32" if specs[0].kind == "cpu" else "bfloat16")),
         num_microbatch=min(settings.roundpipe.get("num_microbatch", len(specs) + 1), batch),
-        total_steps=_total_steps(sft_config, counts["train"].rows),
+        total_steps=total_steps,
     )
 
 
@@ -113,8 +115,8 @@ def _load_config_and_tokenizer(settings: TrainSettings) -> tuple[Any, Any]:
     looks_like_path = folder.is_absolute() or settings.model.startswith(".") or settings.model.count("/") > 1
     if not folder.exists() and looks_like_path:
         raise ConfigError(f"--model: there is no folder {settings.model}.")
-    if folder.is_dir() and not settings.init and not any(each.suffix in _WEIGHT_ENDINGS for each in folder.iterdir()):
-        raise ConfigError(f"--model: {folder} has no weights (*.safetensors); for random weights add --init.")
+    if folder.is_dir():
+        _check_model_folder(folder, needs_weights=not settings.init)
     options = {"trust_remote_code": bool(settings.sft.get("trust_remote_code"))}
     what = "config"
     try:
@@ -122,9 +124,29 @@ def _load_config_and_tokenizer(settings: TrainSettings) -> tuple[Any, Any]:
         what = "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(settings.model, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"--model: cannot load the {what} of {settings.model}: {one_line(error)}") from error
+        nowhere = "" if folder.exists() else "there is no such folder, and from the hub: "
+        raise ConfigError(f"--model: cannot load the {what} of {settings.model}: {nowhere}{one_line(error)}") from error
     _set_tokens(tokenizer, settings)
     return config, tokenizer
+
+
+def _check_model_folder(folder: Path, *, needs_weights: bool) -> None:
+    """Refuse a folder without tokenizer or weights, or with damaged safetensors. Reads only the headers of these."""
+    from safetensors import SafetensorError, safe_open
+
+    names = [each.name for each in folder.iterdir()]
+    if needs_weights and not any(name.endswith(_WEIGHT_ENDINGS) for name in names):
+        raise ConfigError(f"--model: {folder} has no weights (*.safetensors); for random weights add --init.")
+    if not any(name.startswith(_TOKENIZER_NAMES) for name in names):
+        raise ConfigError(
+            f"--model: {folder} has no tokenizer; put the model's tokenizer there with tokenizer.save_pretrained()."
+        )
+    for file in folder.glob("*.safetensors") if needs_weights else ():
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"--model: {file} is damaged: {one_line(error)}; copy or download it again.") from error
 
 
 def _set_tokens(tokenizer: Any, settings: TrainSettings) -> None:
@@ -141,6 +163,49 @@ def _set_tokens(tokenizer: Any, settings: TrainSettings) -> None:
         tokenizer.eos_token = eos
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ConfigError("the tokenizer has neither a padding nor an end-of-sequence token; give --eos-token.")
+
+
+def _sft_config(settings: TrainSettings) -> Any:
+    """The trl.SFTConfig of a run."""
+    from trl.trainer.sft_config import SFTConfig
+
+    for name in SFTConfig._VALID_DICT_FIELDS:
+        value = settings.sft.get(name)
+        if isinstance(value, str) and not Path(value).is_file():
+            try:
+                is_object = isinstance(json.loads(value), dict)
+            except ValueError:
+                is_object = False
+            if not is_object:
+                raise ConfigError(f"{option(name)} must be a JSON object such as '{{\"a\": 1}}', got {value!r}.")
+    try:
+        config = SFTConfig(**{**settings.sft, "assistant_only_loss": False})
+    except (ValueError, TypeError, ImportError) as error:
+        raise ConfigError(one_line(error)) from error
+    _check_reporting(config)
+    return config
+
+
+def _check_optimizer(config: Any, total_steps: int) -> None:
+    """Make the optimizer and the schedule of the run for one parameter, to find options that they refuse."""
+    from transformers import get_scheduler
+
+    from roundpipe.integrations import RoundPipeTrainer
+
+    what = f"--optim {getattr(config.optim, 'value', config.optim)}"
+    try:
+        optimizer_class, options = RoundPipeTrainer.get_optimizer_cls_and_kwargs(config)
+        optimizer = optimizer_class([nn.Parameter(torch.zeros(1))], **options)
+        what = f"--schedule {config.lr_scheduler_type.value} with {total_steps} steps"
+        get_scheduler(
+            config.lr_scheduler_type,
+            optimizer,
+            config.get_warmup_steps(total_steps),
+            total_steps,
+            config.lr_scheduler_kwargs,
+        )
+    except (ValueError, TypeError, ImportError, ArithmeticError) as error:
+        raise ConfigError(f"{what} cannot be used: {one_line(error)}") from error
 
 
 def _check_reporting(sft_config: Any) -> None:
@@ -174,20 +239,30 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def plain_output() -> Iterator[None]:
-    """No progress bars of datasets and transformers inside the block, unless they go to a terminal."""
-    from datasets.utils import disable_progress_bars, enable_progress_bars  # type: ignore[import-untyped]
+    """No progress bars of datasets and transformers inside the block, unless they go to a terminal.
+
+    Bars that the user has disabled stay disabled afterwards.
+    """
+    from datasets.utils import (  # type: ignore[import-untyped]
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
     from transformers.utils import logging as transformers_logging
 
     if sys.stderr.isatty():
         yield
         return
+    of_datasets, of_transformers = not are_progress_bars_disabled(), transformers_logging.is_progress_bar_enabled()
     disable_progress_bars()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        enable_progress_bars()
-        transformers_logging.enable_progress_bar()
+        if of_datasets:
+            enable_progress_bars()
+        if of_transformers:
+            transformers_logging.enable_progress_bar()
 
 
 # Memory and disk.
@@ -229,7 +304,10 @@ def memory_needs(settings: TrainSettings, prepared: Prepared) -> Needs:
     if settings.lora is not None:
         from peft import get_peft_model
 
-        model = get_peft_model(model, lora_config(settings), autocast_adapter_dtype=False)
+        try:
+            model = get_peft_model(model, lora_config(settings), autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise ConfigError(f"--lora: peft cannot make the adapter: {one_line(error)}") from error
     optim_dtype = getattr(torch, settings.roundpipe.get("optim_dtype", "float32"))
     # REGISTER: what moving the weights needs depends on their memory, and this model has none. Wrapping counts it.
     host = training_memory([model], optim_dtype, PinMode.REGISTER)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import os
 import shlex
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.checkpoint import latest
-from roundpipe.cli.arguments import FIELD_OF, TrainSettings
+from roundpipe.checkpoint import latest, verify
+from roundpipe.cli.arguments import TrainSettings, option
 from roundpipe.cli.preparation import (
     Prepared,
     lora_config,
@@ -36,23 +37,33 @@ from roundpipe.cli.preparation import (
     report_dry_run,
     say,
 )
-from roundpipe.errors import ConfigError, DeviceError
+from roundpipe.errors import CheckpointError, ConfigError, DeviceError
+from roundpipe.report.metrics import replace_file
 
 WAIT_LIMIT_VARIABLE = "ROUNDPIPE_WAIT_LIMIT_S"
 
 logger = logging.getLogger("roundpipe")
 
+_LOCK_FILE = ".train.lock"  # in the output folder: locked by the process that trains there
+_DATA_FILE = ".data.sha256"  # in the output folder: a checksum of the tokens of the run
+_STATE_FILE = "trainer_state.json"  # in every checkpoint of a trainer
 SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
+_STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 _NOT_KEPT = ("resume", "dry_run")
 # Options that do not change the numbers of a run, so that a resumed run may have others.
 _HARMLESS = {
     "output_dir", "devices", "save_steps", "save_total_limit", "eval_data", "eval_steps", "wait_limit", "no_view",
     "report_to", "logging_steps", "pin_model", "exact", "full", "dataset_num_proc", "dataloader_num_workers",
 }  # fmt: skip
+# Options that the state of the optimizer has, in a checkpoint, so that a resumed run does not change them.
+_OF_OPTIMIZER = ("lr", "weight-decay", "adam-beta1", "adam-beta2", "adam-epsilon")
 
 
 def run(settings: TrainSettings) -> int:
     """Do what the settings ask for. Returns the exit code of the command."""
+    if not settings.dry_run and (settings.out / _LOCK_FILE).exists():
+        with _held(settings.out):
+            pass  # refuses at once what it would refuse below, where the data is prepared
     checkpoint = starting_point(settings)
     prepared = prepare(settings)
     needs = memory_needs(settings, prepared)
@@ -62,8 +73,11 @@ def run(settings: TrainSettings) -> int:
     if settings.dry_run:
         say("dry run: all checks passed; nothing was trained")
         return 0
-    _keep_settings(settings, is_resumed=checkpoint is not None)
-    with _wait_limit(settings.wait_limit_s):
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with _held(settings.out), _wait_limit(settings.wait_limit_s):
+        checkpoint = starting_point(settings)  # again: another process may have trained there until now
+        if checkpoint is not None:
+            _warn_of_changes(settings, prepared)
         return _train(settings, prepared, checkpoint)
 
 
@@ -87,7 +101,34 @@ def starting_point(settings: TrainSettings) -> Path | None:
     folder = Path(settings.resume)
     if not folder.is_dir():
         raise ConfigError(f"--resume: there is no folder {folder}.")
-    return latest(folder) or folder  # load() says what is wrong with a folder that is no checkpoint
+    checkpoint = latest(folder) or folder
+    verify(checkpoint, [_STATE_FILE])  # load() verifies all files
+    return checkpoint
+
+
+@contextlib.contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """Keep the output folder for this process inside the block. Raises ConfigError if another process has it.
+
+    The system releases the lock when the process ends, however it ends. Forked processes, such as workers of a data
+    loader, do not inherit it, so that they do not hold it when they live longer.
+    """
+    with open(out / _LOCK_FILE, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # the two errors of POSIX for a lock of another process
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            raise ConfigError(
+                f"--out {out} is in use by another run (process {owner}); wait until it ends, stop it, or give another "
+                "--out."
+            ) from None
+        except OSError as error:
+            logger.warning("--out %s cannot be locked (%s); do not start a second run there", out, error)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
 
 
 # The model and its training.
@@ -101,36 +142,69 @@ def _load_model(settings: TrainSettings, prepared: Prepared) -> nn.Module:
         return new_model(settings, prepared, torch.device("cpu"))
     given = settings.sft.get("model_init_kwargs")
     further = json.loads(given) if isinstance(given, str) else given or {}
+    if "dtype" in further or "torch_dtype" in further:
+        raise ConfigError("--model-init-kwargs has a dtype; give the dtype of the weights with --dtype.")
+    # Weights of other shapes are reported below, with their names.
+    options = {**model_options(settings), **further, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            settings.model, dtype=prepared.dtype, **model_options(settings), **further
-        )
-    except OSError as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=prepared.dtype, **options)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"--model: cannot load the weights of {settings.model}: {one_line(error)}") from error
+    model: nn.Module = loaded[0]
+    _require_all_weights(settings, loaded[1])
     return model
+
+
+def _require_all_weights(settings: TrainSettings, report: Mapping[str, Any]) -> None:
+    """Refuse a model that transformers has loaded in part only: the other parameters are random."""
+    wrong = sorted(
+        f"{name} {tuple(found)} instead of {tuple(needed)}" for name, found, needed in report["mismatched_keys"]
+    )
+    for fault, names in (("wrong shapes", wrong), ("no weights", sorted(report["missing_keys"]))):
+        if names:
+            raise ConfigError(
+                f"--model: {settings.model} has {fault} for {len(names)} parameters of its config, such as {names[0]}; "
+                "use a complete model, or --init for random weights in all of it."
+            )
 
 
 def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None) -> int:
     trainer = _new_trainer(settings, prepared)
     stop = StopSignals()
-    trainer.add_callback(_stop_callback(stop))
+    trainer.add_callback(_run_callback(settings, prepared, stop))
     try:
-        with stop.caught(trainer.model):
+        with stop.caught(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trainer.model.synchronize()  # the last checkpoint is complete
             if stop.signum is None:
-                with plain_output():
-                    trainer.save_model(str(settings.out))
+                _save_final_model(trainer, settings.out)
+    except CheckpointError as error:
+        if not stop.has_begun:
+            raise  # the checkpoint to resume from is at fault
+        raise RunFailure(one_line(error)) from error
     finally:
+        trainer.run_view.close()  # before the last words of the run
         trainer.model.close()
     if stop.signum is not None:
         say(f"stopped by {signal.Signals(stop.signum).name} after step {trainer.state.global_step}")
         say(how_to_resume(settings))
         return 128 + stop.signum
+    if not stop.has_begun:
+        say(f"the run was complete at step {trainer.state.global_step} already; nothing was trained")
     say(f"the final model is in {settings.out}")
     if (settings.out / "report.html").exists():
         say(f"the report is {settings.out / 'report.html'}")
     return 0
+
+
+def _save_final_model(trainer: Any, out: Path) -> None:
+    from safetensors import SafetensorError
+
+    try:
+        with plain_output():
+            trainer.save_model(str(out))
+    except (OSError, SafetensorError) as error:
+        raise RunFailure(f"the final model could not be written into {out}: {one_line(error)}") from error
 
 
 def _new_trainer(settings: TrainSettings, prepared: Prepared) -> Any:
@@ -161,6 +235,8 @@ def _trainer_class() -> Any:
     class SearchingTrainer(RoundPipeSFTTrainer):  # type: ignore[misc]
         """Doubles the number of microbatches when a step runs out of device memory, unless the user has set it."""
 
+        advice_to_skip = "To leave such steps out, use --nonfinite skip."
+
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             while True:
                 randomness = torch.get_rng_state()  # calls draw their seeds from it
@@ -190,23 +266,31 @@ def _trainer_class() -> Any:
 # Signals and what is said at the end.
 
 
+class RunFailure(Exception):
+    """A run that had begun could not write its files. The message names file and reason."""
+
+
 class StopSignals:
-    """SIGINT and SIGTERM end the run after the current step. A second SIGINT raises KeyboardInterrupt at once."""
+    """SIGINT and SIGTERM end the run after the current step. A second SIGINT raises KeyboardInterrupt at once.
+
+    has_begun: whether the first step has begun.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self.has_begun = False
 
     @contextlib.contextmanager
-    def caught(self, model: Any) -> Iterator[None]:
+    def caught(self, trainer: Any) -> Iterator[None]:
         """Handle the signals inside the block, if this is the main thread."""
 
         def handle(signum: int, frame: FrameType | None) -> None:
             if self.signum is not None and signum == signal.SIGINT:
                 raise KeyboardInterrupt
             self.signum = signum
-            model.request_stop()
-            # os.write: a handler may interrupt a write to sys.stderr.
-            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
+            trainer.model.request_stop()
+            if not trainer.run_view.show_note(_STOPPING):
+                os.write(2, f"\n{_STOPPING}\n".encode())  # a handler may interrupt a write to sys.stderr
 
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -219,17 +303,23 @@ class StopSignals:
                 signal.signal(signum, handler)
 
 
-def _stop_callback(stop: StopSignals) -> Any:
+def _run_callback(settings: TrainSettings, prepared: Prepared, stop: StopSignals) -> Any:
     from transformers import TrainerCallback
 
-    class StopCallback(TrainerCallback):
-        """Saves and ends the training after the step in which a signal has come."""
+    class RunCallback(TrainerCallback):
+        """Keeps the options of the run. Saves and ends the training after the step in which a signal has come."""
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            _write_settings(settings, prepared)  # not before: the checkpoint, if any, fits to them
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            stop.has_begun = True
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if stop.signum is not None:
                 control.should_save = control.should_training_stop = True
 
-    return StopCallback()
+    return RunCallback()
 
 
 def how_to_resume(settings: TrainSettings) -> str:
@@ -241,32 +331,48 @@ def how_to_resume(settings: TrainSettings) -> str:
     return f"the newest checkpoint is {newest}; to resume: {command}"
 
 
-def _keep_settings(settings: TrainSettings, *, is_resumed: bool) -> None:
-    """Write the options into the output folder, as a config file. Warns if a resumed run has other options."""
-    import yaml  # type: ignore[import-untyped]
-
-    short = {field: name for name, field in FIELD_OF.items()}
+def _kept_settings(settings: TrainSettings) -> dict[str, Any]:
+    """The options of a run by the names of a config file."""
     kept = {name: value for name, value in settings.given.items() if name not in _NOT_KEPT}
-    for name in ("model", "data", "eval_data", "output_dir"):
+    for name in ("model", "data", "eval_data"):
         if name in kept and Path(kept[name]).exists():
             kept[name] = str(Path(kept[name]).absolute())  # the command works in every folder
     kept["output_dir"] = str(settings.out.absolute())
-    named = {short.get(name, name).replace("_", "-"): value for name, value in sorted(kept.items())}
+    return {option(name).removeprefix("--"): value for name, value in sorted(kept.items())}
+
+
+def _write_settings(settings: TrainSettings, prepared: Prepared) -> None:
+    import yaml  # type: ignore[import-untyped]
+
+    replace_file(settings.out / _DATA_FILE, prepared.train.digest() + "\n")
+    replace_file(settings.out / SETTINGS_FILE, yaml.safe_dump(_kept_settings(settings), sort_keys=False))
+
+
+def _warn_of_changes(settings: TrainSettings, prepared: Prepared) -> None:
+    """Log a warning if a resumed run has other data or options than before."""
+    import yaml
+
+    data_file = settings.out / _DATA_FILE
+    if data_file.exists() and data_file.read_text().strip() != prepared.train.digest():
+        logger.warning("--data has other tokens than before: the resumed run sees other rows, so its losses differ")
     file = settings.out / SETTINGS_FILE
-    if is_resumed and file.exists():
-        before = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        ignored = {short.get(name, name).replace("_", "-") for name in _HARMLESS}
-        changed = [
-            f"{name}: {before.get(name)} -> {named.get(name)}"
-            for name in sorted(before.keys() | named.keys())
-            if name not in ignored and before.get(name) != named.get(name)
-        ]
-        if changed:
-            logger.warning(
-                "the resumed run has other options than before (%s); its losses may differ", "; ".join(changed)
-            )
-    settings.out.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(named, sort_keys=False), encoding="utf-8")
+    if not file.exists():
+        return
+    before, now = yaml.safe_load(file.read_text(encoding="utf-8")) or {}, _kept_settings(settings)
+    harmless = {option(name).removeprefix("--") for name in _HARMLESS}
+    names = sorted((before.keys() | now.keys()) - harmless)
+    changed = [name for name in names if before.get(name) != now.get(name)]
+    if changed:
+        logger.warning(
+            "the resumed run has other options than before (%s); its losses may differ",
+            "; ".join(f"{name}: {before.get(name)} -> {now.get(name)}" for name in changed),
+        )
+    without_effect = [name for name in changed if name in _OF_OPTIMIZER]
+    if without_effect:
+        logger.warning(
+            "--%s has no effect: the optimizer and its schedule go on with the values of the checkpoint",
+            ", --".join(without_effect),
+        )
 
 
 @contextlib.contextmanager

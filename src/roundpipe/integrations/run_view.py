@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from roundpipe.api.proxy import ModelProxy
-from roundpipe.report.live_view import RunState, View, open_view
+from roundpipe.report.live_view import LiveView, RunState, View, figure, open_view
 from roundpipe.report.metrics import METRICS_FILE, MetricsWriter, RunRecord
 from roundpipe.report.page import write_report
 from roundpipe.stats import StepStats, host_memory
@@ -52,11 +53,19 @@ class RunViewCallback(TrainerCallback):
         self._since_s = 0.0  # when the present step began
         self._steps_done = 0  # of this process
         self._timeline_at = _EARLY_STEP
+        self._write_fails = False
 
     @property
     def run_state(self) -> RunState:
         """What the view shows."""
         return self._state
+
+    def show_note(self, note: str) -> bool:
+        """Add a line to the live view and return True; False if there is no live view. Works in a signal handler."""
+        if not isinstance(self._view, LiveView):
+            return False
+        self._state.note = note
+        return True
 
     # Called by the training step.
 
@@ -87,7 +96,8 @@ class RunViewCallback(TrainerCallback):
         self._record.starts.append({"step": state.global_step, "time": time.time(), "devices": []})
         self._record.write(self._folder)
         self._state = RunState(args.run_name or _name_of(model), state.max_steps if state.max_steps > 0 else None)
-        self._view = open_view(self._state) if self._show else None
+        self._view = self._opened_view() if self._show else None
+        self._write_fails = False
         self._steps_done, self._timeline_at = 0, _EARLY_STEP
         self._tokens_seen = int(state.num_input_tokens_seen or 0)
         self._forget_step()
@@ -143,9 +153,8 @@ class RunViewCallback(TrainerCallback):
         self._write_pending()
         if self._writer is not None and metrics is not None:
             row = {"type": "eval", "step": state.global_step, "epoch": state.epoch, "time": time.time(), **metrics}
-            self._writer.write(row)
-            self._state.add(row)
-            self._show_state(f"eval_loss {metrics.get('eval_loss', '-')}")
+            self._write(row)
+            self._show_state(f"eval_loss {figure(metrics.get('eval_loss'))}")
         self._since_s = time.perf_counter()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -168,7 +177,7 @@ class RunViewCallback(TrainerCallback):
         self._writer.close()
         self._writer = None
         if self._view is not None:
-            self._view.close()
+            self._try_view(self._view.close)
             self._view = None
         self._write_report()
 
@@ -216,13 +225,40 @@ class RunViewCallback(TrainerCallback):
     def _write_pending(self) -> None:
         row, self._pending = self._pending, None
         if row is not None and self._writer is not None:
-            self._writer.write(row)
-            self._state.add(row)
+            self._write(row)
             self._show_state()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        """Append a row to the metrics. A failure is logged, the first one of several: it must not fail the training."""
+        assert self._writer is not None
+        self._state.add(row)
+        try:
+            self._writer.write(row)
+            self._write_fails = False
+        except OSError as error:
+            if not self._write_fails:
+                logger.error("%s misses rows from step %d on: %s.", self._writer.path, row["step"], error)
+            self._write_fails = True
+
+    # The view. Its failure, such as a closed pipe or an encoding without its signs, must not fail the training.
+
+    def _opened_view(self) -> View | None:
+        try:
+            return open_view(self._state)
+        except (OSError, ValueError) as error:
+            logger.warning("The run cannot be shown: %s. Training goes on.", error)
+            return None
 
     def _show_state(self, event: str | None = None) -> None:
         if self._view is not None:
-            self._view.update(self._state, event)
+            self._try_view(self._view.update, self._state, event)
+
+    def _try_view(self, act: Callable[..., None], *args: Any) -> None:
+        try:
+            act(*args)
+        except (OSError, ValueError) as error:  # ValueError: also a closed stream and UnicodeEncodeError
+            logger.warning("The run is not shown any more: %s. Training goes on.", error)
+            self._view = None
 
     def _forget_step(self) -> None:
         self._loss, self._num_tokens, self._grad_norm, self._lr = None, 0, None, None
@@ -238,6 +274,7 @@ class RunViewCallback(TrainerCallback):
         if (self._steps_done >= self._timeline_at or is_last) and timeline is not None:
             self._timeline_at = max(int(self._steps_done * _NEXT_TIMELINE), self._steps_done + 1)
             self._record.keep_timeline(state.global_step, timeline())
+            self._record.write(self._folder)  # a report after a kill has the devices and timelines, too
 
 
 def _measured(stats: StepStats | None) -> dict[str, Any]:

@@ -44,7 +44,6 @@ logger = logging.getLogger("roundpipe")
 _HOST = torch.device("cpu")
 _FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
 _ARGUMENTS_NAME = "training_args.json"
-_GO_ON = 'To leave such steps out, use RoundPipeOptions(nonfinite="skip").'
 _Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
 
 
@@ -109,6 +108,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
     lr_scheduler: Any
     label_smoother: Any
     roundpipe: RoundPipeOptions
+    advice_to_skip = 'To leave such steps out, use RoundPipeOptions(nonfinite="skip").'
 
     def __init__(self, *args: Any, roundpipe: RoundPipeOptions | None = None, **kwargs: Any) -> None:
         if roundpipe is not None and not isinstance(roundpipe, RoundPipeOptions):
@@ -211,6 +211,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             "fp16": (args.fp16, "bf16=True, which needs no loss scaling"),
             "fp16_full_eval": (args.fp16_full_eval, "a model loaded in float16"),
             "bf16_full_eval": (args.bf16_full_eval, "bf16=True, or a model loaded in bfloat16"),
+            "debug": (args.debug, 'RoundPipeOptions(nonfinite="stop"), which names the module or parameter at fault'),
             "torch_compile": (args.torch_compile, "the model as it is"),
             "deepspeed": (args.deepspeed, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
             "fsdp": (args.fsdp, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
@@ -298,6 +299,10 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
 
     def _run_epoch(self, model: nn.Module, **kwargs: Any) -> None:
         self._restore_loss_sums()  # Trainer clears them after it has loaded a checkpoint
+        if self.state.global_step >= self.state.max_steps:
+            # A complete run is resumed. Trainer would train one more step before it looks at the number.
+            self.control.should_training_stop = True
+            return
         super()._run_epoch(model=_KeepsGradients(model), **kwargs)
 
     # Optimizer steps.
@@ -358,7 +363,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
                 norm.copy_(clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off"))
             except NonFiniteError as error:
                 if nonfinite == "stop":
-                    error.add_note(f"in step {step}; no weight was changed. {_GO_ON}")
+                    error.add_note(f"in step {step}; no weight was changed. {self.advice_to_skip}")
                     raise
                 logger.warning("step %d was skipped: %s", step, error)
             else:
@@ -392,7 +397,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         self.model.zero_grad()
         raise NonFiniteError(
             f"{found}. No weight was changed by this step. Lower the learning rate, or check the data of this batch. "
-            f"{_GO_ON}"
+            f"{self.advice_to_skip}"
         )
 
     def _first_nonfinite_output(self, inputs: dict[str, Any]) -> str:

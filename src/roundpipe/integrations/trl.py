@@ -21,6 +21,7 @@ from trl.trainer.utils import use_adapter
 
 from roundpipe.api.proxy import ModelProxy
 from roundpipe.api.roundpipe import RoundPipe
+from roundpipe.errors import ConfigError
 from roundpipe.integrations.trainer import RoundPipeMixin
 
 logger = logging.getLogger("roundpipe")
@@ -41,7 +42,10 @@ class _TrlMixin(RoundPipeMixin):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         name = self.args.hub_model_id
-        self.create_model_card(model_name=Path(self.args.output_dir).name if name is None else name.split("/")[-1])
+        try:
+            self.create_model_card(model_name=Path(self.args.output_dir).name if name is None else name.split("/")[-1])
+        except (OSError, ValueError) as error:  # a full disk; a locale in which its template cannot be read
+            logger.warning("the model card could not be written: %s", error)
         super()._save_checkpoint(model, trial)
 
 
@@ -73,6 +77,19 @@ class RoundPipeDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]
     """TRL's DPOTrainer over a RoundPipe. The reference model is wrapped, too."""
 
     ref_model: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        on_device = {
+            "ld_alpha": self.args.ld_alpha is not None,
+            'loss_type="exo_pair"': "exo_pair" in self.args.loss_type,
+        }
+        if self.accelerator.device.type != "cpu" and any(on_device.values()):
+            named = next(name for name, is_used in on_device.items() if is_used)
+            raise ConfigError(
+                f"with {named} TRL computes on {self.accelerator.device}, but RoundPipe's outputs are in host memory; "
+                "add use_cpu=True to the arguments: RoundPipe trains on the GPUs all the same."
+            )
 
     def wrap_model(self) -> None:
         if self._is_wrapped:

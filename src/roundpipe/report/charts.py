@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -379,10 +378,12 @@ def _set_axes(axes: Axes, chart: Chart) -> None:
 
 
 def _legend_columns(names: Sequence[str]) -> int:
-    """Return the most columns that fit above a chart; matplotlib fills them one after the other."""
+    """Return the most columns that fit above a chart. matplotlib gives the first columns one name more if needed."""
     for columns in range(len(names), 1, -1):
-        height = math.ceil(len(names) / columns)
-        widths = [5 + max(map(len, names[at : at + height])) for at in range(0, len(names), height)]
+        height, num_higher = divmod(len(names), columns)
+        heights = [height + 1] * num_higher + [height] * (columns - num_higher)
+        ends = list(itertools.accumulate(heights))
+        widths = [5 + max(map(len, names[end - height : end])) for end, height in zip(ends, heights, strict=True)]
         if sum(widths) <= _LEGEND_CHARACTERS:
             return columns
     return 1

@@ -23,6 +23,13 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _LOSSES_KEPT = 2000
 _RATE_ROWS = 20  # the rate of steps is the mean of so many steps
 _LINE_EVERY_S = 10.0
+_DRAW_EVERY_S = 1.0
+_NOTEBOOK_FORMAT = '<pre style="line-height: 1.2; font-family: Menlo, Consolas, monospace">{code}</pre>'
+# Black, red, green, yellow, blue, magenta, cyan and white, readable on light and dark pages.
+_NOTEBOOK_COLOURS = [
+    (34, 48, 60), (209, 73, 91), (58, 157, 110), (194, 146, 46), (47, 127, 184), (143, 99, 184), (42, 165, 160),
+    (154, 165, 177),
+]  # fmt: skip
 _MOST_DEVICES = 4  # more devices are summarised
 
 
@@ -38,6 +45,7 @@ class RunState:
     eval_step: int | None = None
     checkpoint: str | None = None
     checkpoint_time: float = 0.0
+    note: str = ""  # shown as the last line
     start_time: float = field(default_factory=time.time)
     _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_ROWS + 1))
 
@@ -76,19 +84,20 @@ class View(Protocol):
 
 def open_view(state: RunState) -> View:
     """The view for the present output: live in a terminal or notebook with rich, else plain lines."""
-    wants_live = _in_notebook() or sys.stdout.isatty()
-    if not wants_live:
+    in_notebook = _in_notebook()
+    if not in_notebook and not sys.stdout.isatty():
         return PlainLines(sys.stdout)
     if importlib.util.find_spec("rich") is None:
-        logger.info("rich is not installed, so there is no live view; pip install rich (or roundpipe[train]).")
+        logger.warning("rich is not installed, so there is no live view; pip install rich (or 'roundpipe[train]').")
         return PlainLines(sys.stdout)
-    return LiveView(state)
+    return NotebookView(state) if in_notebook else LiveView(state)
 
 
 def _in_notebook() -> bool:
+    """Whether the code runs in the kernel of a notebook. The shell of IPython in a terminal has no kernel."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and type(shell).__name__ != "TerminalInteractiveShell"
+    return getattr(shell, "kernel", None) is not None
 
 
 # Plain lines.
@@ -160,7 +169,9 @@ class LiveView:
 
         self._state = state
         self._moved: list[tuple[logging.StreamHandler[Any], Any]] = []
-        self._live = Live(console=console, get_renderable=lambda: render(self._state), refresh_per_second=1)
+        self._live = Live(
+            console=console, get_renderable=lambda: render(self._state), refresh_per_second=1 / _DRAW_EVERY_S
+        )
         outputs = {id(stream) for stream in (sys.stdout, sys.stderr)}
         self._live.start()
         # rich redirects sys.stdout and sys.stderr. Handlers of logging hold the streams themselves.
@@ -178,6 +189,34 @@ class LiveView:
         self._live.stop()
 
 
+class NotebookView:
+    """An output of the present cell that is replaced after a step, at most once a second.
+
+    rich's own live display needs ipywidgets, captures the output of other threads while it draws and is not kept in a
+    saved notebook. An output with a display id has none of these limits.
+    """
+
+    def __init__(self, state: RunState, every_s: float = _DRAW_EVERY_S) -> None:
+        from IPython.display import display  # type: ignore[import-not-found]
+
+        self._state = state
+        self._every_s = every_s
+        self._last_s = time.monotonic()
+        self._handle = display(render_mime(state), raw=True, display_id=True)
+
+    def update(self, state: RunState, event: str | None = None) -> None:
+        self._state = state
+        if time.monotonic() - self._last_s >= self._every_s:
+            self._draw()
+
+    def close(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self._last_s = time.monotonic()
+        self._handle.update(render_mime(self._state), raw=True)
+
+
 def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for one in loggers:
@@ -187,18 +226,37 @@ def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
 
 def render_text(state: RunState, width: int = 100) -> str:
     """The live view as plain text, for logs and tests."""
+    return _recording(state, width).export_text()
+
+
+def render_mime(state: RunState, width: int = 100) -> dict[str, str]:
+    """The live view for a notebook: as HTML, and as text for frontends that show no HTML."""
+    from rich.terminal_theme import TerminalTheme
+
+    console, theme = _recording(state, width), TerminalTheme((255, 255, 255), (0, 0, 0), _NOTEBOOK_COLOURS)
+    return {
+        "text/plain": console.export_text(clear=False, styles=False),
+        "text/html": console.export_html(theme=theme, inline_styles=True, code_format=_NOTEBOOK_FORMAT),
+    }
+
+
+def _recording(state: RunState, width: int) -> Console:
+    """A console that has recorded the live view. It writes nothing, in a notebook too."""
     import io
 
     from rich.console import Console
 
-    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+    console = Console(
+        record=True, width=width, file=io.StringIO(), color_system="standard", force_jupyter=False, legacy_windows=False
+    )
     console.print(render(state))
-    return console.export_text()
+    return console
 
 
 def render(state: RunState) -> RenderableType:
     """The live view as a renderable of rich."""
     from rich import box
+    from rich.markup import escape
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -227,9 +285,12 @@ def render(state: RunState) -> RenderableType:
     line("memory", *_memory(row))
     saved = "none yet"
     if state.checkpoint is not None:
-        saved = f"[b]{state.checkpoint}[/b], {duration(time.time() - state.checkpoint_time)} ago"
+        saved = f"[b]{escape(state.checkpoint)}[/b], {duration(time.time() - state.checkpoint_time)} ago"
     line("saved", saved)
-    return Panel(grid, title=f"[b]{state.name}[/b]", title_align="left", box=box.ROUNDED, border_style="blue")
+    if state.note:
+        line("note", Text(state.note, style="bold yellow"))
+    title = Text(state.name, style="bold")  # not markup: a name may contain brackets
+    return Panel(grid, title=title, title_align="left", box=box.ROUNDED, border_style="blue")
 
 
 def _progress(state: RunState) -> str:

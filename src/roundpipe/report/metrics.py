@@ -7,6 +7,7 @@ the former; a resumed run removes both.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -48,7 +49,14 @@ class MetricsWriter:
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(_line(row).encode())
+        """Append a row. If that fails, as on a full disk, raises OSError and leaves the rows before it."""
+        line, before = _line(row).encode(), os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            os.ftruncate(self._file.fileno(), before)
+            raise
 
     def close(self) -> None:
         self._file.close()
@@ -102,5 +110,9 @@ def _line(row: Mapping[str, Any]) -> str:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file such that a killed process leaves the old or the new content. Text is written as UTF-8."""
     new = path.with_name(f".{path.name}.new")
-    new.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(new, path)
+    try:
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(new, path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
