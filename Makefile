@@ -29,7 +29,7 @@ NEWEST_STAMP := .venv-newest/.installed-$(NEWEST_TRANSFORMERS)
 PINNED_RESULTS := build/models-pinned.jsonl
 NEWEST_RESULTS := build/models-newest.jsonl
 
-.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-20 test-cpus test-models test-models-newest models-table clean
+.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-20 test-cpus test-models test-models-newest models-table wheel clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -118,6 +118,9 @@ test-models-newest: $(NEWEST_STAMP) cpu  ## the same with a newer release, in .v
 
 models-table: cpu  ## write docs/models.md from the results of the two
 	$(RUN) tests/models/table.py $(PINNED_RESULTS) $(NEWEST_RESULTS)
+
+wheel: cpu  ## build sdist and wheels into dist/, and test the wheels in a clean environment
+	$(RUN) tools/build_wheel.py
 
 clean:  ## remove what was built and produced, .venv and .venv-newest included
 	rm -rf .venv .venv-newest build dist demo-output src/*.egg-info src/roundpipe/optim/native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
