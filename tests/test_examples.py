@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -228,6 +229,42 @@ def test_chat_replies_like_the_plain_model(run: Run) -> None:
     reply = plain.generate(names["tokens"], max_new_tokens=8)[0, names["tokens"].shape[1] :]
     expected = names["tokenizer"].decode(reply, skip_special_tokens=True)
     assert names["messages"] == [{"role": "user", "content": "1 2 3 4"}, {"role": "assistant", "content": expected}]
+
+
+def notebook_cells(kind: str) -> list[dict[str, Any]]:
+    notebook = json.loads((FOLDER / "first_steps.ipynb").read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+def test_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    outputs = []
+    for number, cell in enumerate(notebook_cells("code"), start=1):
+        exec(compile("".join(cell["source"]), f"first_steps.ipynb, code cell {number}", "exec"), names)
+        outputs.append(capsys.readouterr().out)
+    assert_falls(names["losses"] + names["resumed"])
+    assert names["resumed"] == names["straight"]
+    assert names["reply"][0].tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]  # it has learned to count
+    assert names["stats"].step == 30
+    assert names["stats"].tokens == 12 * 16
+    chart = next(output for output in outputs if "the call took" in output)
+    assert any(span.label.startswith("FB") for span in names["timeline"].spans)
+    assert all(f"{device} |" in chart for device in names["timeline"].devices())
+    names.clear()
+
+
+def test_notebook_is_stored_without_outputs() -> None:
+    cells = notebook_cells("code")
+    assert cells
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+
+
+def test_links_of_the_notebook_and_the_readme_lead_somewhere() -> None:
+    texts = ["".join(cell["source"]) for cell in notebook_cells("markdown")]
+    for text in [*texts, (FOLDER / "README.md").read_text(encoding="utf-8")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+            assert (FOLDER / target).exists(), target
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
