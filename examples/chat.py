@@ -33,8 +33,11 @@ messages = []
 with wrap_model_to_roundpipe(network) as model:
     for line in lines:
         messages.append({"role": "user", "content": line})
-        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
         # All weights are uploaded for every token, so this is for samples, not for serving.
-        reply = model.generate(tokens, max_new_tokens=args.max_new_tokens)[0, tokens.shape[1] :]
+        tokens = model.generate(**inputs, max_new_tokens=args.max_new_tokens)[0]
+        reply = tokens[inputs["input_ids"].shape[1] :]
         messages.append({"role": "assistant", "content": tokenizer.decode(reply, skip_special_tokens=True)})
         print(messages[-1]["content"])

@@ -63,7 +63,8 @@ def loss_fn(outputs, label):  # runs on the device, for one pair
 # 3. Train. The reference returns the mean over the labels of each row, and no logits, which are large.
 losses = []
 for step, batch in enumerate(batches):
-    ids, labels = (pad_sequence(part, True, pad) for part, pad in zip(zip(*batch, strict=True), (0, -100), strict=True))
+    ids = pad_sequence([row for row, _ in batch], batch_first=True)
+    labels = pad_sequence([label for _, label in batch], batch_first=True, padding_value=-100)
     inputs = {"input_ids": ids, "attention_mask": pad_sequence([torch.ones_like(row) for row, _ in batch], True)}
     by_row = RoundPipeRunConfig(num_microbatch=len(ids), merge_output=False, whole_batch_loss=False, keep_logits=False)
     with torch.no_grad():
