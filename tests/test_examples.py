@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -96,10 +97,14 @@ def test_own_model_and_text_are_trained_like_the_tiny_ones(run: Run) -> None:
     assert run("finetune_full", *flat(options), tiny=False)["losses"] == expected
 
 
-@pytest.mark.parametrize("name", ["dpo", "finetune_lora", "seq2seq", "evaluate"])
-def test_own_model_and_rows_are_taken(name: str, run: Run) -> None:
-    used = run(name)["args"]
-    own = run(name, *flat({"--model": used.model, "--data": used.data, "--batch": 25}), tiny=False)
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("dpo", "preferences.jsonl"), ("finetune_lora", "chats.jsonl"), ("seq2seq", ""), ("evaluate", "text.txt")],
+)
+def test_own_model_and_rows_are_taken(name: str, data: str, run: Run) -> None:
+    tiny = importlib.import_module("tiny")
+    paths = tiny.causal_lm(Path("own"), data) if data else tiny.seq2seq(Path("own"))
+    own = run(name, *flat({"--model": paths["model"], "--data": paths["data"], "--batch": 25}), tiny=False)
     losses = own["losses"] if "losses" in own else [own["loss"]]
     assert all(math.isfinite(loss) for loss in losses)
 
