@@ -147,7 +147,7 @@ def _check_target(target: Path) -> None:
 
 
 def _check_names(files: Mapping[str, str]) -> None:
-    """Refuse further files that would lie outside of the checkpoint or replace one of its own files."""
+    """Refuse further files that would lie outside of the checkpoint or replace one of its files."""
     for name in files:
         path = PurePosixPath(name)
         if not path.parts or path.is_absolute() or ".." in path.parts:
