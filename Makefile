@@ -32,7 +32,7 @@ NEWEST_RESULTS := build/models-newest.jsonl
 DOCS_BIN := .venv-docs/bin
 DOCS_STAMP := .venv-docs/.installed
 
-.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-20 test-cpus test-models test-models-newest models-table docs clean
+.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-20 test-cpus test-models test-models-newest models-table wheel docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -121,6 +121,9 @@ test-models-newest: $(NEWEST_STAMP) cpu  ## the same with a newer release, in .v
 
 models-table: cpu  ## write docs/models.md from the results of the two
 	$(RUN) tests/models/table.py $(PINNED_RESULTS) $(NEWEST_RESULTS)
+
+wheel: cpu  ## build sdist and wheels into dist/, and test the wheels in a clean environment
+	$(RUN) tools/build_wheel.py
 
 $(DOCS_STAMP): requirements-docs.txt
 	$(PYTHON) -m venv --clear .venv-docs

@@ -1,33 +1,43 @@
-"""Chat with a model that may be larger than GPU memory:  python examples/chat.py path/to/model"""
+"""Chat with a model that may be larger than GPU memory.
 
-import sys
+python examples/chat.py --model path/to/model
+python examples/chat.py --tiny
+"""
+
+import argparse
 import tempfile
+from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roundpipe import wrap_model_to_roundpipe
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", help="folder with a model and a tokenizer that has a chat template")
+parser.add_argument("--max-new-tokens", type=int, default=200)
+parser.add_argument("--tiny", action="store_true", help="use a tiny random model; its reply makes no sense")
+args = parser.parse_args()
+if not args.tiny and not args.model:
+    parser.error("give --model or --tiny")
+lines = iter(lambda: input("> "), "")  # an empty line ends the chat
+if args.tiny:
+    import tiny
 
-def tiny_model(folder: str) -> str:
-    """Save a tiny random model and tokenizer to `folder`, for a run without a path. Its replies make no sense."""
-    words = {word: i for i, word in enumerate(["<unk>", "hello", "how", "are", "you", "fine", "thanks"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), hidden_size=32, num_hidden_layers=2)).save_pretrained(folder)
-    return folder
+    folder = tempfile.TemporaryDirectory()
+    tiny.causal_lm(Path(folder.name), "text.txt")
+    args.model, args.max_new_tokens, lines = folder.name, 8, ["1 2 3 4"]
 
-
-def main(path: str, lines: list[str]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval())
-    for line in lines or iter(lambda: input("> "), ""):
-        tokens = tokenizer(line, return_tensors="pt")["input_ids"]
-        reply = model.generate(tokens, max_new_tokens=200 if not lines else 8)[0, tokens.shape[1] :]
-        print(tokenizer.decode(reply, skip_special_tokens=True))
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        main(*((sys.argv[1], []) if len(sys.argv) > 1 else (tiny_model(folder), ["hello how are you"])))
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+network = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval().requires_grad_(False)
+messages = []
+with wrap_model_to_roundpipe(network) as model:
+    for line in lines:
+        messages.append({"role": "user", "content": line})
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        # All weights are uploaded for every token, so this is for samples, not for serving.
+        tokens = model.generate(**inputs, max_new_tokens=args.max_new_tokens)[0]
+        reply = tokens[inputs["input_ids"].shape[1] :]
+        messages.append({"role": "assistant", "content": tokenizer.decode(reply, skip_special_tokens=True)})
+        print(messages[-1]["content"])

@@ -1,87 +1,71 @@
-"""bf16 weights with a float32 optimizer, gradient accumulation, a checkpoint, and a resumed run with equal losses."""
+"""Your own network in bfloat16: frozen layers, gradient accumulation, and a resumed run with exactly equal losses.
 
+python examples/finetune_bf16.py --width 4096 --depth 32
+python examples/finetune_bf16.py --tiny
+"""
+
+import argparse
 import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roundpipe import RoundPipe, RoundPipeRunConfig, optim
+from roundpipe import RoundPipe, RoundPipeRunConfig, checkpoint, optim
 
-NUM_MICROBATCH = 4
-CALLS_PER_STEP = 2  # calls whose gradients add up before one update
-CHECKPOINT_STEP = 6
-NUM_STEP = 12
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--width", type=int, default=1024)
+parser.add_argument("--depth", type=int, default=16)
+parser.add_argument("--calls-per-step", type=int, default=2, help="calls whose gradients add up before one update")
+parser.add_argument("--steps", type=int, default=30)
+parser.add_argument("--tiny", action="store_true", help="train a tiny network")
+args = parser.parse_args()
+if args.tiny:
+    args.width, args.depth = 64, 6
 
 
 def build() -> tuple[RoundPipe, optim.AdamW]:
-    """The model to fine-tune (here a small random one) and its optimizer. The first two layers are frozen."""
+    """Return the network, wrapped, and its optimizer. The first two layers are frozen."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
-    network = nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 1)).to(torch.bfloat16)
+    width = args.width
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(args.depth)]
+    network = nn.Sequential(nn.Linear(16, width), *blocks, nn.Linear(width, 1)).to(torch.bfloat16)
     network[:2].requires_grad_(False)
-    config = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH, loss_reduction="mean")
+    config = RoundPipeRunConfig(num_microbatch=4, loss_reduction="mean")
     model = RoundPipe(network, optim_dtype=torch.float32, model_run_config=config)
-    return model, optim.AdamW(model.optim_parameters(), lr=1e-3)
+    return model, optim.AdamW(model.optim_parameters(), lr=2e-3)
 
 
 def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
-    return functional.mse_loss(outputs.float(), labels) / CALLS_PER_STEP  # all calls have the same number of rows
+    return functional.mse_loss(outputs.float(), labels) / args.calls_per_step  # all calls have as many rows
 
 
 def train(model: RoundPipe, optimizer: optim.AdamW, steps: range) -> list[float]:
-    def step_fn() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
     losses = []
     for step in steps:
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator().manual_seed(step)  # the data of a step depend on its number alone
         loss = 0.0
-        for _ in range(CALLS_PER_STEP):
+        for _ in range(args.calls_per_step):
             points = torch.randn(32, 16, generator=generator)
             label = points.sum(dim=1, keepdim=True).tanh()
-            inputs = (points.to(torch.bfloat16),)
-            loss += model.forward_backward(input_args=inputs, label=label, loss_fn=loss_fn).item()
-        model.step(step_fn, is_async=False)
+            loss += model.forward_backward((points.bfloat16(),), label=label, loss_fn=loss_fn).item()
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
         losses.append(loss)
-    model.synchronize()
     return losses
 
 
-def save(path: Path, model: RoundPipe, optimizer: optim.AdamW) -> None:
-    """Save weights, the optimizer's float32 copies and its moments: a resumed run needs all three to be exact."""
-    copies = {name: copy.detach() for name, copy in model.optim_named_parameters()}
-    torch.save({"model": model.state_dict(), "copies": copies, "optimizer": optimizer.state_dict()}, path)
-
-
-def load(path: Path, model: RoundPipe, optimizer: optim.AdamW) -> None:
-    checkpoint = torch.load(path)
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    with torch.no_grad():
-        for name, copy in model.optim_named_parameters():
-            copy.copy_(checkpoint["copies"][name])
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "checkpoint.pt"
-        model, optimizer = build()
-        with model:
-            train(model, optimizer, range(CHECKPOINT_STEP))
-            save(path, model, optimizer)
-            straight = train(model, optimizer, range(CHECKPOINT_STEP, NUM_STEP))
-        model, optimizer = build()
-        with model:
-            load(path, model, optimizer)
-            resumed = train(model, optimizer, range(CHECKPOINT_STEP, NUM_STEP))
-    for step, (loss, again) in enumerate(zip(straight, resumed, strict=True), start=CHECKPOINT_STEP):
-        print(f"step {step:3}  loss {loss:.6f}  resumed {again:.6f}")
-    if straight != resumed:
-        raise SystemExit("the losses of the resumed run differ")
-
-
-if __name__ == "__main__":
-    main()
+with tempfile.TemporaryDirectory() as folder:
+    half = args.steps // 2
+    model, optimizer = build()
+    with model:
+        losses = train(model, optimizer, range(half))
+        checkpoint.save(f"{folder}/step-{half}", model, optimizer).wait()
+        losses += train(model, optimizer, range(half, args.steps))
+    model, optimizer = build()  # in practice a new process
+    with model:
+        checkpoint.load(checkpoint.latest(folder), model, optimizer)
+        resumed = train(model, optimizer, range(half, args.steps))
+for step, (loss, again) in enumerate(zip(losses[half:], resumed, strict=True), start=half + 1):
+    print(f"step {step:3}  loss {loss:.6f}  resumed {again:.6f}")
+if losses[half:] != resumed:
+    raise SystemExit("the losses of the resumed run differ")

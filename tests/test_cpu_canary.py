@@ -163,13 +163,25 @@ def test_a_command_keeps_its_options_and_exit_status(cpu: Cpu) -> None:
 
 def test_the_products_run_on_this_machine(canary: ModuleType) -> None:
     """With the level in the environment, if this is a machine that needs one."""
-    done = subprocess.run([sys.executable, "-c", canary._PRODUCTS], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-c", canary.instruction_sets.PRODUCTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     "target",
-    ["check", "test", "demo", "bench", "test-20", "test-cpus", "test-models", "test-models-newest", "models-table"],
+    [
+        "check",
+        "test",
+        "demo",
+        "bench",
+        "test-20",
+        "test-cpus",
+        "test-models",
+        "test-models-newest",
+        "models-table",
+        "wheel",
+    ],
 )
 def test_every_target_computes_under_the_canary(target: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}

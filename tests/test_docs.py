@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ import pytest
 import roundpipe
 import roundpipe.integrations
 from roundpipe import checkpoint
+from roundpipe.cli import doctor
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 FIRST_FINETUNE = ROOT / "docs" / "first-finetune.md"  # its blocks need each other
 PAGES_THAT_RUN = [README, *sorted({*(ROOT / "docs").glob("*.md")} - {FIRST_FINETUNE})]
+INSTALL = ROOT / "docs" / "install.md"
+PAGES_WITH_TARGETS = [*PAGES_THAT_RUN, FIRST_FINETUNE, ROOT / "CONTRIBUTING.md"]
 
 
 def python_blocks(path: Path) -> Iterator[tuple[int, str]]:
@@ -82,7 +86,7 @@ def test_readme_has_a_quick_start() -> None:
 
 def test_every_make_target_named_in_the_documents_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for page in [*PAGES_THAT_RUN, ROOT / "CONTRIBUTING.md"]:
+    for page in PAGES_WITH_TARGETS:
         named = set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", page.read_text(encoding="utf-8"), re.MULTILINE))
         assert named <= targets, f"{page.name} names targets the Makefile does not have"
 
@@ -106,6 +110,24 @@ def test_name_of_the_integrations_is_in_the_api_page(name: str) -> None:
 @pytest.mark.parametrize("name", checkpoint.__all__)
 def test_public_name_of_checkpoints_is_in_the_api_page(name: str) -> None:
     assert re.search(rf"^### `checkpoint\.{name}\b", API.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_page_on_installing_names_every_finding_of_doctor_and_its_limit() -> None:
+    text, source = INSTALL.read_text(encoding="utf-8"), Path(doctor.__file__).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (fails|slow) \|", text, re.MULTILINE)
+    assert len(rows) == len(re.findall(r"\bFinding\(\s*Severity", source))
+    for what, severity in rows:
+        title = what.replace("a GPU", "{gpu.device}").replace("of the driver", "of driver {driver}")
+        assert re.search(rf'Severity\.{severity.upper()},\s+f?"{re.escape(title)}', source), what
+    for limit in (doctor._SLOW_LINK, doctor._LITTLE_MEMORY, doctor._LITTLE_DISK, doctor._SLOW_OPTIMIZER):
+        assert re.search(rf"less than {limit / 1e9:g} (GB|billion)", text)
+
+
+def test_every_extra_named_in_the_documents_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        named = set(re.findall(r"pip install '(?:roundpipe|\.)\[([a-z]+)\]'", page.read_text(encoding="utf-8")))
+        assert named <= set(extras), page.name
 
 
 def test_links_between_the_documents_lead_somewhere() -> None:

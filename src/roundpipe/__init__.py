@@ -30,6 +30,7 @@ from roundpipe.microbatch import RoundPipePackedData
 from roundpipe.optim.grad_scaler import GradScaler
 from roundpipe.optim.gradients import clip_grad_norm_
 from roundpipe.plan import ModelExecutePlan
+from roundpipe.version import __version__ as __version__
 
 __all__ = [
     "ArgumentTypeError",

@@ -11,15 +11,23 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from roundpipe.cli import doctor
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.train import RunFailure, how_to_resume, run
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError, HostMemoryError, NonFiniteError, StallError
+from roundpipe.version import __version__
 
-_USAGE = """usage: roundpipe train --model DIR_OR_NAME --data PATH --out DIR [options]
+_USAGE = """usage: roundpipe COMMAND [options]
 
 commands:
-  train     fine-tune a causal language model; see roundpipe train --help
+  train       fine-tune a causal language model; see roundpipe train --help
+  doctor      examine this machine: what works, what will be slow, what to do; --json for programs
+
+options:
+  --version   print the version
+  --help      print this text
 """
+_COMMANDS = ("train", "doctor")
 _MISTAKES = (ConfigError, DeviceError, HostMemoryError, CheckpointError)
 _EXTRAS = ("transformers", "trl", "datasets", "accelerate", "peft", "safetensors", "rich", "yaml", "jinja2")
 _DONE, _FAILED, _MISTAKE, _INTERRUPTED = 0, 1, 2, 130
@@ -31,14 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(_USAGE)
         return _DONE if words else _MISTAKE
-    if words[0] != "train":
-        return _complain(f"there is no command {words[0]!r}; the commands are: train.", _MISTAKE)
+    if words[0] == "--version":
+        sys.stdout.write(f"roundpipe {__version__}\n")
+        return _DONE
+    if words[0] not in _COMMANDS:
+        return _complain(f"there is no command {words[0]!r}; the commands are: {', '.join(_COMMANDS)}.", _MISTAKE)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without some sign shows a question mark
     settings = None
     try:
+        if words[0] == "doctor":
+            return doctor.run(words[1:])
         settings = parse(words[1:])
         return run(settings)
     except _MISTAKES as error:

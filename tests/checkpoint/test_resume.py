@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,26 @@ def test_halves_resume_in_masters_that_have_memory(tmp_path: Path) -> None:
         assert isinstance(master, OptimizerCopy)
         master.take_memory()
     other.load(tmp_path / "halves")
+    assert_same_bits(other.bits(), whole.bits())
+
+
+def test_masters_half_way_between_two_weights(tmp_path: Path) -> None:
+    """Their low half does not tell which of the two weights is theirs, so a bit of their own does."""
+
+    def unmoved(params: Any, lr: float) -> torch.optim.Optimizer:
+        return optim.AdamW(params, lr=0.0, weight_decay=0.0)
+
+    whole = Training(make_optimizer=unmoved)
+    with torch.no_grad():
+        for master in whole.model.optim_parameters():
+            bits = (master.detach().clone().view(torch.int32) & -0x10000) | 0x8000
+            master.copy_(bits.view(torch.float32))
+    whole.train(2)  # the masters are halves again
+    assert all("ties" in vars(master.halves) for master in whole.model.optim_parameters())
+    assert any(bool(master.halves.ties.any()) for master in whole.model.optim_parameters())
+    whole.save(tmp_path / "ties").wait()
+    other = Training(make_optimizer=unmoved)
+    other.load(tmp_path / "ties")
     assert_same_bits(other.bits(), whole.bits())
 
 

@@ -603,4 +603,53 @@ OPTIMIZER = [
     ),
 ]
 
-MUTANTS = [*STREAMS, *VERSIONS, *GRADIENT_SUMS, *MICROBATCHES, *RECOMPUTATION, *FAILING, *OPTIMIZER]
+SAVING, RESUME = "tests/checkpoint/test_saving.py", "tests/checkpoint/test_resume.py"
+
+CHECKPOINTS = [
+    mutant(
+        "a step does not wait for layers that a checkpoint still reads",
+        "store/store.py",
+        "return self._gradients is not None and self._layer_id not in self._store.held",
+        "return self._gradients is not None",
+        SAVING,
+    ),
+    mutant(
+        "a folder gets its name before its manifest is written",
+        "checkpoint/save.py",
+        "        write_synced(self._partial / MANIFEST, self._manifest().to_bytes())\n",
+        "        manifest = self._manifest().to_bytes()\n"
+        "        (self.folder.parent / 'spare').mkdir(exist_ok=True)\n"
+        "        write_synced(self.folder.parent / 'spare' / MANIFEST, manifest)\n",
+        SAVING,
+    ),
+    mutant(
+        "files are not compared with their checksums",
+        "checkpoint/format.py",
+        "if entry != manifest.files[name]:",
+        "if False:",
+        "tests/checkpoint/test_damage.py",
+    ),
+    mutant(
+        "random numbers do not go on after a load",
+        "checkpoint/load.py",
+        "        if restore_rng:\n            set_random_states",
+        "        if not restore_rng:\n            set_random_states",
+        RESUME,
+    ),
+    mutant(
+        "ties of halved masters are not loaded",
+        "checkpoint/load.py",
+        "reader.read_into(ties, master.halves.ties)",
+        "pass",
+        RESUME,
+    ),
+    mutant(
+        "a resumed trainer makes its own number of microbatches",
+        "integrations/trainer.py",
+        'self.set_num_microbatch(values["num_microbatch"])',
+        "pass",
+        "tests/integrations/test_trainer_resume.py",
+    ),
+]
+
+MUTANTS = [*STREAMS, *VERSIONS, *GRADIENT_SUMS, *MICROBATCHES, *RECOMPUTATION, *FAILING, *OPTIMIZER, *CHECKPOINTS]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -65,6 +64,7 @@ from roundpipe.checkpoint.format import (
 from roundpipe.errors import ArgumentTypeError, CheckpointError, ConfigError, add_note
 from roundpipe.monitor import THREAD_PREFIX, has_started, shielded, start_thread
 from roundpipe.store import LayerStore
+from roundpipe.version import __version__
 
 logger = logging.getLogger("roundpipe")
 _SHARD_BYTES = 2 << 30
@@ -147,7 +147,7 @@ def _check_target(target: Path) -> None:
 
 
 def _check_names(files: Mapping[str, str]) -> None:
-    """Refuse further files that would lie outside of the checkpoint or replace one of its own files."""
+    """Refuse further files that would lie outside of the checkpoint or replace one of its files."""
     for name in files:
         path = PurePosixPath(name)
         if not path.parts or path.is_absolute() or ".." in path.parts:
@@ -514,10 +514,7 @@ class PendingSave:
 
 def _versions() -> dict[str, str]:
     """The releases that wrote the checkpoint, for people who read the manifest."""
-    found = {"torch": str(torch.__version__), "python": platform.python_version()}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["roundpipe"] = importlib.metadata.version("roundpipe")
-    return found
+    return {"torch": str(torch.__version__), "python": platform.python_version(), "roundpipe": __version__}
 
 
 def _write_configuration(folder: Path, model: Any, tokenizer: Any) -> None:

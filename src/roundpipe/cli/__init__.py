@@ -1,1 +1,1 @@
-"""The command line: roundpipe train."""
+"""The command line: roundpipe train and roundpipe doctor."""

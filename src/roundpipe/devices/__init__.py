@@ -3,7 +3,16 @@
 All calls of device APIs such as torch.cuda are in this package.
 """
 
-from roundpipe.devices.cuda import generator_states, set_generator_states
+from roundpipe.devices.cuda import (
+    GpuFacts,
+    cuda_release,
+    device_count,
+    driver_release,
+    generator_states,
+    gpu_facts,
+    set_generator_states,
+    why_cuda_fails,
+)
 from roundpipe.devices.discover import (
     DeviceSpec,
     default_specs,
@@ -19,16 +28,22 @@ __all__ = [
     "Device",
     "DeviceSpec",
     "Event",
+    "GpuFacts",
     "HostPinner",
     "Mark",
     "MemoryUse",
     "StreamKind",
+    "cuda_release",
     "default_specs",
+    "device_count",
+    "driver_release",
     "generator_states",
+    "gpu_facts",
     "host_pinner",
     "open_devices",
     "parse_devices",
     "require_device",
     "set_generator_states",
     "wait_for_producers",
+    "why_cuda_fails",
 ]

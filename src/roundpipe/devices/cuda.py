@@ -6,13 +6,16 @@ Implements the protocol of devices.interface. Knows no layer and no schedule.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 
@@ -33,6 +36,58 @@ _MEMORY_SHARE = 0.92  # share of the usable memory for plans; the rest covers fr
 
 def device_count() -> int:
     return torch.cuda.device_count()
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuFacts:
+    """What the driver reports about a GPU."""
+
+    name: str
+    capability: str  # such as "9.0"
+    memory_bytes: int
+    free_bytes: int
+    numa_node: int | None  # the node whose memory is nearest; None if the system does not report it
+
+
+def gpu_facts(index: int) -> GpuFacts:
+    """The facts of a GPU. Uses the GPU, so it raises RuntimeError if the GPU does not work."""
+    found = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    return GpuFacts(found.name, f"{found.major}.{found.minor}", total, free, _numa_node(found))
+
+
+def _numa_node(found: object) -> int | None:
+    try:
+        place = [getattr(found, f"pci_{part}_id") for part in ("domain", "bus", "device")]
+        folder = "{:04x}:{:02x}:{:02x}.0".format(*place)
+        node = int((Path("/sys/bus/pci/devices") / folder / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):  # a release of torch without these fields, a system without the file
+        return None
+    return node if node >= 0 else None
+
+
+def cuda_release() -> str | None:
+    """The release of CUDA that torch was built with; None if torch was built without CUDA."""
+    return torch.version.cuda
+
+
+def driver_release() -> str | None:
+    """The release of the NVIDIA driver of this system; None without one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found[0] if found else "unknown"
+
+
+def why_cuda_fails() -> str | None:
+    """The error of torch if it cannot use CUDA; None if it can."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # AssertionError: torch was built without CUDA
+        return str(error).partition("\n")[0]
+    return None
 
 
 def generator_states() -> list[torch.Tensor]:

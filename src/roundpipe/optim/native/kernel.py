@@ -23,6 +23,7 @@ from roundpipe.store.master import HalvedMaster
 
 MAX_FACTORS = 4
 _PRECISIONS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_INSTRUCTION_SETS = ("portable", "AVX2", "AVX-512")  # in the order of `enum processor` in one_pass_adam.c
 _THREADS_VARIABLE = "ROUNDPIPE_OPTIMIZER_THREADS"
 _CORES_FOR_LAUNCHES = 2  # cores left free for device threads, which launch kernels, on a machine with many cores
 
@@ -203,6 +204,8 @@ class OnePassKernel:
         self._team = loaded.roundpipe_team(num_threads)
         if not self._team:
             raise MemoryError("no memory for the optimizer's threads")
+        self.is_built_with_the_package = library.is_built_with_the_package(loaded)
+        self._use_processor = loaded.roundpipe_use_processor
 
     def adam(self, parameters: Sequence[KernelParameter]) -> None:
         """Update all parameters in one call. If tensors do not match, raises RuntimeError and updates none."""
@@ -211,6 +214,10 @@ class OnePassKernel:
         start_s = time.perf_counter()
         self._adam(self._team, packed, len(parameters))
         _rate.note(sum(struct.count for struct in packed), time.perf_counter() - start_s)
+
+    def instruction_set(self) -> str:
+        """The instructions that the kernel uses on this processor. Must not be called during an update."""
+        return _INSTRUCTION_SETS[self._use_processor(len(_INSTRUCTION_SETS) - 1)]
 
     def join(self, halves: HalvedMaster, to: torch.Tensor) -> None:
         """Write the values of `halves` into a float32 tensor."""

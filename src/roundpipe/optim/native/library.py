@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib.machinery
 import logging
 import os
 import platform
@@ -52,24 +51,27 @@ def load() -> ctypes.CDLL | None:
         logger.warning(
             "Adam runs without its one-pass kernel, about half as fast and with more memory: %s. "
             "It only needs a C compiler (cc).",
-            _reason(error),
+            reason(error),
         )
         return None
 
 
 def built_name() -> str:
-    """The name of the library that setup.py builds.
+    """The file name of the library that setup.py builds, for any version of Python.
 
     The name contains a digest of the source, so that a library built from other source is not found.
     """
-    return f"_one_pass_adam_{_digest()}"
+    return f"_one_pass_adam_{_digest()}.so"
+
+
+def is_built_with_the_package(loaded: ctypes.CDLL) -> bool:
+    """Whether a loaded library came with the package; otherwise it was compiled at first use."""
+    return loaded._name in map(str, _built_with_the_package())
 
 
 def _built_with_the_package() -> Iterator[Path]:
-    """The paths of libraries that were built from the current source, in its folder; in practice at most one."""
-    name = built_name()
-    candidates = (SOURCE.with_name(name + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-    return (path for path in candidates if path.exists())
+    """The path of the library that was built from the current source, in its folder; nothing if there is none."""
+    return (path for path in (SOURCE.with_name(built_name()),) if path.exists())
 
 
 class _UnsoundError(OSError):
@@ -144,18 +146,28 @@ def _digest() -> str:
     return hashlib.sha256(text + " ".join(COMPILE_FLAGS).encode()).hexdigest()[:16]
 
 
+def compiler() -> str | None:
+    """The command of the C compiler: CC of the environment, else the first one found; None without one."""
+    return os.environ.get("CC") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
+def compile_to(file: Path) -> None:
+    """Compile the library into a file. Raises OSError without a compiler, SubprocessError if compiling fails."""
+    command = compiler()
+    if command is None:
+        raise OSError("there is no C compiler")
+    words = [*command.split(), *COMPILE_FLAGS, "-shared", "-fPIC", "-o", str(file), str(SOURCE), "-lm"]
+    subprocess.run(words, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+
+
 def _compiled(folder: Path) -> ctypes.CDLL:
     """Compile the library into `folder` and load it.
 
     The file gets its final name only when it is complete, so that no other process loads an incomplete library.
     """
-    compiler = os.environ.get("CC") or next((found for name in _COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise OSError("there is no C compiler")
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         made = Path(directory) / "made.so"
-        command = [*compiler.split(), *COMPILE_FLAGS, "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        compile_to(made)
         made.chmod(0o600)  # whatever the umask is, no other user may write to the file
         checksum = hashlib.sha256(made.read_bytes()).hexdigest()
         return _load_checked(made.replace(folder / f"{_name_without_checksum()}-{checksum}.so"))
@@ -173,8 +185,8 @@ def _cache_folder() -> Path | None:
         return None
 
 
-def _reason(error: Exception) -> str:
-    """The error as text for the log. For a failed compilation, the end of the compiler's output."""
+def reason(error: Exception) -> str:
+    """An error of loading or compiling as text. For a failed compilation, the end of the compiler's output."""
     if isinstance(error, subprocess.CalledProcessError):
         return f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
     return str(error)
