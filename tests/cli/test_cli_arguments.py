@@ -138,6 +138,10 @@ def test_resume_takes_a_folder_or_none() -> None:
         (["--fp16"], ["--fp16 cannot be used here", "--dtype bfloat16"]),
         (["--torch-compile"], ["--torch-compile cannot be used here"]),
         (["--use-liger-kernel"], ["--use-liger-kernel cannot be used here"]),
+        (
+            ["--label-smoothing-factor", "0.1"],
+            ["--label-smoothing-factor cannot be used here", "two different forward"],
+        ),
         (["--debug", "underflow_overflow"], ["--debug cannot be used here", "--nonfinite"]),
         (["--eval-data", "x" * 300], ["--eval-data: the name 'xxx", "is too long for the file system"]),
         (["--resume", "x" * 300], ["--resume: the name 'xxx", "is too long for the file system"]),

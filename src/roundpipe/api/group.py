@@ -400,7 +400,7 @@ def _plan_smaller(members: Sequence[Member]) -> None:
 
 
 class Caller(Member, Protocol):
-    """A member with calls."""
+    """A member whose methods are calls of the API."""
 
     group: Group
 
@@ -432,8 +432,10 @@ def api_call(
             group, is_enabled = self.group, torch.is_grad_enabled()
             try:
                 with group.call_lock(self.name) as is_outermost:
-                    concerned: dict[Scope, Sequence[Member]] = {Scope.MODEL: (self,), Scope.GROUP: group.members}
-                    group.begin_call(self.name, is_outermost, concerned.get(scope, ()))
+                    members: Sequence[Member] = ()
+                    if scope is not Scope.NOTHING:
+                        members = group.members if scope is Scope.GROUP else (self,)
+                    group.begin_call(self.name, is_outermost, members)
                     return function(self, *args, **kwargs)
             except BaseException:
                 torch._C._set_grad_enabled(is_enabled)  # see restoring_grad_mode

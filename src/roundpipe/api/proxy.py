@@ -271,6 +271,7 @@ class ModelProxy(nn.Module):
         return self
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing but log the reason."""
         logger.info("%s: gradient checkpointing stays off: RoundPipe recomputes layers by its own plan", self.name)
 
     def __copy__(self) -> Self:

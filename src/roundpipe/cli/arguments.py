@@ -50,6 +50,7 @@ _REFUSED = {
     "bf16_full_eval": "a wrapped model cannot be cast; give the dtype of the weights with --dtype",
     "debug": "it watches the modules of the plain model; --nonfinite stop names the module or parameter at fault",
     "torch_compile": "layers run one by one",
+    "label_smoothing_factor": "TRL then runs two different forward passes before one backward pass",
     "use_liger_kernel": "it replaces code of the model after the model is wrapped",
 }
 _POSITIVE = (

@@ -38,9 +38,8 @@ from roundpipe.cli.preparation import (
     say,
 )
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError
+from roundpipe.monitor import WAIT_LIMIT_VARIABLE
 from roundpipe.report.metrics import replace_file
-
-WAIT_LIMIT_VARIABLE = "ROUNDPIPE_WAIT_LIMIT_S"
 
 logger = logging.getLogger("roundpipe")
 

@@ -52,13 +52,13 @@ class _TrlMixin(RoundPipeMixin):
 class RoundPipeSFTTrainer(_TrlMixin, SFTTrainer):  # type: ignore[misc]
     """TRL's SFTTrainer over a RoundPipe. Takes the same arguments, and the option `roundpipe`."""
 
-    def create_accelerator_and_postprocess(self) -> None:
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
         if self.args.label_smoothing_factor:
             raise ConfigError(
                 f"{type(self).__name__} does not support label_smoothing_factor={self.args.label_smoothing_factor}: "
                 "TRL then runs two different forward passes before one backward pass; use RoundPipeTrainer, or 0."
             )
-        super().create_accelerator_and_postprocess()
 
     def _trains_in_one_call(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
         """Whether the loss is the mean over tokens, so that forward_backward() of the fused head computes it."""

@@ -158,8 +158,9 @@ def plain_line(state: RunState) -> str:
 
 
 class LiveView:
-    """A region at the bottom of the terminal, drawn once a second by a thread of rich: drawing
-    holds the interpreter lock, which the threads that launch work on devices need.
+    """A region at the bottom of the terminal, drawn by a thread of rich.
+
+    It is drawn once a second: drawing holds the interpreter lock, which the threads that launch work on devices need.
 
     Output of print() and of logging appears above it.
     """
