@@ -170,15 +170,21 @@ class Head(nn.Module):
 
 def build(work: Work, device: str = "cpu") -> nn.Sequential:
     """The model in bfloat16 with random weights, which are drawn on the GPU if there is one, because that is fast."""
+    model = build_on_meta(work)
+    torch.manual_seed(0)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(_random_like(param).to(device), requires_grad=param.requires_grad))
+    return model
+
+
+def build_on_meta(work: Work) -> nn.Sequential:
+    """The model in bfloat16 without weights."""
     shape, rank = work.shape, work.lora_rank
     with torch.device("meta"):
         embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         blocks = [Block(shape, rank) for _ in range(shape.num_blocks)]
         model = nn.Sequential(embedding, *blocks, Head(shape)).to(torch.bfloat16)
-    torch.manual_seed(0)
-    for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(_random_like(param).to(device)))
     if rank:
         model.requires_grad_(False)
         for module in model.modules():

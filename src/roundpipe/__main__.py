@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from roundpipe.cli import doctor
+from roundpipe.cli import doctor, estimate
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.train import RunFailure, how_to_resume, run
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError, HostMemoryError, NonFiniteError, StallError
@@ -21,13 +21,14 @@ _USAGE = """usage: roundpipe COMMAND [options]
 
 commands:
   train       fine-tune a causal language model; see roundpipe train --help
+  estimate    memory, plan and time of a training step, without weights and machine; see roundpipe estimate --help
   doctor      examine this machine: what works, what will be slow, what to do; --json for programs
 
 options:
   --version   print the version
   --help      print this text
 """
-_COMMANDS = ("train", "doctor")
+_COMMANDS = ("train", "estimate", "doctor")
 _MISTAKES = (ConfigError, DeviceError, HostMemoryError, CheckpointError)
 _EXTRAS = ("transformers", "trl", "datasets", "accelerate", "peft", "safetensors", "rich", "yaml", "jinja2")
 _DONE, _FAILED, _MISTAKE, _INTERRUPTED = 0, 1, 2, 130
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[0] == "doctor":
             return doctor.run(words[1:])
+        if words[0] == "estimate":
+            return estimate.run(words[1:])
         settings = parse(words[1:])
         return run(settings)
     except _MISTAKES as error:

@@ -34,8 +34,8 @@ from roundpipe.plan import (
     choose_exact_plan,
     choose_plan,
 )
-from roundpipe.plan.predict import Grain, StageMemory, steady_step_s
-from roundpipe.plan.search import best_tail
+from roundpipe.plan.forecast import tail_and_step_s, weight_room_bytes
+from roundpipe.plan.predict import Grain, StageMemory
 from roundpipe.runtime.pool import DevicePool
 from roundpipe.runtime.run import Costs, Run
 from roundpipe.store import LayerStore
@@ -171,7 +171,11 @@ class Planner:
         last_state, costs = self._costs.get((kind, tasks), (None, None))
         if costs is None or last_state != state:
             tail = self.tail(kind, tasks) if kind.is_exact else 1
-            costs = Costs(kind.load, True, tail, self._weight_room_bytes(kind, tasks, tail))
+            # A blind planner has no budget: it does not know how much memory is unused.
+            room = (
+                0 if self.is_blind(kind) else weight_room_bytes(tasks, self._profile(kind.load, kind), tail, kind.grain)
+            )
+            costs = Costs(kind.load, True, tail, room)
             self._costs[kind, tasks] = state, costs
         # Times that have settled are measured only in the last call before a review.
         is_before_review = choice is not None and choice.calls_until_review == 1
@@ -239,7 +243,7 @@ class Planner:
         update_s = self._update_s()
         if update_s is None or self.is_blind(kind):
             return 1
-        return self._best_tail(tasks, kind, self._profile(kind.load, kind), update_s)[0]
+        return tail_and_step_s(tasks, self._profile(kind.load, kind), update_s, kind.grain)[0]
 
     def _finest_plan(self, kind: CallKind) -> _Planned:
         plan = ModelExecutePlan.layer_by_layer(self._num_layers, kind.run_type)
@@ -257,44 +261,16 @@ class Planner:
         else:
             plan = choose_exact_plan(profile, update_s, kind.grain)
         new = _Planned(plan, build_schedule(plan, kind.run_type))
-        new_s = self._step_s(new.tasks, kind, profile, update_s)
+        new_s = tail_and_step_s(new.tasks, profile, update_s, kind.grain)[1]
         memory = StageMemory(profile.layers, kind.grain, kind.num_microbatch)
         if old is not None:
-            is_hardly_faster = new_s > _WORTH_A_CHANGE * self._step_s(old.tasks, kind, profile, update_s)
+            old_s = tail_and_step_s(old.tasks, profile, update_s, kind.grain)[1]
+            is_hardly_faster = new_s > _WORTH_A_CHANGE * old_s
             if is_hardly_faster and memory.peak_bytes(old.tasks, profile.num_devices) <= limit:
                 return old
         if new != old:
             self._log_plan(new, kind, new_s, memory.peak_bytes(new.tasks, profile.num_devices), limit)
         return new
-
-    def _step_s(
-        self, tasks: Sequence[StageTask], kind: CallKind, profile: ModelProfile, update_s: Sequence[float] | None
-    ) -> float:
-        """Predicted seconds of a call. `update_s`: seconds of the update per layer, if the caller waits for it."""
-        if update_s is not None and profile.num_devices == 1:
-            return self._best_tail(tasks, kind, profile, update_s)[1]
-        return steady_step_s(tasks, profile.layers, num_devices=profile.num_devices, num_microbatch=kind.num_microbatch)
-
-    def _best_tail(
-        self, tasks: Sequence[StageTask], kind: CallKind, profile: ModelProfile, update_s: Sequence[float]
-    ) -> tuple[int, float]:
-        """The best tail that fits into memory, and the seconds of a step with it."""
-        memory = StageMemory(profile.layers, kind.grain, kind.num_microbatch)
-        longest = memory.longest_tail(tasks, profile.num_devices, profile.memory_limit_bytes)
-        return best_tail(
-            tasks, profile.layers, update_s, num_microbatch=kind.num_microbatch, longest=longest, grain=kind.grain
-        )
-
-    def _weight_room_bytes(self, kind: CallKind, tasks: Sequence[StageTask], tail: int) -> int:
-        """Weight budget in bytes: the schedule's buffers plus half of the unused memory."""
-        if self.limit_bytes is None or self.is_blind(kind):
-            return 0
-        profile = self._profile(kind.load, kind)
-        assert profile.memory_limit_bytes is not None
-        memory = StageMemory(profile.layers, kind.grain, kind.num_microbatch)
-        held = memory.peak_bytes(tasks, profile.num_devices) + memory.tail_bytes(tasks, tail)
-        unused = max(profile.memory_limit_bytes - held, 0)
-        return memory.buffer_bytes(tasks, profile.num_devices)[0] + unused // 2
 
     # Cost estimates.
 

@@ -4,6 +4,7 @@ All calls of device APIs such as torch.cuda are in this package.
 """
 
 from roundpipe.devices.cuda import (
+    MEMORY_SHARE,
     GpuFacts,
     cuda_release,
     device_count,
@@ -25,6 +26,7 @@ from roundpipe.devices.discover import (
 from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
 
 __all__ = [
+    "MEMORY_SHARE",
     "Device",
     "DeviceSpec",
     "Event",

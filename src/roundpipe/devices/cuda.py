@@ -31,7 +31,7 @@ _generator_locks: dict[int, threading.Lock] = {}
 _free_streams: dict[int, list[dict[StreamKind, torch.cuda.Stream]]] = {}
 _shared_guard = threading.Lock()
 _LONGEST_DELAY_CYCLES = 1_000_000  # about half a millisecond
-_MEMORY_SHARE = 0.92  # share of the usable memory for plans; the rest covers fragmentation and library workspaces
+MEMORY_SHARE = 0.92  # share of the usable memory for plans; the rest covers fragmentation and library workspaces
 
 
 def device_count() -> int:
@@ -218,7 +218,7 @@ class CudaDevice(Device):
         fraction_of = getattr(torch.cuda, "get_per_process_memory_fraction", None)
         if fraction_of is not None:
             reachable = min(reachable, int(total * fraction_of(self._index)))
-        return int(reachable * _MEMORY_SHARE) // self._share
+        return int(reachable * MEMORY_SHARE) // self._share
 
     def memory_use(self) -> MemoryUse | None:
         counts = torch.cuda.memory_stats_as_nested_dict(self._index).get("allocated_bytes", {}).get("all", {})

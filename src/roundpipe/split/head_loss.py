@@ -75,7 +75,7 @@ def linear_cross_entropy(
     hidden, weight, bias = _cast_as_autocast_would(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(hidden.device.type, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(
+        loss: Tensor = LinearCrossEntropy.apply(
             rows, weight, bias, flat_targets, num_items, ignore_index, logits_bytes, torch.is_grad_enabled()
         )
     return loss
@@ -86,7 +86,7 @@ def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     """The autograd function behind `linear_cross_entropy`; `hidden` is [tokens, H], `targets` [tokens]."""
 
     @staticmethod

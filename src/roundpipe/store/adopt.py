@@ -202,16 +202,23 @@ def require_training_memory(
     *,
     trains: bool = True,
     warns_of_async: bool = True,
+    is_async: bool = False,
+    available: int | None = None,
 ) -> None:
-    """Raise HostMemoryError with a table if synchronous steps do not fit; warn if only asynchronous steps do not."""
+    """Raise HostMemoryError with a table if synchronous steps do not fit; warn if only asynchronous steps do not.
+
+    `is_async`: raise also if only asynchronous steps do not fit. `available`: bytes of host memory; by default those
+    of this machine.
+    """
     needs = training_memory(layers, optim_dtype, mode, trains=trains)
-    second = needs.pop(SECOND_WEIGHTS)
+    second = 0 if is_async else needs.pop(SECOND_WEIGHTS)
     require_host_memory(
         needs,
         "training this model" if trains else "this model",
         _MEMORY_ADVICE,
-        async_needs={SECOND_WEIGHTS: second} if warns_of_async else {},
+        async_needs={SECOND_WEIGHTS: second} if warns_of_async and second else {},
         async_advice=_ASYNC_ADVICE,
+        available=available,
     )
 
 

@@ -134,16 +134,26 @@ def available_host_bytes() -> int | None:
 
 
 def require_host_memory(
-    needs: Mapping[str, int], what: str, advice: str, *, async_needs: Mapping[str, int] = {}, async_advice: str = ""
+    needs: Mapping[str, int],
+    what: str,
+    advice: str,
+    *,
+    async_needs: Mapping[str, int] = {},
+    async_advice: str = "",
+    available: int | None = None,
 ) -> None:
     """Raise HostMemoryError with a table if the sum of `needs` (bytes by name) exceeds the available memory.
 
-    `async_needs` is the memory that asynchronous steps need in addition. If `needs` fit but the total with
-    `async_needs` does not, the table is logged as a warning. ROUNDPIPE_HOST_MEMORY_CHECK=warn turns the error into a
-    warning; =off disables the check.
+    `available`: the bytes of another machine, which the environment variable does not concern; by default, what this
+    process can still allocate. `async_needs` is the memory that asynchronous steps need in addition. If `needs` fit but
+    the total with `async_needs` does not, the table is logged as a warning. ROUNDPIPE_HOST_MEMORY_CHECK=warn turns the
+    error into a warning; =off disables the check.
     """
     policy = _policy()  # first, so that a wrong value of the variable is reported even if everything fits
-    available = None if policy == _OFF else available_host_bytes()
+    if available is not None:
+        policy = _REFUSE
+    elif policy != _OFF:
+        available = available_host_bytes()
     total = sum(needs.values())
     total_async = total + sum(async_needs.values())
     if available is None or total_async <= available:

@@ -1,0 +1,242 @@
+"""The command `roundpipe estimate`: memory, plan and time of a training step, for a model and a machine on paper.
+
+Reads a model's configuration, never its weights. `estimate.estimate` does the work; this file parses and prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundpipe.devices import device_count, gpu_facts
+from roundpipe.errors import ConfigError
+from roundpipe.estimate.estimate import Estimate, Machine, Work, estimate
+from roundpipe.estimate.figures import SHAPES, DeviceFigures, gpu_named, parse_gpus
+from roundpipe.estimate.layer_costs import PaperModel, add_adapters, causal_lm_on_paper
+from roundpipe.plan import TaskKind
+from roundpipe.store.host_memory import available_host_bytes, memory_table
+
+_DONE, _DOES_NOT_FIT = 0, 1
+_EXAMPLE = "roundpipe estimate qwen3-8b --devices 1x24GB --ram 128 --batch 16 --seq-len 4096 --full"
+# Rate of the optimizer's kernel in training with 14 threads of a server; on the idle machine it is 1.5 times as high.
+_PARAMETERS_PER_S = 4e9
+
+
+def run(words: Sequence[str]) -> int:
+    """Estimate a step and write the report. Returns 1 if it does not fit, else 0."""
+    options = _parser().parse_args(list(words))
+    machine = _machine(options)
+    paper = load_on_paper(options.model, getattr(torch, options.dtype), options.lora)
+    work = Work(
+        batch=options.batch,
+        length=options.seq_len,
+        is_exact=not options.stale,
+        num_microbatch=None if options.microbatches is None else min(options.microbatches, options.batch),
+    )
+    found = estimate(paper, work, machine)
+    report = as_json if options.json else as_text
+    sys.stdout.write(report(options.model, paper, work, machine, found))
+    return _DONE if found.fits else _DOES_NOT_FIT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="roundpipe estimate",
+        description="Estimate a training step: memory, plan, time, and what bounds it. Needs neither the weights nor "
+        f"the machine. Exit code 1: it does not fit. Example: {_EXAMPLE}",
+    )
+    parser.add_argument("model", metavar="MODEL", help=f"a model folder, a config.json, or one of: {', '.join(SHAPES)}")
+    parser.add_argument("--devices", help="GPUs: 2xRTX4090, 1x24GB, 1xH200:24GB; default: those of this machine")
+    parser.add_argument("--ram", type=_positive, metavar="GB", help="host memory; default: what is available here")
+    parser.add_argument("--batch", type=_count, default=16, help="sequences per step (default 16)")
+    parser.add_argument("--seq-len", type=_count, default=4096, help="tokens per sequence (default 4096)")
+    trained = parser.add_mutually_exclusive_group()
+    trained.add_argument("--full", action="store_true", help="train all parameters (the default)")
+    trained.add_argument("--lora", type=_count, metavar="R", help="train adapters of rank R on all linear layers")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--exact", action="store_true", help="exact steps (the default)")
+    steps.add_argument("--stale", action="store_true", help="asynchronous steps, one update old")
+    parser.add_argument("--microbatches", type=_count, metavar="M", help="default: the fastest number that fits")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the weights"
+    )
+    parser.add_argument(
+        "--optimizer-rate",
+        type=_positive,
+        default=_PARAMETERS_PER_S / 1e9,
+        metavar="G",
+        help=f"billions of parameters that the optimizer updates per second (default {_PARAMETERS_PER_S / 1e9:g}; in "
+        "training, a machine reaches about two thirds of what `roundpipe doctor` measures)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    if options.devices is not None:
+        gpu, num_devices = parse_gpus(options.devices)
+    else:
+        num_devices = device_count()
+        if not num_devices:
+            raise ConfigError("there is no GPU on this machine; say for which ones to estimate, e.g. --devices 1x24GB.")
+        facts = gpu_facts(0)
+        gpu = gpu_named(facts.name, facts.memory_bytes)
+    ram_bytes = available_host_bytes() if options.ram is None else int(options.ram * 1e9)
+    return Machine(gpu, num_devices, ram_bytes, options.optimizer_rate * 1e9)
+
+
+def load_on_paper(model: str, dtype: torch.dtype, lora_rank: int | None) -> PaperModel:
+    """The model of a folder, a config file or a shape's name, without weights."""
+    is_shape = model.lower() in SHAPES and not Path(model).exists()
+    is_hub_name = model.count("/") == 1 and not model.startswith((".", "/"))
+    if not (is_shape or Path(model).exists() or is_hub_name):
+        raise ConfigError(
+            f"there is no folder or file {model}, and no such shape; the shapes are: {', '.join(SHAPES)}."
+        )
+    with _without_warnings():
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            if is_shape:
+                fields = dict(SHAPES[model.lower()])
+                config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+            else:
+                config = AutoConfig.from_pretrained(model)
+            with torch.device("meta"):
+                network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot make a model of {model}: {str(error).strip().partition(chr(10))[0]}") from error
+    if lora_rank is not None:
+        add_adapters(network, lora_rank)
+    return causal_lm_on_paper(network)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    import logging
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+# The report.
+
+
+def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: Estimate) -> str:
+    """The report for people."""
+    parameters = list(paper.model.parameters())
+    total, trained = (sum(p.numel() for p in some) for some in (parameters, [p for p in parameters if p.requires_grad]))
+    kind = "exact" if work.is_exact else "stale"
+    limit = machine.plan_bytes
+    host_bytes = sum(found.host.values())
+    host_rows = dict(found.host) | {"needed in all": host_bytes}
+    if machine.ram_bytes is not None:
+        host_rows |= {"available": machine.ram_bytes, "left": machine.ram_bytes - host_bytes}
+    lines = [
+        f"model      {model}: {len(paper.blocks)} blocks, {total / 1e9:.2f} billion parameters, "
+        f"{trained / 1e9:.3g} trained",
+        f"step       {work.batch} sequences of {work.length} tokens, {kind} steps, {found.num_microbatch} microbatches"
+        f"{' (chosen)' if work.num_microbatch is None else ''}",
+        f"machine    {_in_words(machine)}",
+        "",
+        "host memory",
+        memory_table(host_rows),
+        "",
+        "memory of each device, at its peak",
+        memory_table(dict(found.device) | {"in all": found.device_bytes, "plans may use": limit}),
+        "",
+        f"plan       {_plan_in_words(found)}",
+        f"time       {found.step_s:.3g} s a step, {work.batch * work.length / found.step_s:,.0f} tokens/s",
+        f"           compute {found.compute_s:.3g} s, link {found.link_s:.3g} s, optimizer {found.optimizer_s:.3g} s: "
+        f"bound by {found.bound.value}",
+        "",
+        _verdict(found, limit),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _in_words(machine: Machine) -> str:
+    gpu: DeviceFigures = machine.gpu
+    return (
+        f"{machine.num_devices} x {gpu.memory_bytes / 1e9:.1f} GB, figures of {gpu.name}: {gpu.half_flops / 1e12:.0f} "
+        f"TFLOP/s, {gpu.memory_bytes_per_s / 1e9:,.0f} GB/s, link {gpu.link_bytes_per_s / 1e9:.0f} GB/s; optimizer "
+        f"{machine.parameters_per_s / 1e9:.3g} billion parameters/s"
+    )
+
+
+def _plan_in_words(found: Estimate) -> str:
+    counts = {kind: sum(task.kind is kind for task in found.forecast.tasks) for kind in TaskKind}
+    fused = next(task for task in found.forecast.tasks if task.kind is TaskKind.FUSED).layers
+    text = (
+        f"{len(found.forecast.tasks)} stages: {counts[TaskKind.FORWARD]} forward, layers {fused.start} to "
+        f"{fused.stop - 1} fused, {counts[TaskKind.BACKWARD]} backward with recomputation"
+    )
+    tail = found.forecast.tail
+    return f"{text}; the last {tail} microbatches run backward layer by layer" if tail > 1 else text
+
+
+def _verdict(found: Estimate, limit: int) -> str:
+    if found.refusal is not None:
+        return f"DOES NOT FIT: {found.refusal}"
+    if not found.forecast.fits:
+        missing = found.forecast.peak_bytes - limit
+        return (
+            f"DOES NOT FIT into device memory: {missing / 1e9:.1f} GB are missing with one layer per stage. Use "
+            "shorter sequences, more microbatches, or a GPU with more memory."
+        )
+    return f"fits: {(limit - found.forecast.peak_bytes) / 1e9:.1f} GB of device memory are not needed"
+
+
+def as_json(model: str, paper: PaperModel, work: Work, machine: Machine, found: Estimate) -> str:
+    """The report for programs. Sizes are in bytes, times in seconds."""
+    plan = found.forecast.plan
+    content = {
+        "model": model,
+        "parameters": sum(p.numel() for p in paper.model.parameters()),
+        "trained": sum(p.numel() for p in paper.model.parameters() if p.requires_grad),
+        "work": {"batch": work.batch, "seq_len": work.length, "exact": work.is_exact},
+        "machine": dataclasses.asdict(machine),
+        "microbatches": found.num_microbatch,
+        "host_bytes": dict(found.host),
+        "device_bytes": dict(found.device),
+        "device_limit_bytes": machine.plan_bytes,
+        "plan": {name: [[r.start, r.stop] for r in getattr(plan, name)] for name in ("fwd_plan", "bwd_plan")},
+        "tail": found.forecast.tail,
+        "seconds": {
+            "step": found.step_s,
+            "compute": found.compute_s,
+            "link": found.link_s,
+            "optimizer": found.optimizer_s,
+        },
+        "tokens_per_s": work.batch * work.length / found.step_s,
+        "bound": found.bound.value,
+        "fits": found.fits,
+        "refusal": found.refusal,
+    }
+    return json.dumps(content, indent=2) + "\n"

@@ -1,0 +1,216 @@
+"""Estimates a training step of a model without weights: memory of host and devices, plan, seconds, what bounds it.
+
+The plan and the seconds come from the functions that plan running models (`plan.forecast`), the host memory from the
+function that refuses a model that does not fit (`store.adopt`). Only the costs of layers are estimated
+(`estimate.layer_costs`) instead of measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from roundpipe.devices import MEMORY_SHARE
+from roundpipe.errors import HostMemoryError
+from roundpipe.estimate.figures import DeviceFigures
+from roundpipe.estimate.layer_costs import PaperModel, layer_costs
+from roundpipe.plan import ModelProfile, TaskKind
+from roundpipe.plan.forecast import Forecast, forecast
+from roundpipe.plan.predict import StageMemory, task_seconds
+from roundpipe.store.adopt import SECOND_WEIGHTS, PinMode, require_training_memory, training_memory
+
+CUDA_CONTEXT_BYTES = 600_000_000  # device memory of the driver and of libraries, outside torch's allocator
+SAVED_INPUTS = "inputs saved for recomputation"
+_TIE = 0.02  # steps that differ by less count as equally fast; more microbatches need less memory and win
+
+
+class Bound(enum.Enum):
+    """What takes longest in a step."""
+
+    COMPUTE = "compute"
+    LINK = "link"
+    OPTIMIZER = "optimizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The machine of an estimate. parameters_per_s: rate of the optimizer's kernel. ram_bytes: None if unknown."""
+
+    gpu: DeviceFigures
+    num_devices: int
+    ram_bytes: int | None
+    parameters_per_s: float
+
+    @property
+    def plan_bytes(self) -> int:
+        """Memory of one device that plans may use."""
+        return int((self.gpu.memory_bytes - CUDA_CONTEXT_BYTES) * MEMORY_SHARE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One training step: `batch` sequences of `length` tokens. `num_microbatch`: None chooses the fastest that fits."""
+
+    batch: int
+    length: int
+    is_exact: bool = True
+    optim_dtype: torch.dtype = torch.float32
+    num_microbatch: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The estimate of a step. Bytes by part: of one device at its peak, and in host memory.
+
+    compute_s, link_s, optimizer_s: what each of the three takes in a step if nothing delays it.
+    refusal: why it does not fit into host memory, where possible with the message of wrapping; None if it fits.
+    """
+
+    num_microbatch: int
+    forecast: Forecast
+    step_s: float
+    compute_s: float
+    link_s: float
+    optimizer_s: float
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    refusal: str | None
+
+    @property
+    def bound(self) -> Bound:
+        seconds = {Bound.COMPUTE: self.compute_s, Bound.LINK: self.link_s, Bound.OPTIMIZER: self.optimizer_s}
+        return max(seconds, key=lambda bound: seconds[bound])
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.forecast.fits and self.refusal is None
+
+
+def estimate(paper: PaperModel, work: Work, machine: Machine) -> Estimate:
+    """Estimate a step; with the fastest number of microbatches that fits into device memory, unless `work` has one.
+
+    If no number fits, the estimate is that of the number that needs the least memory, and does not fit.
+    """
+    if work.num_microbatch is not None:
+        return _estimate(paper, work, machine, work.num_microbatch)
+    found = [_estimate(paper, work, machine, count) for count in _counts(work.batch)]
+    fitting = [each for each in found if each.forecast.fits]
+    if not fitting:
+        return min(found, key=lambda each: each.device_bytes)
+    fast_s = min(each.step_s for each in fitting) * (1 + _TIE)
+    return max((each for each in fitting if each.step_s <= fast_s), key=lambda each: each.num_microbatch)
+
+
+def _counts(batch: int) -> Iterable[int]:
+    """Numbers of microbatches of 1, 2, 4, ... sequences, and one microbatch."""
+    sizes = [1 << power for power in range(batch.bit_length()) if 1 << power <= batch]
+    return sorted({-(-batch // size) for size in (*sizes, batch)})
+
+
+def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: int) -> Estimate:
+    largest = -(-work.batch // num_microbatch)  # sequences in the largest microbatch
+    costs = layer_costs(paper, machine.gpu, largest, work.length)
+    profile = ModelProfile(costs, machine.num_devices, num_microbatch, machine.plan_bytes)
+    trained = [sum(p.numel() for p in params if p.requires_grad) for params in paper.layers]
+    update_s = [count / machine.parameters_per_s for count in trained]
+    found = forecast(profile, update_s if work.is_exact else None)
+    host = _host_parts(paper, work, found, profile)
+    seconds = sum(task_seconds(task, costs) for task in found.tasks)
+    link_s = max(_link_bytes(found, profile)) / machine.gpu.link_bytes_per_s / machine.num_devices
+    optimizer_s = sum(update_s)
+    # The forecast of exact steps includes their update.
+    step_s = max(found.step_s, link_s, 0.0 if work.is_exact else optimizer_s)
+    return Estimate(
+        num_microbatch=num_microbatch,
+        forecast=found,
+        step_s=step_s,
+        compute_s=num_microbatch * seconds / machine.num_devices,
+        link_s=link_s,
+        optimizer_s=optimizer_s,
+        device=_device_parts(found, profile, work.is_exact),
+        host=host,
+        refusal=_refusal(paper, work, machine, host),
+    )
+
+
+def _link_bytes(found: Forecast, profile: ModelProfile) -> tuple[int, int]:
+    """Bytes that a step copies to all devices, and from them."""
+    up = down = 0
+    for task in found.tasks:
+        layers = profile.layers[task.layers.start : task.layers.stop]
+        up += sum(cost.weight_bytes for cost in layers)
+        if task.kind is not TaskKind.FORWARD:
+            down += sum(cost.grad_bytes for cost in layers)
+        inputs = profile.num_microbatch * layers[0].input_bytes
+        # A recomputation starts from an input that was saved in host memory. With several devices, the task before ran
+        # on another one, and what it passes on goes through host memory, too.
+        trips = (task.kind is TaskKind.BACKWARD) + (profile.num_devices > 1)
+        up, down = up + trips * inputs, down + trips * inputs
+    return up, down
+
+
+def _device_parts(found: Forecast, profile: ModelProfile, is_exact: bool) -> dict[str, int]:
+    """Bytes of one device at its peak, by part."""
+    memory = StageMemory(profile.layers, "stage", profile.num_microbatch)
+    weights, gradients = memory.buffer_bytes(found.tasks, profile.num_devices)
+    tail = memory.tail_bytes(found.tasks, found.tail)
+    # Where memory is left, the weights of the next call arrive while this call still uses its weights. After an exact
+    # step they arrive when the call is over.
+    spare = 0 if is_exact else max(found.weight_room_bytes - weights, 0)
+    # A plan reserves room for a gradient beside the loss, but the loss is at its peak before the first gradient exists.
+    fused = next(task for task in found.tasks if task.kind is TaskKind.FUSED)
+    fresh = max(profile.layers[layer_id].grad_bytes for layer_id in fused.layers)
+    parts = {
+        "weights": weights,
+        "weights of the next call": min(spare, sum(cost.weight_bytes for cost in profile.layers)),
+        "gradients": gradients,
+        "activations and loss": found.peak_bytes - tail - weights - gradients - fresh,
+        "activations of the tail": tail,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def _host_parts(paper: PaperModel, work: Work, found: Forecast, profile: ModelProfile) -> dict[str, int]:
+    """Bytes in host memory by part: what the check at wrapping counts, and inputs saved for recomputation."""
+    rows = training_memory([paper.model], work.optim_dtype, PinMode.REGISTER)
+    if work.is_exact:
+        del rows[SECOND_WEIGHTS]
+    recomputed = [task for task in found.tasks if task.kind is TaskKind.BACKWARD]
+    saved = sum(profile.layers[task.layers.start].input_bytes for task in recomputed)
+    rows[SAVED_INPUTS] = profile.num_microbatch * saved
+    return {name: size for name, size in rows.items() if size}
+
+
+def _refusal(paper: PaperModel, work: Work, machine: Machine, host: Mapping[str, int]) -> str | None:
+    """Why the host memory does not suffice; None if it does or is not known.
+
+    Wrapping cannot count the inputs that recomputation needs, because it does not know the batch.
+    """
+    if machine.ram_bytes is None:
+        return None
+    try:
+        require_training_memory(
+            [paper.model],
+            work.optim_dtype,
+            PinMode.REGISTER,
+            is_async=not work.is_exact,
+            warns_of_async=False,
+            available=machine.ram_bytes,
+        )
+    except HostMemoryError as error:
+        return str(error)
+    missing = sum(host.values()) - machine.ram_bytes
+    if missing <= 0:
+        return None
+    return (
+        "training this model fits into host memory, but the inputs saved for recomputation do not: "
+        f"{missing / 1e9:.1f} GB are missing. Use fewer or shorter sequences per step (their inputs take "
+        f"{host[SAVED_INPUTS] / 1e9:.1f} GB), or more device memory."
+    )

@@ -1,0 +1,135 @@
+"""`roundpipe estimate`: models by name, folder and file; text, JSON, exit codes and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers_tiny_hf import tiny_model
+from roundpipe.__main__ import main
+from roundpipe.cli.estimate import load_on_paper
+from roundpipe.estimate.figures import SHAPES
+
+BILLIONS = {
+    "qwen3-0.6b": 0.60, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
+    "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.55, "mistral-7b": 7.25,
+}  # fmt: skip
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["estimate", *words])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    code, out, _ = answer(capsys, *words, "--json")
+    content: dict[str, Any] = json.loads(out)
+    assert code == (0 if content["fits"] else 1)
+    return content
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("llama", num_layers=3).config.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_named_shape_has_the_number_of_parameters_of_its_model(name: str) -> None:
+    paper = load_on_paper(name, torch.bfloat16, None)
+    count = sum(param.numel() for param in paper.model.parameters())
+    assert count / 1e9 == pytest.approx(BILLIONS[name], abs=0.006)
+    assert all(param.is_meta for param in paper.model.parameters())
+
+
+def test_a_model_of_94_layers_on_eight_gaming_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("--devices", "8x24GB", "--lora", "16")
+    found = as_json(capsys, "qwen3-235b-a22b", *machine, "--ram", "1000")
+    assert found["fits"]
+    assert found["parameters"] > 235e9
+    assert found["host_bytes"]["weights"] == pytest.approx(2 * found["parameters"], rel=1e-3)
+    assert sum(found["device_bytes"].values()) < 24e9
+    assert found["plan"]["bwd_plan"][0][1] == 96
+    assert found["seconds"]["step"] >= max(found["seconds"]["compute"], found["seconds"]["link"])
+    assert not as_json(capsys, "qwen3-235b-a22b", *machine, "--ram", "256")["fits"]
+
+
+def test_folder_and_file_give_the_same_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--devices", "1x24GB", "--ram", "8", "--batch", "4", "--seq-len", "32", "--stale", "--microbatches", "9")
+    of_folder = as_json(capsys, str(folder), *options)
+    of_file = as_json(capsys, str(folder / "config.json"), *options)
+    assert of_folder | {"model": ""} == of_file | {"model": ""}
+    assert of_folder["microbatches"] == 4  # no more than sequences
+    assert of_folder["work"] == {"batch": 4, "seq_len": 32, "exact": False}
+
+
+def test_the_text_has_every_part_and_the_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = answer(capsys, str(folder), "--devices", "2xRTX3090", "--ram", "8", "--seq-len", "32")
+    assert code == 0
+    for part in (
+        "3 blocks",
+        "exact steps",
+        "2 x 25.8 GB",
+        "optimizer state (Adam)",
+        "plans may use",
+        "stages",
+        "bound by",
+    ):
+        assert part in out
+    assert out.splitlines()[-1].startswith("fits: ")
+    code, out, _ = answer(capsys, "qwen3-8b", "--devices", "1x24GB", "--ram", "64")
+    assert code == 1
+    assert "DOES NOT FIT: training this model does not fit into host memory" in out
+    code, out, _ = answer(capsys, "qwen3-8b", "--devices", "1x2GB", "--ram", "640")
+    assert code == 1
+    assert "DOES NOT FIT into device memory" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nothing-here", "--devices", "1x24GB"), "no such shape; the shapes are: qwen3-0.6b"),
+        (("qwen3-8b", "--devices", "1x24TB"), "--devices 1x24TB: unknown"),
+        (("./no/such/folder", "--devices", "1x24GB"), "there is no folder or file ./no/such/folder"),
+    ],
+)
+def test_mistakes_are_explained(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = answer(capsys, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize("words", [("--batch", "0"), ("--ram", "-3"), ("--lora", "x"), ("--lora", "8", "--full")])
+def test_wrong_options_are_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = answer(capsys, "qwen3-8b", *words)
+    assert code == 2
+    assert words[0] in err
+
+
+def test_without_a_gpu_the_devices_must_be_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roundpipe.cli.estimate.device_count", lambda: 0)
+    code, _, err = answer(capsys, "qwen3-8b")
+    assert code == 2
+    assert "--devices 1x24GB" in err
+
+
+def test_a_config_that_is_no_causal_language_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import ViTConfig
+
+    ViTConfig().save_pretrained(tmp_path)
+    code, _, err = answer(capsys, str(tmp_path), "--devices", "1x24GB")
+    assert code == 2
+    assert "cannot make a model of" in err
+    (tmp_path / "config.json").write_text("{")
+    assert answer(capsys, str(tmp_path), "--devices", "1x24GB")[0] == 2
