@@ -338,9 +338,7 @@ def test_the_messages_of_the_troubleshooting_page_exist() -> None:
 
 
 # What stands for a value in the messages on the page of the command. "no weights" is one of two faults of a model.
-EXAMPLE_VALUES = (
-    r"\.\.\.|\b\d+\b|\w+\.jsonl|model\.safetensors|--learnin-rate|--learning-rate|nan|(?<=has )no weights"
-)
+EXAMPLE_VALUES = r"\.\.\.|\b\d+\b|\w+\.jsonl|model\.safetensors|--learnin-rate|--learning-rate|nan|(?<=has )no weights"
 
 
 def test_the_messages_on_the_page_of_the_command_exist() -> None:
