@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
+import operator
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import roundpipe
 import roundpipe.integrations
 from roundpipe import checkpoint
-from roundpipe.cli import doctor
+from roundpipe.cli import arguments, doctor
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -25,7 +31,17 @@ API = ROOT / "docs" / "api.md"
 FIRST_FINETUNE = ROOT / "docs" / "first-finetune.md"  # its blocks need each other
 PAGES_THAT_RUN = [README, *sorted({*(ROOT / "docs").glob("*.md")} - {FIRST_FINETUNE})]
 INSTALL = ROOT / "docs" / "install.md"
-PAGES_WITH_TARGETS = [*PAGES_THAT_RUN, FIRST_FINETUNE, ROOT / "CONTRIBUTING.md"]
+EXAMPLES = ROOT / "examples" / "README.md"
+TRAIN = ROOT / "docs" / "train.md"
+TRAINING_LOOP = ROOT / "docs" / "training-loop.md"
+PAGES = [*PAGES_THAT_RUN, FIRST_FINETUNE, EXAMPLES]
+PAGES_WITH_TARGETS = [*PAGES, ROOT / "CONTRIBUTING.md"]
+# Every block of a page has one of these languages. Blocks of `python` run; why the others do not, and what tests them:
+BLOCKS_THAT_DO_NOT_RUN = {
+    "bash": "installs packages or needs a model; runs on the page of the first fine-tune. Options are looked up below",
+    "diff": "two versions of a part of a script. The new one is compiled, and its imports are looked up, below",
+    "text": "what a command prints, shortened",
+}
 
 
 def python_blocks(path: Path) -> Iterator[tuple[int, str]]:
@@ -75,13 +91,155 @@ def test_the_first_fine_tune_runs_from_top_to_bottom(tmp_path: Path) -> None:
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         outputs.append(done.stdout)
-    assert len(outputs) == 5
+    assert len(outputs) == 8
+    for line in outputs[2].splitlines()[-2:]:
+        assert line in text, "the page shows the last lines that the command prints"
+    assert "the run goes on from" in outputs[3]
     assert "80/80" in outputs[3], "the second command prolongs the run"
     assert outputs[4] == "white\n", "the model has learnt the answer"
+    assert outputs[7] == "etihw\n", "the adapter has learnt another one"
 
 
-def test_readme_has_a_quick_start() -> None:
+def test_the_complete_script_goes_on_where_it_was_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = (code for _, code in python_blocks(TRAINING_LOOP) if "checkpoint.latest" in code)
+    monkeypatch.setenv("ROUNDPIPE_DEVICES", "cpu*2")
+    monkeypatch.chdir(tmp_path)
+
+    def printed() -> list[str]:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(code, "the complete script", "exec"), names)
+        names.clear()
+        return capsys.readouterr().out.splitlines()
+
+    straight = printed()
+    assert len(straight) == 4
+    shutil.rmtree(tmp_path / "run" / "epoch-4")  # as if the process had been killed in the last epoch
+    assert printed() == straight[3:]
+
+
+def test_readme_is_one_page_with_a_quick_start() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 110
     assert any("forward_backward" in code for _, code in python_blocks(README))
+
+
+def fenced_blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, code) of every block of a page, also in lists."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(found), f"{page.name}: a block is not closed"
+    return [(language, code) for _, language, code in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_runs_or_has_a_reason(page: Path) -> None:
+    blocks = fenced_blocks(page)
+    assert {language for language, _ in blocks} <= {"python", *BLOCKS_THAT_DO_NOT_RUN}
+    # python_blocks() finds them all: none is indented.
+    assert [code for language, code in blocks if language == "python"] == [code for _, code in python_blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_code_fit_the_page(page: Path) -> None:
+    """The site shows 88 characters at a width of 1280 pixels; the README is shown wider."""
+    limit = 120 if page is README else 88
+    long = [line for _, code in fenced_blocks(page) for line in code.splitlines() if len(line) > limit]
+    assert long == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_the_documents_have_valid_options(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    blocks = "\n".join(code for language, code in fenced_blocks(page) if language == "bash").replace("\\\n", " ")
+    for command in re.findall(r"^ *roundpipe (\w+)(.*)$", blocks, re.MULTILINE):
+        name, words = command[0], shlex.split(command[1], comments=True)
+        assert name in ("train", "doctor", "estimate")
+        if name == "train" and "--config" not in words:
+            arguments.parse([*words, "--devices", "cpu"])
+    for words in re.findall(r"`roundpipe train (--[^`]*)`", text):
+        assert set(re.findall(r"--[a-z][a-z-]*", words)) <= options_of_train(), words
+
+
+def options_of_train() -> set[str]:
+    parser = arguments._Parser()
+    arguments._add_own_options(parser)
+    arguments._add_fields(parser)
+    return set(parser._option_string_actions)
+
+
+def test_the_page_of_the_command_names_existing_options() -> None:
+    for page in (TRAIN, FIRST_FINETUNE):
+        named = set(re.findall(r"`(--[a-z][a-z-]*)", page.read_text(encoding="utf-8")))
+        assert named
+        assert named - {"--learnin-rate"} <= options_of_train(), page.name
+
+
+def test_new_sides_of_the_diffs_are_code_with_names_that_exist() -> None:
+    diffs = [code for page in PAGES for language, code in fenced_blocks(page) if language == "diff"]
+    assert diffs
+    for diff in diffs:
+        lines = [line[1:] for line in diff.splitlines() if not line.startswith("-")]
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, ast.ImportFrom) and node.module == "roundpipe.integrations":
+                assert {alias.name for alias in node.names} <= set(roundpipe.integrations.__all__)
+
+
+def documented_signatures() -> list[object]:
+    """(object, signature on the page) of functions and classes in headings, and of the methods of RoundPipe."""
+    text = API.read_text(encoding="utf-8")
+    found = []
+    for name, given in re.findall(r"^### `([\w.]+)\((.*)\)`$", text, re.MULTILINE):
+        scope: Any = roundpipe if hasattr(roundpipe, name.split(".")[0]) else roundpipe.integrations
+        found.append(pytest.param(operator.attrgetter(name)(scope), given, id=name))
+    for name, given in re.findall(r"\*\*`(\w+)\((.*?)\)`\*\*", text.split("### `wrap_model")[0]):
+        if "state_dict" not in name:  # these take what those of torch take
+            found.append(pytest.param(getattr(roundpipe.RoundPipe, name), given, id=f"RoundPipe.{name}"))
+    assert len(found) > 25
+    return found
+
+
+@pytest.mark.parametrize(("target", "given"), documented_signatures())
+def test_signature_in_the_api_page_is_that_of_the_code(target: Any, given: str) -> None:
+    """Names, kinds, order and defaults; `...` stands for a default that has no short form."""
+    names: dict[str, Any] = {**vars(roundpipe), "torch": torch}
+    exec(f"def shown({given}): pass", names)
+    shown = inspect.signature(names["shown"]).parameters
+    real = {name: param for name, param in inspect.signature(target).parameters.items() if name != "self"}
+    assert list(shown) == list(real)
+    for name, param in shown.items():
+        if param.default is not ...:
+            assert param.default == real[name].default, name
+
+
+def rows_of_the_table_under(heading: str, page: Path) -> list[list[str]]:
+    """Cells of the first table after a text of a page, without its header."""
+    text = page.read_text(encoding="utf-8")
+    table = re.search(r"(?:^\|.*\|\n)+", text[text.index(heading) :], re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table[0].splitlines()[2:]]
+
+
+def test_the_tables_of_options_have_every_field() -> None:
+    config = {
+        name
+        for row in rows_of_the_table_under("### `RoundPipeRunConfig`", API)
+        for name in re.findall(r"`(\w+)`", row[0])
+    }
+    assert config == {field.name for field in dataclasses.fields(roundpipe.RoundPipeRunConfig)}
+    options = rows_of_the_table_under("| `RoundPipeOptions` |", ROOT / "docs" / "trainer.md")
+    assert [row[0].strip("`| ") for row in options] == [
+        field.name for field in dataclasses.fields(roundpipe.integrations.RoundPipeOptions)
+    ]
+
+
+def test_the_environment_variables_are_those_of_the_library() -> None:
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
+    known = set(re.findall(r"ROUNDPIPE_[A-Z_]+", source))
+    rows = rows_of_the_table_under("## Environment variables", API)
+    assert {row[0].strip("`| ") for row in rows} == known
+    for page in PAGES:
+        assert set(re.findall(r"ROUNDPIPE_[A-Z_]+", page.read_text(encoding="utf-8"))) <= known, page.name
 
 
 def test_every_make_target_named_in_the_documents_exists() -> None:
@@ -137,6 +295,22 @@ def test_links_between_the_documents_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as the site and the usual viewers of repositories make them."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_to_headings_lead_to_one() -> None:
+    found = 0
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target, anchor in re.findall(r"\]\(([^)#: ]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert anchor in anchors(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
+            found += 1
+    assert found > 40
+
+
 def messages_of_the_library() -> str:
     """All strings of the library but docstrings; a formatted value in one of them is `...`, as on the page."""
     texts = []
@@ -161,3 +335,17 @@ def test_the_messages_of_the_troubleshooting_page_exist() -> None:
     assert len(quoted) > 40
     of_torch = {"CUDA out of memory"}
     assert [message for message in quoted if message not in known and message not in of_torch] == []
+
+
+# What stands for a value in the messages on the page of the command. "no weights" is one of two faults of a model.
+EXAMPLE_VALUES = r"\.\.\.|\b\d+\b|\w+\.jsonl|model\.safetensors|--learnin-rate|--learning-rate|nan|(?<=has )no weights"
+
+
+def test_the_messages_on_the_page_of_the_command_exist() -> None:
+    """Numbers and names stand for the values of an example, so each piece between them is looked up."""
+    known = messages_of_the_library()
+    quoted = [row[0].strip("`| ") for row in rows_of_the_table_under("## What goes wrong", TRAIN)]
+    assert len(quoted) > 10
+    for message in quoted:
+        pieces = re.split(EXAMPLE_VALUES, message)
+        assert [piece for piece in pieces if piece.strip(" ,.:;?") not in known] == [], message

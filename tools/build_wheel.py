@@ -4,7 +4,8 @@
 
 Two wheels are built from the sdist: one with the compiled kernel, whose platform tag auditwheel sets, and one that a
 machine without a C compiler builds. Each is installed into a new virtual environment with nothing but torch from the
-pin, and then runs the README's example, the command line and the optimizer. The second runs without a compiler on PATH.
+pin, and then runs the documentation's complete script, the command line and the optimizer. With the packages of the
+extra `train` it then runs the front page's example and the first fine-tune. The second runs without a compiler on PATH.
 --keep leaves the temporary folder.
 """
 
@@ -55,8 +56,11 @@ def main(arguments: list[str]) -> None:
     try:
         compiled, pure = build(work)
         python = clean_environment(work / "clean")
+        no_compiler = without_a_compiler(work, python)
         test_wheel(python, compiled, work, "built", os.environ["PATH"])
-        test_wheel(python, pure, work, "none", str(python.parent))  # no compiler there
+        test_wheel(python, pure, work, "none", no_compiler)
+        test_documents(python, pure, work, no_compiler)
+        test_documents(python, compiled, work, f"{python.parent}:{os.environ['PATH']}")
         test_other_pythons(compiled, work)
     finally:
         if not options.keep:
@@ -102,12 +106,13 @@ def clean_environment(folder: Path) -> Path:
 
 def test_wheel(python: Path, wheel: Path, work: Path, kernel: str, path: str) -> None:
     """Install the wheel in place of the one before and run everything that needs no other package."""
-    say(f"{wheel.name}: install, README, command line, kernel")
+    say(f"{wheel.name}: install, a script, command line, kernel")
     run([python, *PIP, "install", "--no-deps", "--no-index", "--force-reinstall", wheel])
     run([python, *PIP, "check"])
     outside = Path(tempfile.mkdtemp(dir=work))
     settings = {"PATH": path, "CC": "", "XDG_CACHE_HOME": str(outside / "cache")}
-    (outside / "example.py").write_text(readme_example(), encoding="utf-8")
+    (script,) = (code for _, code in blocks_of("training-loop") if "checkpoint.latest" in code)
+    (outside / "example.py").write_text(script, encoding="utf-8")
     run([python, "example.py"], cwd=outside, **settings)
     for command in ([python.with_name("roundpipe")], [python, "-m", "roundpipe"]):
         printed = run([*command, "--version"], cwd=outside, is_quiet=True, **settings)
@@ -118,11 +123,34 @@ def test_wheel(python: Path, wheel: Path, work: Path, kernel: str, path: str) ->
     run([python, "-c", KERNEL_CHECK, python.parent.parent, kernel], cwd=outside, **settings)
 
 
-def readme_example() -> str:
-    """The README's block that needs torch alone."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
-    (example,) = (code for code in blocks if "nn.Sequential(" in code)
-    return example
+def test_documents(python: Path, wheel: Path, work: Path, path: str) -> None:
+    """Install the wheel with its extra; run the blocks of the front page and of the first fine-tune in their order."""
+    say(f"{wheel.name}[train]: the front page, the first fine-tune")
+    run([python, *PIP, "uninstall", "--yes", "roundpipe"])
+    run([python, *PIP, "install", f"{wheel}[train]"])
+    outside = Path(tempfile.mkdtemp(dir=work))
+    settings = {"PATH": path, "CC": "", "XDG_CACHE_HOME": str(outside / "cache")}
+    front_page = [(language, code) for language, code in blocks_of("index") if language == "python"]
+    printed = ""
+    for language, code in [*front_page, *blocks_of("first-finetune")]:
+        words = [python, "-c", code] if language == "python" else ["bash", "-ec", code]
+        printed = run(words, cwd=outside, is_quiet=True, **settings)
+    if "etihw" not in printed.split():
+        sys.exit(f"error: the adapter of the first fine-tune answers {printed!r}")
+
+
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """(language, code) of the blocks of a page that can be run."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(r"^```(python|bash)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def without_a_compiler(work: Path, python: Path) -> str:
+    """A PATH with the environment's commands and a shell, and nothing else."""
+    folder = work / "shell"
+    folder.mkdir()
+    (folder / "bash").symlink_to(str(shutil.which("bash")))
+    return f"{python.parent}:{folder}"
 
 
 def test_other_pythons(wheel: Path, work: Path) -> None:

@@ -374,6 +374,7 @@ def test_a_run_goes_on_exactly_after_a_kill_on_other_devices(
     assert latest(out) == out / "checkpoint-2"
     assert "Add --resume to go on" in refusal(capsys, words(folder, out, "--save-every", "2"))
     assert main(words(folder, out, "--save-every", "2", "--resume", devices="cpu*3")) == 0
+    assert f"the run goes on from {out / 'checkpoint-2'}" in capsys.readouterr().out
     assert losses(out) == losses(undisturbed)
     for name, weight in AutoModelForCausalLM.from_pretrained(undisturbed).named_parameters():
         assert torch.equal(weight, AutoModelForCausalLM.from_pretrained(out).get_parameter(name)), name

@@ -22,7 +22,7 @@ NOT_RUN = "not run"
 KINDS = ("bit for bit", "to rounding", "refused", "not tested", "fails", "wrong", NOT_RUN)  # of states
 
 HEADER = """\
-# Models of transformers
+# Tested models of transformers
 
 Classes of transformers that RoundPipe splits into layers, and how the training of a tiny wrapped model of each class
 compares with the plain model. `make models-table` generates this page from the results of `make test-models` and

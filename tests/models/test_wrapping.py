@@ -289,8 +289,31 @@ def test_gradient_checkpointing_is_turned_off(wrap: Callable[..., Any], caplog: 
     with caplog.at_level(logging.INFO, logger="roundpipe"):
         model = wrap(plain)
     assert "gradient checkpointing of LlamaForCausalLM is turned off" in caplog.text
-    assert not plain.is_gradient_checkpointing
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in plain.modules())
     check_training(model, reference, tokens())
+
+
+def test_names_of_checkpointing_since_transformers_5_23(
+    wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That release renames the methods and warns about each use of the old names."""
+
+    def old_name(*_: object) -> None:
+        raise AssertionError("the old name was used")
+
+    plain = llama()
+    plain.gradient_checkpointing_enable()
+    disable = type(plain).gradient_checkpointing_disable
+    monkeypatch.setattr(type(plain), "activation_checkpointing_disable", disable, raising=False)
+    monkeypatch.setattr(type(plain), "activation_checkpointing_enable", old_name, raising=False)
+    monkeypatch.setattr(type(plain), "gradient_checkpointing_disable", old_name)
+    monkeypatch.setattr(type(plain), "is_gradient_checkpointing", property(old_name))
+    with caplog.at_level(logging.INFO, logger="roundpipe"):
+        model = wrap(plain)
+        model.activation_checkpointing_enable(every_n_layers=1)  # Trainer calls this
+    assert "gradient checkpointing of LlamaForCausalLM is turned off" in caplog.text
+    assert "gradient checkpointing stays off" in caplog.text
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in plain.modules())
 
 
 def test_a_model_on_the_meta_device_gets_memory_and_new_weights(

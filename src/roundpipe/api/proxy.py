@@ -274,6 +274,8 @@ class ModelProxy(nn.Module):
         """Do nothing but log the reason."""
         logger.info("%s: gradient checkpointing stays off: RoundPipe recomputes layers by its own plan", self.name)
 
+    activation_checkpointing_enable = gradient_checkpointing_enable  # the name since transformers 5.23
+
     def __copy__(self) -> Self:
         return self.__deepcopy__({})
 

@@ -178,8 +178,11 @@ def _sft_config(settings: TrainSettings) -> Any:
                 is_object = False
             if not is_object:
                 raise ConfigError(f"{option(name)} must be a JSON object such as '{{\"a\": 1}}', got {value!r}.")
+    fields = {**settings.sft, "assistant_only_loss": False}
+    if "activation_checkpointing" in SFTConfig.__dataclass_fields__:  # transformers 5.23 warns about the old name alone
+        fields.setdefault("activation_checkpointing", fields["gradient_checkpointing"])
     try:
-        config = SFTConfig(**{**settings.sft, "assistant_only_loss": False})
+        config = SFTConfig(**fields)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(one_line(error)) from error
     _check_reporting(config)

@@ -76,6 +76,7 @@ def run(settings: TrainSettings) -> int:
     with _held(settings.out), _wait_limit(settings.wait_limit_s):
         checkpoint = starting_point(settings)  # again: another process may have trained there until now
         if checkpoint is not None:
+            say(f"the run goes on from {checkpoint}")
             _warn_of_changes(settings, prepared)
         return _train(settings, prepared, checkpoint)
 

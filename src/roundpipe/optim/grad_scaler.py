@@ -334,11 +334,11 @@ class GradScaler:
     def update(self, new_scale: float | Tensor | None = None, is_async: bool = True) -> None:
         """Set the scale to `new_scale`, or adapt it to the results of the steps since the last update().
 
-        A window with a gradient that is not finite multiplies the scale by backoff_factor; see [Note: windows]. After
-        growth_interval consecutive windows without one, the scale is multiplied by growth_factor. A window without a
-        step of this scaler changes nothing. `is_async=True`: the change takes effect at the next update().
-        `is_async=False`: update() waits for all steps, and the change takes effect at once. Uses the factors and the
-        interval that are set at the time when the change takes effect.
+        A window is the set of steps between two update() calls. One with a gradient that is not finite multiplies the
+        scale by backoff_factor. After growth_interval consecutive windows without one, the scale is multiplied by
+        growth_factor. A window without a step of this scaler changes nothing. `is_async=True`: the change takes effect
+        at the next update(). `is_async=False`: update() waits for all steps, and the change takes effect at once. Uses
+        the factors and the interval that are set at the time when the change takes effect.
         """
         if not self._enabled:
             return

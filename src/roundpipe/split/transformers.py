@@ -206,11 +206,14 @@ def fill_from_meta(model: nn.Module) -> None:
 def stop_checkpointing(model: nn.Module) -> None:
     """Turn off the model's gradient checkpointing: RoundPipe recomputes layers itself."""
     for module in model.modules():
-        if is_pretrained(module) and getattr(module, "is_gradient_checkpointing", False):
+        if is_pretrained(module) and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
             logger.info(
                 "gradient checkpointing of %s is turned off: layers are recomputed as planned", type(module).__name__
             )
-            module.gradient_checkpointing_disable()  # type: ignore[operator]
+            # transformers 5.23 has another name for this method, and warns about the old one.
+            is_renamed = hasattr(type(module), "activation_checkpointing_disable")
+            disable: Any = getattr(module, f"{'activation' if is_renamed else 'gradient'}_checkpointing_disable")
+            disable()
 
 
 class FusedKernels:

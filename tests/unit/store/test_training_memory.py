@@ -30,7 +30,7 @@ def let_be_available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: num_bytes)
 
 
-# The rows. The numbers are the bytes per parameter of the table in the README.
+# The rows. The numbers are the bytes per parameter of the table in docs/memory.md.
 
 
 @pytest.mark.parametrize(

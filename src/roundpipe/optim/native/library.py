@@ -50,7 +50,7 @@ def load() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
             "Adam runs without its one-pass kernel, about half as fast and with more memory: %s. "
-            "It only needs a C compiler (cc).",
+            "To compile it, install gcc or clang, or name a compiler in CC.",
             reason(error),
         )
         return None
