@@ -23,13 +23,15 @@ import torch
 import roundpipe
 import roundpipe.integrations
 from roundpipe import checkpoint
-from roundpipe.cli import arguments, doctor
+from roundpipe.__main__ import main
+from roundpipe.cli import arguments, doctor, estimate
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 API = ROOT / "docs" / "api.md"
 FIRST_FINETUNE = ROOT / "docs" / "first-finetune.md"  # its blocks need each other
 PAGES_THAT_RUN = [README, *sorted({*(ROOT / "docs").glob("*.md")} - {FIRST_FINETUNE})]
+ESTIMATE = ROOT / "docs" / "estimate.md"
 INSTALL = ROOT / "docs" / "install.md"
 EXAMPLES = ROOT / "examples" / "README.md"
 TRAIN = ROOT / "docs" / "train.md"
@@ -157,6 +159,8 @@ def test_commands_of_the_documents_have_valid_options(page: Path) -> None:
         assert name in ("train", "doctor", "estimate")
         if name == "train" and "--config" not in words:
             arguments.parse([*words, "--devices", "cpu"])
+        if name == "estimate":
+            estimate.parser().parse_args(words)
     for words in re.findall(r"`roundpipe train (--[^`]*)`", text):
         assert set(re.findall(r"--[a-z][a-z-]*", words)) <= options_of_train(), words
 
@@ -166,6 +170,17 @@ def options_of_train() -> set[str]:
     arguments._add_own_options(parser)
     arguments._add_fields(parser)
     return set(parser._option_string_actions)
+
+
+def test_the_page_on_estimates_shows_what_the_command_prints_and_names_every_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (_, command), (_, printed) = fenced_blocks(ESTIMATE)
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out == printed
+    table = ESTIMATE.read_text(encoding="utf-8").partition("## Options")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(--[a-z][a-z-]*)", table))
+    assert named == {word for word in estimate.parser()._option_string_actions if word.startswith("--")} - {"--help"}
 
 
 def test_the_page_of_the_command_names_existing_options() -> None:

@@ -70,11 +70,11 @@ def test_folder_and_file_give_the_same_answer(folder: Path, capsys: pytest.Captu
     assert of_folder["work"] == {"batch": 4, "seq_len": 32, "exact": False}
 
 
-def test_the_text_has_every_part_and_the_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = answer(capsys, str(folder), "--devices", "2xRTX3090", "--ram", "8", "--seq-len", "32")
+def test_the_text_has_every_part_and_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = answer(capsys, "qwen3-0.6b", "--devices", "2xRTX3090", "--ram", "16", "--seq-len", "32")
     assert code == 0
     for part in (
-        "3 blocks",
+        "28 blocks",
         "exact steps",
         "2 x 25.8 GB",
         "optimizer state (Adam)",

@@ -25,6 +25,8 @@ from roundpipe.plan import TaskKind
 from roundpipe.store.host_memory import available_host_bytes, memory_table
 
 _DONE, _DOES_NOT_FIT = 0, 1
+_INDENT = " " * 11
+_SMALLEST_ROW = 500_000  # bytes; a smaller part would be printed as 0.000 GB
 _EXAMPLE = "roundpipe estimate qwen3-8b --devices 1x24GB --ram 128 --batch 16 --seq-len 4096 --full"
 # Rate of the optimizer's kernel in training with 14 threads of a server; on the idle machine it is 1.5 times as high.
 _PARAMETERS_PER_S = 4e9
@@ -32,7 +34,7 @@ _PARAMETERS_PER_S = 4e9
 
 def run(words: Sequence[str]) -> int:
     """Estimate a step and write the report. Returns 1 if it does not fit, else 0."""
-    options = _parser().parse_args(list(words))
+    options = parser().parse_args(list(words))
     machine = _machine(options)
     paper = load_on_paper(options.model, getattr(torch, options.dtype), options.lora)
     work = Work(
@@ -47,7 +49,8 @@ def run(words: Sequence[str]) -> int:
     return _DONE if found.fits else _DOES_NOT_FIT
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="roundpipe estimate",
         description="Estimate a training step: memory, plan, time, and what bounds it. Needs neither the weights nor "
@@ -155,7 +158,8 @@ def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
     kind = "exact" if work.is_exact else "stale"
     limit = machine.plan_bytes
     host_bytes = sum(found.host.values())
-    host_rows = dict(found.host) | {"needed in all": host_bytes}
+    visible = {name: size for name, size in found.host.items() if size >= _SMALLEST_ROW}
+    host_rows = visible | {"needed in all": host_bytes}
     if machine.ram_bytes is not None:
         host_rows |= {"available": machine.ram_bytes, "left": machine.ram_bytes - host_bytes}
     lines = [
@@ -173,7 +177,7 @@ def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         "",
         f"plan       {_plan_in_words(found)}",
         f"time       {found.step_s:.3g} s a step, {work.batch * work.length / found.step_s:,.0f} tokens/s",
-        f"           compute {found.compute_s:.3g} s, link {found.link_s:.3g} s, optimizer {found.optimizer_s:.3g} s: "
+        f"{_INDENT}compute {found.compute_s:.3g} s, link {found.link_s:.3g} s, optimizer {found.optimizer_s:.3g} s: "
         f"bound by {found.bound.value}",
         "",
         _verdict(found, limit),
@@ -184,9 +188,9 @@ def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
 def _in_words(machine: Machine) -> str:
     gpu: DeviceFigures = machine.gpu
     return (
-        f"{machine.num_devices} x {gpu.memory_bytes / 1e9:.1f} GB, figures of {gpu.name}: {gpu.half_flops / 1e12:.0f} "
-        f"TFLOP/s, {gpu.memory_bytes_per_s / 1e9:,.0f} GB/s, link {gpu.link_bytes_per_s / 1e9:.0f} GB/s; optimizer "
-        f"{machine.parameters_per_s / 1e9:.3g} billion parameters/s"
+        f"{machine.num_devices} x {gpu.memory_bytes / 1e9:.1f} GB, figures of {gpu.name}\n"
+        f"{_INDENT}{gpu.half_flops / 1e12:.0f} TFLOP/s, memory {gpu.memory_bytes_per_s / 1e9:,.0f} GB/s, link "
+        f"{gpu.link_bytes_per_s / 1e9:.0f} GB/s, optimizer {machine.parameters_per_s / 1e9:.3g} G parameters/s"
     )
 
 
@@ -198,7 +202,7 @@ def _plan_in_words(found: Estimate) -> str:
         f"{fused.stop - 1} fused, {counts[TaskKind.BACKWARD]} backward with recomputation"
     )
     tail = found.forecast.tail
-    return f"{text}; the last {tail} microbatches run backward layer by layer" if tail > 1 else text
+    return f"{text}\n{_INDENT}the last {tail} microbatches run backward layer by layer" if tail > 1 else text
 
 
 def _verdict(found: Estimate, limit: int) -> str:
