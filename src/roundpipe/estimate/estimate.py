@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -18,7 +19,7 @@ from roundpipe.errors import HostMemoryError
 from roundpipe.estimate.figures import DeviceFigures
 from roundpipe.estimate.layer_costs import PaperModel, layer_costs
 from roundpipe.plan import ModelProfile, TaskKind
-from roundpipe.plan.forecast import Forecast, forecast
+from roundpipe.plan.forecast import Forecast, Network, forecast, step_with_exchange_s
 from roundpipe.plan.predict import StageMemory, task_seconds
 from roundpipe.store.adopt import SECOND_WEIGHTS, PinMode, require_training_memory, training_memory
 
@@ -33,16 +34,25 @@ class Bound(enum.Enum):
     COMPUTE = "compute"
     LINK = "link"
     OPTIMIZER = "optimizer"
+    NETWORK = "network"
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The machine of an estimate. parameters_per_s: rate of the optimizer's kernel. ram_bytes: None if unknown."""
+    """The machine of an estimate, and the network if there are several like it.
+
+    parameters_per_s: rate of the optimizer's kernel. ram_bytes: None if unknown.
+    """
 
     gpu: DeviceFigures
     num_devices: int
     ram_bytes: int | None
     parameters_per_s: float
+    network: Network | None = None
+
+    @property
+    def num_machines(self) -> int:
+        return 1 if self.network is None else self.network.num_machines
 
     @property
     def plan_bytes(self) -> int:
@@ -52,7 +62,10 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One training step: `batch` sequences of `length` tokens. `num_microbatch`: None chooses the fastest that fits."""
+    """One training step of one machine: `batch` sequences of `length` tokens.
+
+    num_microbatch: None chooses the fastest number that fits.
+    """
 
     batch: int
     length: int
@@ -65,7 +78,9 @@ class Work:
 class Estimate:
     """The estimate of a step. Bytes by part: of one device at its peak, and in host memory.
 
-    compute_s, link_s, optimizer_s: what each of the three takes in a step if nothing delays it.
+    compute_s, link_s, optimizer_s, network_s: what each of them takes in a step if nothing delays it.
+    exposed_s: the part of the exchange over the network that is not hidden behind the rest.
+    network_bytes: what a machine sends in a step, and receives.
     refusal: why it does not fit into host memory, where possible with the message of wrapping; None if it fits.
     """
 
@@ -75,13 +90,21 @@ class Estimate:
     compute_s: float
     link_s: float
     optimizer_s: float
+    network_s: float
+    exposed_s: float
+    network_bytes: int
     device: Mapping[str, int]
     host: Mapping[str, int]
     refusal: str | None
 
     @property
     def bound(self) -> Bound:
-        seconds = {Bound.COMPUTE: self.compute_s, Bound.LINK: self.link_s, Bound.OPTIMIZER: self.optimizer_s}
+        seconds = {
+            Bound.COMPUTE: self.compute_s,
+            Bound.LINK: self.link_s,
+            Bound.OPTIMIZER: self.optimizer_s,
+            Bound.NETWORK: self.network_s,
+        }
         return max(seconds, key=lambda bound: seconds[bound])
 
     @property
@@ -119,14 +142,22 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
     costs = layer_costs(paper, machine.gpu, largest, work.length)
     profile = ModelProfile(costs, machine.num_devices, num_microbatch, machine.plan_bytes)
     trained = [sum(p.numel() for p in params if p.requires_grad) for params in paper.layers]
-    update_s = [count / machine.parameters_per_s for count in trained]
+    # Each of several machines updates its part of every layer.
+    update_s = [count / machine.num_machines / machine.parameters_per_s for count in trained]
     found = forecast(profile, update_s if work.is_exact else None)
     host = _host_parts(paper, work, found, profile)
     seconds = sum(task_seconds(task, costs) for task in found.tasks)
     link_s = max(_link_bytes(found, profile)) / machine.gpu.link_bytes_per_s / machine.num_devices
     optimizer_s = sum(update_s)
     # The forecast of exact steps includes their update.
-    step_s = max(found.step_s, link_s, 0.0 if work.is_exact else optimizer_s)
+    alone_s = max(found.step_s, link_s, 0.0 if work.is_exact else optimizer_s)
+    network, step_s = machine.network or Network(1, math.inf), alone_s
+    if machine.num_machines > 1:
+        step_s = max(
+            step_s,
+            step_with_exchange_s(found, profile, update_s, network, is_exact=work.is_exact, grain="stage"),
+        )
+    exchanged = sum(cost.grad_bytes for cost in costs)
     return Estimate(
         num_microbatch=num_microbatch,
         forecast=found,
@@ -134,6 +165,9 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
         compute_s=num_microbatch * seconds / machine.num_devices,
         link_s=link_s,
         optimizer_s=optimizer_s,
+        network_s=2 * sum(network.exchange_s(cost.grad_bytes) for cost in costs),
+        exposed_s=step_s - alone_s,
+        network_bytes=2 * exchanged * (machine.num_machines - 1) // machine.num_machines,
         device=_device_parts(found, profile, work.is_exact),
         host=host,
         refusal=_refusal(paper, work, machine, host),

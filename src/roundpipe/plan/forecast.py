@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from roundpipe.plan.cost import ModelProfile
 from roundpipe.plan.execute_plan import ModelExecutePlan, RunType, StageTask, TaskKind, build_schedule
 from roundpipe.plan.predict import Grain, StageMemory, simulate, steady_step_s
-from roundpipe.plan.search import best_tail, choose_exact_plan, choose_plan
+from roundpipe.plan.search import best_tail, choose_exact_plan, choose_plan, final_gradients_s
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,82 @@ def tail_and_step_s(
 
 
 def _exact_round_s(tasks: Sequence[StageTask], profile: ModelProfile, update_s: Sequence[float]) -> float:
-    """Return the seconds of a call on several devices and of its update, which begins with the first final gradients.
+    """Return the seconds of a call on several devices and of its update, which begins as gradients become final."""
+    final, end_s = _final_on_several_devices(tasks, profile)
+    updated_s = 0.0
+    for layer_id, final_s in final:
+        updated_s = max(updated_s, final_s) + update_s[layer_id]
+    return max(updated_s, end_s)
 
-    The gradients of a task's layers are final when its last microbatch has run.
-    """
+
+def _final_on_several_devices(
+    tasks: Sequence[StageTask], profile: ModelProfile
+) -> tuple[list[tuple[int, float]], float]:
+    """As `final_gradients_s`, on several devices: the gradients of a task are final when the task is done."""
     timeline = simulate(tasks, profile.layers, num_devices=profile.num_devices, num_microbatch=profile.num_microbatch)
     ends_s: dict[str, float] = {}
     for span in timeline.spans:
         ends_s[span.label] = max(ends_s.get(span.label, 0.0), span.end_s)
-    updated_s = 0.0
-    for task in tasks:
-        if task.kind is not TaskKind.FORWARD:
-            updated_s = max(updated_s, ends_s[str(task)]) + sum(update_s[layer_id] for layer_id in task.layers)
-    return max(updated_s, *ends_s.values())
+    backward = [task for task in tasks if task.kind is not TaskKind.FORWARD]
+    return [(layer_id, ends_s[str(task)]) for task in backward for layer_id in reversed(task.layers)], timeline.end_s
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between machines that train one model.
+
+    bytes_per_s: what a machine sends, and receives at the same time. latency_s: of one exchange, its header included.
+    """
+
+    num_machines: int
+    bytes_per_s: float
+    latency_s: float = 5e-4
+
+    def exchange_s(self, num_bytes: int) -> float:
+        """Return the seconds of one exchange: a machine sends its part of so many bytes to all, or all their parts."""
+        if self.num_machines == 1 or not num_bytes:
+            return 0.0
+        share = (self.num_machines - 1) / self.num_machines
+        return num_bytes * share / self.bytes_per_s + self.latency_s
+
+
+def step_with_exchange_s(
+    found: Forecast, profile: ModelProfile, update_s: Sequence[float], network: Network, *, is_exact: bool, grain: Grain
+) -> float:
+    """Return the seconds of a step of one of several machines. `update_s`: of this machine's part of each layer.
+
+    Stale steps: the exchange and the update run beside the next call. Exact steps: see `exchanged_update_s`.
+    """
+    exchange_s = [network.exchange_s(cost.grad_bytes) for cost in profile.layers]
+    if not is_exact:
+        return max(found.step_s, 2 * sum(exchange_s), sum(update_s))
+    if profile.num_devices == 1:
+        final, end_s = final_gradients_s(
+            found.tasks, profile.layers, num_microbatch=profile.num_microbatch, tail=found.tail, grain=grain
+        )
+    else:
+        final, end_s = _final_on_several_devices(found.tasks, profile)
+    return max(end_s, exchanged_update_s(final, update_s, exchange_s))
+
+
+def exchanged_update_s(
+    final: Sequence[tuple[int, float]], update_s: Sequence[float], exchange_s: Sequence[float]
+) -> float:
+    """Return when the last layer is updated on all machines. `final`: layers and when their gradients are final.
+
+    One thread exchanges layer by layer: the gradients of a layer, then the new weights of the layer before it, which
+    was updated meanwhile.
+    """
+    network_s = optimizer_s = 0.0  # the times at which network and optimizer are free
+    before: int | None = None
+    for layer_id, final_s in final:
+        network_s = max(network_s, final_s) + exchange_s[layer_id]
+        fetched_s = network_s
+        if before is not None:
+            network_s = max(network_s, optimizer_s) + exchange_s[before]
+        optimizer_s = max(optimizer_s, fetched_s) + update_s[layer_id]
+        before = layer_id
+    return optimizer_s if before is None else max(network_s, optimizer_s) + exchange_s[before]
 
 
 def weight_room_bytes(tasks: Sequence[StageTask], profile: ModelProfile, tail: int, grain: Grain) -> int:

@@ -77,14 +77,25 @@ def exact_step_s(
     grain: Grain = "stage",
 ) -> float:
     """Return the seconds from the start of a call to the end of its update. [Note: gradients become final]"""
-    # Times at which the device and the optimizer have finished the tasks and layers so far.
-    now_s = updated_s = 0.0
+    final, end_s = final_gradients_s(tasks, costs, num_microbatch=num_microbatch, tail=tail, grain=grain)
+    updated_s = 0.0
+    for layer_id, final_s in final:
+        updated_s = max(updated_s, final_s) + update_s[layer_id]
+    return max(end_s, updated_s)
+
+
+def final_gradients_s(
+    tasks: Sequence[StageTask], costs: Sequence[LayerCost], *, num_microbatch: int, tail: int, grain: Grain = "stage"
+) -> tuple[list[tuple[int, float]], float]:
+    """Return each layer with the time at which its gradients are final, in that order, and the end of the call."""
+    final: list[tuple[int, float]] = []
+    now_s = 0.0
     for task in tasks:
         for layer_id, seconds in _final_gradients(task, costs, num_microbatch, tail, grain):
             now_s += seconds
             if layer_id is not None:
-                updated_s = max(updated_s, now_s) + update_s[layer_id]
-    return max(now_s, updated_s)
+                final.append((layer_id, now_s))
+    return final, now_s
 
 
 def best_tail(
