@@ -38,6 +38,7 @@ LEVELS = {
     "store": 4,
     "runtime": 5,
     "optim": 5,
+    "distributed": 5,
     "api": 6,
     "checkpoint": 7,
     "report": 7,
@@ -50,7 +51,7 @@ LEVELS = {
 ALLOWED_BESIDE = {("context", "errors"), ("context", "monitor"), ("monitor", "errors")}
 WITHOUT_TORCH = ("plan", "timeline", "stats")
 KNOWS_CUDA = "roundpipe.devices.cuda"
-MAX_MODULES = 114
+MAX_MODULES = 124
 MAX_SINGLE_IMPORTER_MODULES = 21
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

@@ -79,6 +79,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "model_run_config": EMPTY_CONFIG,
         "pin_model": "alloc",
         "devices": None,
+        "process_group": None,
     },
     "RoundPipe.forward": {"*args": REQUIRED, "roundpipe_run_config": EMPTY_CONFIG, "**kwargs": REQUIRED},
     "RoundPipe.forward_backward": {

@@ -17,6 +17,7 @@
     ├── CheckpointError (RuntimeError)  a checkpoint cannot be written, or is damaged or does not fit
     ├── NonFiniteError (ArithmeticError, RuntimeError) a loss or gradient is infinite or NaN
     ├── StallError (TimeoutError)       a wait took longer than the limit that the user has set
+    ├── MachineError (RuntimeError)     another machine of the process group failed, ended or made another call
     └── ClosedError (RuntimeError)      a model or device pool is closed already
 
 Exceptions from the user's code (layers, loss_fn, step_fn) keep their type; a note says where they happened. Knows
@@ -97,6 +98,20 @@ class NonFiniteError(RoundPipeError, ArithmeticError, RuntimeError):
 
 class StallError(RoundPipeError, TimeoutError):
     """A wait took longer than the limit that the user has set."""
+
+
+class MachineError(RoundPipeError, RuntimeError):
+    """Another machine of the process group has failed, has ended, or does something else than this machine.
+
+    rank: the rank of that machine in the process group; None if it is this machine that cannot go on.
+    """
+
+    def __init__(self, rank: int | None, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.rank, str(self))
 
 
 class ClosedError(RoundPipeError, RuntimeError):

@@ -24,7 +24,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from roundpipe.errors import ConfigError, StallError
@@ -172,6 +172,16 @@ class Monitor(_thread.RLock):  # type: ignore[misc]
             else:
                 self._waits[ident] = outer
         return True
+
+    @contextlib.contextmanager
+    def announced(self, what: str) -> Iterator[None]:
+        """Show in reports of stalls that this thread waits for `what`. For waits outside of the monitor."""
+        ident = _thread.get_ident()
+        self._waits[ident] = what
+        try:
+            yield
+        finally:
+            self._waits.pop(ident, None)
 
     def idle_until(self, ready: Callable[[], bool]) -> None:
         """Block until `ready()` is true, without the watchdog: for service threads that wait for work.

@@ -37,7 +37,8 @@ from roundpipe.optim.native import kernel as native
 from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel
 from roundpipe.runtime import gradients as landing
 from roundpipe.store.master import OptimizerCopy
-from roundpipe.store.store import HostGradients, LayerUpdate
+from roundpipe.store.store import HostGradients
+from roundpipe.store.update import LayerUpdate
 from roundpipe.store.weights import LayerWeights
 
 WIDTH, NUM_LAYERS, NUM_MICROBATCH = 16, 4, 3

@@ -10,7 +10,7 @@ import copy
 import logging
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from roundpipe.store import PinMode
 from roundpipe.store.adopt import refuse_owned
 from roundpipe.store.records import user_names
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 logger = logging.getLogger("roundpipe")
 
 
@@ -43,6 +46,9 @@ class AutoRoundPipe(ModelProxy):
     name: shown in logs and errors; default the file and line of this call.
     model_run_config: kept as an attribute; each RoundPipe inside has its own.
     devices: the pool; default that of the RoundPipes inside, else every GPU, else one virtual CPU device.
+    process_group: the machines that train this model together, as for `RoundPipe`; the RoundPipes inside need the same.
+        Every machine keeps the whole optimizer. The loss that the model returns is that of this machine's part of the
+        batch, and gradients are added over all machines: divide a mean by the number of machines.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class AutoRoundPipe(ModelProxy):
         model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
         *,
         devices: Sequence[str | torch.device] | str | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         check_options(model, optim_dtype, name, model_run_config)
         parts = _parts_of(model)
@@ -68,6 +75,7 @@ class AutoRoundPipe(ModelProxy):
             specs=specs,
             optim_dtype=optim_dtype,
             model_run_config=model_run_config,
+            process_group=process_group,
         )
 
     @classmethod
@@ -93,6 +101,7 @@ class AutoRoundPipe(ModelProxy):
         specs: Sequence[DeviceSpec],
         optim_dtype: torch.dtype | None,
         model_run_config: RoundPipeRunConfig,
+        process_group: ProcessGroup | None = None,
         advice: str | None = None,
     ) -> None:
         """Initialise the wrapper. `advice`: how to wrap the model better, for the log and for calls that fail."""
@@ -106,8 +115,10 @@ class AutoRoundPipe(ModelProxy):
             optim_dtype=optim_dtype,
             pin_mode=PinMode.OFF,  # parameters outside of the parts are never uploaded
             pinner=host_pinner(specs),
+            process_group=process_group,
         )
         for part in parts.values():
+            _refuse_other_machines(part, engine)
             part._engine.join(engine)
         # The model is changed only after every part has joined: until then a failure leaves it as it was.
         _exchange(model, parts)
@@ -197,6 +208,16 @@ def _refuse_to_join(part: RoundPipe, specs: Sequence[DeviceSpec]) -> None:
         raise ConfigError(
             f"{part.name} runs on {_shown(part._engine.specs)}, the model around it on {_shown(specs)}; give all parts "
             "of an AutoRoundPipe the same devices."
+        )
+
+
+def _refuse_other_machines(part: RoundPipe, lead: ModelEngine) -> None:
+    """Raise if other machines train a part than train the model around it."""
+    given = [None if e.group.machines is None else e.group.machines.process_group for e in (part._engine, lead)]
+    if given[0] is not given[1]:
+        raise ConfigError(
+            f"{part.name}, a part of the model, has process_group={given[0]}, the model around it {given[1]}; give "
+            "both the same."
         )
 
 

@@ -42,6 +42,7 @@ class Request:
 
     loss_fn: None in a call of forward().
     wants_outputs: False if the user gets the loss alone.
+    first_microbatch: the number of the first microbatch in the whole batch, of which other machines run other parts.
     """
 
     batches: MicrobatchInputs
@@ -49,6 +50,7 @@ class Request:
     seed: int
     loss_fn: Callable[[Any, Any], Any] | None
     wants_outputs: bool
+    first_microbatch: int = 0
 
     def of_first_microbatch(self) -> Request:
         """The request of a probe: the first microbatch alone, without outputs."""
@@ -156,6 +158,7 @@ def _new_recall(store: LayerStore, request: Request, schedule: Sequence[StageTas
     by_layer = config.recompute_grain is RecomputeGrain.LAYER
     return Recall(
         seed=request.seed,
+        first_microbatch=request.first_microbatch,
         ambient=Ambient.capture(),
         preserve_rng_state=config.preserve_rng_state,
         grain=config.recompute_grain,

@@ -27,20 +27,20 @@ from roundpipe.api.calls import (
 )
 from roundpipe.api.failures import restoring_grad_mode
 from roundpipe.api.group import Group, Scope, api_call
-from roundpipe.api.loss_weights import OwnLoss, weighed
+from roundpipe.api.loss_weights import OwnLoss, WholeBatch, losses_of_all_machines, weighed
 from roundpipe.api.plain_loop import PlainLoop
 from roundpipe.api.planner import CallKind, Planner
 from roundpipe.api.split_model import PreparedCall, SplitModel
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.context import LayerPhase, announce_step, current_iteration
 from roundpipe.devices import HostPinner, wait_for_producers
+from roundpipe.distributed.machines import Machines
 from roundpipe.errors import ModelChangedError, StaleGraphError, UsageError
 from roundpipe.microbatch import MicrobatchInputs
 from roundpipe.monitor import shielded
 from roundpipe.plan import ModelProfile, RunType, StageTask, TaskKind
 from roundpipe.runtime.autograd import attach
 from roundpipe.runtime.pool import DevicePool
-from roundpipe.runtime.rng import draw_call_seed
 from roundpipe.runtime.run import Call, GradientParcel, Parcel, Recall, Run, RunCancelled
 from roundpipe.split.replay import CallOrderChanged
 from roundpipe.stats import StepStats
@@ -70,37 +70,44 @@ class ModelEngine:
         pinner: HostPinner,
         split_model: SplitModel | None = None,
         own_loss: OwnLoss | None = None,
+        process_group: Any = None,
     ) -> None:
         """split_model: the model that `layers` were split from, if there is one.
         own_loss: how to weigh the loss that a model of transformers computes itself.
+        process_group: the machines that train the model together, a group of torch.distributed; None if alone.
         """
         self.name = name
-        self.specs = pool.specs
-        self.num_devices = pool.num_devices
-        self.split_model = split_model
-        self.own_loss = own_loss
+        self.specs, self.num_devices = pool.specs, pool.num_devices
+        self.split_model, self.own_loss = split_model, own_loss
+        machines = Machines.of(process_group, name, pool.monitor)
         self.store = LayerStore(
-            layers, names, optim_dtype=optim_dtype, pin_mode=pin_mode, pinner=pinner, monitor=pool.monitor
+            layers,
+            names,
+            optim_dtype=optim_dtype,
+            pin_mode=pin_mode,
+            pinner=pinner,
+            monitor=pool.monitor,
+            share=None if machines is None else machines.share,
         )
-        self.group = Group(name, self, PlainLoop)
+        self.group = Group(name, self, PlainLoop, machines)
         self.is_joined = False  # whether this model has moved into the group of another model
-        self.is_unreachable = False
-        self.num_writes = 0
+        self.is_unreachable, self.num_writes = False, 0
         self._pool = pool
         self._planner = Planner(self.store, pool, name)
         self._last_run: Run | None = None  # the most recent run, whose times timeline() returns
 
     # Calls for training and inference.
 
-    @api_call(Scope.MODEL)
+    @api_call(Scope.MODEL, everywhere=True)
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], config: ResolvedRunConfig) -> Any:
         """Run the model on a batch; with grad, the outputs can be backpropagated."""
         config = dataclasses.replace(config, split_label=None)
         request = self._request(args, kwargs, None, config)
         carry_out = self._forward_with_grad if config.requires_grad else self._infer
-        return self._until_it_fits(carry_out, request, may_repeat=True)
+        outputs = self._until_it_fits(carry_out, request, may_repeat=True)
+        return losses_of_all_machines(self.group.machines, None, outputs, request)[1]
 
-    @api_call(Scope.MODEL)
+    @api_call(Scope.MODEL, everywhere=True)
     def forward_backward(
         self,
         args: tuple[Any, ...],
@@ -118,9 +125,12 @@ class ModelEngine:
             )
         request = self._request(args, kwargs, label, config, loss_fn, return_outputs)
         # A failed call drops all gradients gathered since the last step, so it can be repeated only if it is the first.
-        return self._until_it_fits(self._train, request, may_repeat=not self.group.recovery.has_gradients())
+        result = self._until_it_fits(self._train, request, may_repeat=not self.group.recovery.has_gradients())
+        losses, outputs = result if return_outputs else (result, None)
+        losses, outputs = losses_of_all_machines(self.group.machines, losses, outputs, request, self._last_run)
+        return (losses, outputs) if return_outputs else losses
 
-    @api_call(Scope.GROUP)
+    @api_call(Scope.GROUP, everywhere=True)
     def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
         """Pass `step_fn` to the optimizer thread. Unless `is_async`, wait until it has run."""
         group, stepper = self.group, self.group.stepper
@@ -129,7 +139,7 @@ class ModelEngine:
         # A synchronous step ends earlier if it may start before all gradients have landed. An asynchronous step runs
         # beside the whole next iteration, so it can wait for all gradients.
         may_overlap = not is_async and group.recovery.all_are_proven()
-        job = stepper.issue(step_fn, is_async, may_overlap)
+        job = group.issue(step_fn, is_async, may_overlap)
         try:
             if is_async:
                 return
@@ -155,7 +165,7 @@ class ModelEngine:
         self.group.settle()
         return work()
 
-    @api_call(Scope.GROUP)
+    @api_call(Scope.GROUP, everywhere=True)
     def zero_grad(self) -> None:
         """Drop the gradients gathered since the last step."""
         group, stepper = self.group, self.group.stepper
@@ -177,12 +187,15 @@ class ModelEngine:
         """
         group = self.group
         with group.call_lock(self.name) as is_outermost:
-            group.begin_call(self.name, is_outermost, ())
-            self.follow_user(adopts_gradients=False)
-            group.stepper.show_visible()
-            if torch.is_grad_enabled():
-                group.check_training()
-            return group.recovery.undoing_buffers(group.stores, lambda: group.lock.run_user_code(forward))
+
+            def run() -> Any:
+                self.follow_user(adopts_gradients=False)
+                group.stepper.show_visible()
+                if torch.is_grad_enabled():
+                    group.check_training()
+                return group.recovery.undoing_buffers(group.stores, lambda: group.lock.run_user_code(forward))
+
+            return group.everywhere(self.name, "forward()", is_outermost, (), run)
 
     # Weights, gradients, masters and measurements.
 
@@ -334,14 +347,15 @@ class ModelEngine:
         config = prepared.config
         split = functools.partial(split_inputs, prepared.args, prepared.kwargs, label, config)
         batches = self.group.lock.run_user_code(split).with_kwargs(prepared.additions)
-        batches = weighed(batches, config, self.own_loss, loss_fn, self.group.wait_until_quiet)
+        whole = WholeBatch(self.group.machines)
+        batches = weighed(batches, config, self.own_loss, loss_fn, self.group.wait_until_quiet, whole)
         if config.requires_grad:
             self.group.check_training()
         if self.split_model is not None:
             self._split_for(batches, config)
         if loss_fn is not None:
             self.store.masters.training_begins()
-        return Request(batches, config, draw_call_seed(), loss_fn, wants_outputs)
+        return Request(batches, config, whole.call_seed(), loss_fn, wants_outputs, whole.first_microbatch)
 
     def _split_for(self, batches: MicrobatchInputs, config: ResolvedRunConfig) -> None:
         """Split the model again if it has no split plan for this form of call."""
@@ -473,7 +487,7 @@ class ModelEngine:
 
         return self._carry_out(call, finish)
 
-    @api_call(Scope.MODEL)
+    @api_call(Scope.MODEL, everywhere=True)
     def _backward(
         self,
         kind: CallKind,

@@ -86,6 +86,7 @@ class Recovery:
         if not run.trains or self._is_cancelling or run not in self._runs:
             return
         self._failed_on_their_own.add(run.number)
+        self._stepper.reason_of_loss = f"{run.failure!r} in a call before the step"
         self._stepper.abandon(run.generation)
         self._cancel_dependent(run)
 
@@ -197,6 +198,18 @@ class Recovery:
         """
         self._drop_generation = generation
         self._drop_overdue_gradients()
+
+    def drop_generation(self, error: BaseException) -> None:
+        """Cancel the runs since the last step with `error` and drop their gradients: other machines lack their part."""
+        generation = self._stepper.generation
+        with self._monitor:
+            runs = [run for run in self._runs if run.trains and run.generation >= generation and not run.finished]
+        for run in runs:
+            run.fail(error)
+        if runs:
+            self._clean_up(runs)
+        self._drop_generation = generation
+        self._drop_overdue_gradients(_UNWIND_S)
 
     def raise_failures(self, remark: str | None, own: BaseException | None = None, run: Run | None = None) -> None:
         """If there are new failures, restore the state, raise one of them and log the others. Each is reported once.

@@ -31,7 +31,8 @@ from roundpipe.api.calls import figures_of
 from roundpipe.api.failures import IN_BACKGROUND, Recovery
 from roundpipe.context import current_iteration
 from roundpipe.devices import Device
-from roundpipe.errors import ClosedError, StallError, UsageError
+from roundpipe.distributed.machines import Machines
+from roundpipe.errors import ClosedError, MachineError, StallError, UsageError, add_note
 from roundpipe.monitor import (
     WAIT_LIMIT_VARIABLE,
     WATCHDOG_VARIABLE,
@@ -40,12 +41,13 @@ from roundpipe.monitor import (
     wait_limit_s,
     watchdog_limit_s,
 )
-from roundpipe.optim.stepper import Stepper
+from roundpipe.optim.stepper import StepJob, Stepper
 from roundpipe.runtime.run import Trace
 from roundpipe.stats import DeviceMemory, StepLog, StepStats
 from roundpipe.store import LayerStore, ParameterRecord
 
 logger = logging.getLogger("roundpipe")
+_T = TypeVar("_T")
 _GENERATIONS_LOGGED = 4  # asynchronous steps are done late: the last one that is done may be that old
 _MOST_FAILURES_LOGGED = 10  # close() logs at most so many failures, and waits for the remaining work after each
 
@@ -129,8 +131,17 @@ class _InnerCall(AbstractContextManager[bool]):
 class Group:
     """The models that are stepped together. Decides whether a call may begin, and keeps the state that they share."""
 
-    def __init__(self, name: str, member: Member, open_loop: Callable[[Group], OpenStep]) -> None:
-        """`name`: of the model that leads the group. `open_loop`: makes the group's PlainLoop."""
+    def __init__(
+        self,
+        name: str,
+        member: Member,
+        open_loop: Callable[[Group], OpenStep],
+        machines: Machines | None = None,
+    ) -> None:
+        """`name`: of the model that leads the group. `open_loop`: makes the group's PlainLoop.
+
+        machines: the machines that train the group together; None if this machine is alone.
+        """
         self.name = name
         self.members: list[Member] = [member]
         self.monitor = member.store.monitor
@@ -139,6 +150,7 @@ class Group:
         self.stores: Sequence[LayerStore] = self.stepper.stores  # the stores of all members, in the stepper's list
         # The recovery refers to the list of members, not to the group: see `dissolve`.
         self.recovery = Recovery(self.stepper, self.monitor, functools.partial(_plan_smaller, self.members))
+        self.machines = machines
         self.steps_are_exact = False  # whether the last step was synchronous: a guess for the next one
         self.pending_save: BackgroundSave | None = None
         self.stop_requested = False
@@ -219,6 +231,115 @@ class Group:
             self.plain_loop.leave()
         for member in members:
             member.follow_user()
+
+    # Calls that all machines of a process group make together.
+
+    def everywhere(
+        self,
+        name: str,
+        what: str,
+        is_outermost: bool,
+        members: Sequence[Member],
+        function: Callable[[], _T],
+        *,
+        ends_views: bool = True,
+    ) -> _T:
+        """Begin a call of the model `name` and return `function()`, together with all machines.
+
+        If this machine fails, all others raise in this call or in the next. If another one fails, this one raises.
+        Either way, all machines drop the gradients gathered since the last step: a part of their sum is missing.
+        """
+        machines = self.machines
+        if machines is None:
+            self.begin_call(name, is_outermost, members, ends_views=ends_views)
+            return function()
+        if is_outermost:
+            machines.is_told = False
+        try:
+            self.begin_call(name, is_outermost, members, ends_views=ends_views)
+            self._open_machines(machines)
+            self._check_equal(machines.agree(f"{what} of {name}", self._state()))
+            return function()
+        except BaseException as error:
+            machines.tell(error)
+            self.recovery.drop_generation(error)
+            if isinstance(error, MachineError):
+                self._absorb_failed_steps()
+                add_note(error, "gradients gathered since the last optimizer step were dropped on all machines")
+            raise
+
+    def issue(self, step_fn: Callable[[], object], is_async: bool, may_overlap: bool) -> StepJob:
+        """Give a step to the optimizer thread, on all machines or on none."""
+        if self.machines is None:
+            return self.stepper.issue(step_fn, is_async, may_overlap)
+        num_threads = torch.get_num_threads()
+        return self.machines.together(
+            f"{'an asynchronous' if is_async else 'an exact'} step of {self.name}",
+            {"overlaps": may_overlap},
+            lambda answers: self.stepper.issue(
+                step_fn, is_async, all(each["overlaps"] for each in answers), num_threads=num_threads
+            ),
+        )
+
+    def _open_machines(self, machines: Machines) -> None:
+        """Connect to the other machines at the first call."""
+        if self.stepper.exchange is not None:
+            return
+        members = list(self.members)
+        lines = [
+            f"{member.name} {record.name} {tuple(record.weights.shape)} {record.weights.dtype} "
+            f"{record.param.requires_grad} {member.store.masters.optim_dtype} {member.store.is_read_on_host}"
+            for member in members
+            for record in member.store.parameters
+        ]
+        records = {f"{i}.{r.name}": r for i, member in enumerate(members) for r in member.store.parameters}
+
+        def values() -> list[tuple[str, torch.Tensor]]:
+            buffers = [
+                (f"{i}.{buffer.name}", tensor)
+                for i, member in enumerate(members)
+                for layer in member.store.layers
+                for buffer in layer.buffers
+                if (tensor := buffer.tensor()) is not None
+            ]
+            return [*((name, record.weights) for name, record in records.items()), *buffers]
+
+        def replaced(names: set[str]) -> None:
+            for i, member in enumerate(members):
+                own = [record for name, record in records.items() if name in names and name.startswith(f"{i}.")]
+                member.store.adopt_written(own)
+
+        machines.open("\n".join(lines), values, replaced)
+        self.stepper.exchange = machines.exchange
+
+    def _state(self) -> dict[str, int]:
+        """What must be equal on all machines when a call begins."""
+        return {
+            "generation": self.stepper.generation,
+            "version of the weights": self.stepper.visible_version,
+            "number of writes into parameters": sum(member.num_writes for member in self.members),
+        }
+
+    def _check_equal(self, states: Sequence[dict[str, int]]) -> None:
+        """Raise MachineError, on all machines, if their states differ."""
+        for rank, state in enumerate(states):
+            for what, value in state.items():
+                if value != states[0][what]:
+                    assert self.machines is not None
+                    self.machines.is_told = True
+                    raise MachineError(
+                        rank,
+                        f"the machines have diverged: the {what} is {value} on rank {rank} and {states[0][what]} on "
+                        "rank 0. Call step(), synchronize(), state_dict() and load_state_dict(), and write into "
+                        "parameters, on all machines or on none.",
+                    )
+
+    def _absorb_failed_steps(self) -> None:
+        """Forget that steps have failed on another machine, whose failure is being raised now. Raises own failures."""
+        self.stepper.wait_until_idle()
+        with self.monitor:
+            self.stepper.errors = [error for error in self.stepper.errors if not isinstance(error, MachineError)]
+        self.recovery.raise_failures(IN_BACKGROUND)
 
     # Waiting for work, and showing weights and gradients.
 
@@ -373,6 +494,8 @@ class Group:
         """Cancel pending work and release all threads and memory. Can be repeated if it was interrupted."""
         self.recovery.cancel_all(ClosedError(f"{name} was closed while this was running"))
         self.is_closed = True
+        if self.machines is not None:
+            self.machines.close("its process closed the model")
         self.stepper.close()
         self.recovery.forget_all()
         for member in self.members:
@@ -407,7 +530,6 @@ class Caller(Member, Protocol):
 
 _Caller = TypeVar("_Caller", bound=Caller)
 _P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class Scope(enum.Enum):
@@ -419,11 +541,12 @@ class Scope(enum.Enum):
 
 
 def api_call(
-    scope: Scope,
+    scope: Scope, *, everywhere: bool = False
 ) -> Callable[[Callable[Concatenate[_Caller, _P], _T]], Callable[Concatenate[_Caller, _P], _T]]:
     """Return a decorator that makes a method one of the calls of the API.
 
     The method then runs with the group's call lock held. Failures of earlier calls are raised before the method runs.
+    everywhere: all machines of a process group must make this call together.
     """
 
     def decorate(function: Callable[Concatenate[_Caller, _P], _T]) -> Callable[Concatenate[_Caller, _P], _T]:
@@ -435,6 +558,10 @@ def api_call(
                     members: Sequence[Member] = ()
                     if scope is not Scope.NOTHING:
                         members = group.members if scope is Scope.GROUP else (self,)
+                    if everywhere and group.machines is not None:
+                        bound = functools.partial(function, self, *args, **kwargs)
+                        name = f"{function.__name__.lstrip('_')}()"
+                        return group.everywhere(self.name, name, is_outermost, members, bound)
                     group.begin_call(self.name, is_outermost, members)
                     return function(self, *args, **kwargs)
             except BaseException:

@@ -20,10 +20,15 @@ raises counts as "no"; a loss that no trial recognises is weighed by rows.
 
 These three values show n and A. A loss that ignores `num_items_in_batch` is a mean over labels if its value for labels
 p and q together is the mean of its values for p alone and q alone.
+
+[Note: the batch of all machines]
+With a process group, a call is one part of the batch. The machines exchange their counts before they weigh, and their
+losses afterwards, so that shares, random streams and losses are those of the whole batch.
 """
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import enum
 import inspect
@@ -37,11 +42,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roundpipe.api.calls import unwrapped
+from roundpipe.api.calls import Request, unwrapped
 from roundpipe.config import LossReduction, ResolvedRunConfig
+from roundpipe.distributed.machines import Machines
 from roundpipe.errors import ConfigError, ModelSplitError
 from roundpipe.microbatch import MicrobatchInputs
+from roundpipe.microbatch.merge import losses_in, with_losses
 from roundpipe.microbatch.split import LossShares, Shares
+from roundpipe.runtime.rng import draw_call_seed
+from roundpipe.runtime.run import Run
 from roundpipe.split.calibrate import fresh, private_copy
 from roundpipe.split.determinism import OUT_OF_MEMORY, WithoutDropout
 from roundpipe.split.layers import KEEPS_LOGITS
@@ -57,6 +66,7 @@ _IGNORED = -100  # label of a position that does not count, as in torch's cross_
 _CLOSE = 1e-3
 _MANY = 2.0**20  # a power of two, so that dividing by it is exact
 _Kwargs = dict[str, Any]
+Losses = torch.Tensor | list[torch.Tensor] | None
 
 
 def outputs_alone(outputs: Any, labels: Any) -> Any:
@@ -91,31 +101,95 @@ class LossForm:
 BY_ROWS = LossForm(LossKind.MEAN_OVER_ROWS)
 
 
+@dataclasses.dataclass(frozen=True)
+class BatchCounts:
+    """The counts of a batch by which losses are weighed.
+
+    rows, labels: None if unknown, or not needed. `labels`: those that count in the model's own loss.
+    entries: all labels that are not ignored, or rows without labels; for a loss that does not show what it counts.
+    items: what the user gave as `num_items_in_batch`, if anything.
+    """
+
+    microbatches: int
+    rows: int | None
+    labels: int | None = None
+    entries: int = 0
+    items: float | None = None
+
+    def as_list(self) -> list[float | None]:
+        """The arguments of the constructor."""
+        return [self.microbatches, self.rows, self.labels, self.entries, self.items]
+
+    @staticmethod
+    def sum(parts: Sequence[BatchCounts]) -> BatchCounts:
+        """The counts of a batch of several parts. A count that is unknown for one part is unknown."""
+        columns = zip(*(part.as_list() for part in parts), strict=True)
+        totals: list[Any] = [None if None in column else builtins.sum(column) for column in columns]
+        return BatchCounts(*totals)
+
+
+class WholeBatch:
+    """What this machine must know of the parts of the batch on other machines.
+
+    first_microbatch: the number of this machine's first microbatch in the whole batch.
+    """
+
+    def __init__(self, machines: Machines | None) -> None:
+        self._machines = machines
+        self._seed: int | None = None
+        self.is_alone = machines is None
+        self.first_microbatch = 0
+
+    def call_seed(self) -> int:
+        """The seed of the call: that of rank 0."""
+        return draw_call_seed() if self._seed is None else self._seed
+
+    def counts(self, own: BatchCounts) -> BatchCounts:
+        """The counts of the whole batch, from those of this machine's part."""
+        if self._machines is None:
+            return own
+        # Every machine draws, so that the generators of all machines advance alike; the seed of rank 0 counts.
+        payload = {"counts": own.as_list(), "seed": draw_call_seed()}
+        answers = self._machines.agree("the counts of a batch", payload)
+        self._seed = answers[0]["seed"]
+        parts = [BatchCounts(*answer["counts"]) for answer in answers]
+        self.first_microbatch = sum(part.microbatches for part in parts[: self._machines.share.rank])
+        return BatchCounts.sum(parts)
+
+
 def weighed(
     batches: MicrobatchInputs,
     config: ResolvedRunConfig,
     own_loss: OwnLoss | None,
     loss_fn: Callable[[Any, Any], Any] | None,
     wait_until_quiet: Callable[[], None],
+    whole: WholeBatch,
 ) -> MicrobatchInputs:
     """Return the microbatches of a call, each with its share: the factor of its loss in the loss of the batch.
 
     own_loss: describes the loss that a model of transformers computes itself. loss_fn: None in a call of forward().
     wait_until_quiet: waits until no call and no step runs. Called only if the shares are found by running the model on
         the host.
+    whole: the batch of all machines, of which this call is a part.
     """
     has_loss_fn = loss_fn is not None and loss_fn is not outputs_alone
     covers_own = config.whole_batch_loss is True or (config.whole_batch_loss is None and not has_loss_fn)
     num_microbatch = len(batches.args)
+    named = [] if own_loss is None else list(map(own_loss.named, batches.args, batches.kwargs))
+    own_form: LossForm | None = None
+    counts = BatchCounts(num_microbatch, None if batches.rows is None else sum(batches.rows))
+    if own_loss is not None and covers_own:
+        own_form, counts = _with_labels(counts, batches, own_loss, named, wait_until_quiet, is_alone=whole.is_alone)
+    total = whole.counts(counts)
+    is_single = total.microbatches == 1
     rows: Shares | None = None  # each microbatch's share of the rows
-    if num_microbatch == 1:
+    if is_single:
         rows = (1.0,)
-    elif batches.rows is not None and any(batches.rows):
-        num_rows = sum(batches.rows)
-        rows = tuple(count / num_rows for count in batches.rows)
+    elif batches.rows is not None and total.rows:
+        rows = tuple(count / total.rows for count in batches.rows)
     added = (1.0,) * num_microbatch
     shares = LossShares(rows=rows, covers_own=covers_own, merged=None if has_loss_fn and not covers_own else added)
-    if config.loss_reduction is LossReduction.MEAN and num_microbatch > 1:
+    if config.loss_reduction is LossReduction.MEAN and not is_single:
         if has_loss_fn and covers_own:
             raise ConfigError(
                 'loss_reduction="mean" with whole_batch_loss=True would weigh a loss twice: loss_fn takes it from the '
@@ -129,58 +203,75 @@ def weighed(
             )
         shares = dataclasses.replace(shares, returned=rows, merged=added if covers_own else rows)
     if own_loss is not None:
-        named = [own_loss.named(args, kwargs) for args, kwargs in zip(batches.args, batches.kwargs, strict=True)]
         shares = dataclasses.replace(shares, place=own_loss.place(named[0]))
-        if covers_own:
-            return _with_own_shares(batches, shares, named, own_loss, wait_until_quiet)
-    elif covers_own and num_microbatch > 1:
+        if own_form is not None:
+            return _with_own_shares(batches, shares, named, own_form, total)
+    elif covers_own and not is_single:
         shares = dataclasses.replace(shares, own=rows or (None,) * num_microbatch)
     return dataclasses.replace(batches, shares=shares)
+
+
+def _with_labels(
+    counts: BatchCounts,
+    batches: MicrobatchInputs,
+    own_loss: OwnLoss,
+    named: Sequence[Mapping[str, Any]],
+    wait_until_quiet: Callable[[], None],
+    *,
+    is_alone: bool,
+) -> tuple[LossForm | None, BatchCounts]:
+    """The form of the loss of a model of transformers, and the counts with those of labels.
+
+    The form is None if the loss needs no weights: in a single microbatch, unless the user gives a count.
+    """
+    given = named[0].get(NUM_ITEMS)
+    if is_alone and len(batches) == 1 and given is None:
+        return None, counts
+    form = own_loss.form(named[0], wait_until_quiet)
+    labels = sum(_counts(form, named)) if form.kind is LossKind.MEAN_OVER_LABELS else None
+    items = None if given is None else float(given)
+    return form, dataclasses.replace(counts, labels=labels, entries=_num_entries(named, batches), items=items)
 
 
 def _with_own_shares(
     batches: MicrobatchInputs,
     shares: LossShares,
     named: Sequence[Mapping[str, Any]],
-    own_loss: OwnLoss,
-    wait_until_quiet: Callable[[], None],
+    form: LossForm,
+    total: BatchCounts,
 ) -> MicrobatchInputs:
     """The result of `weighed` for a model of transformers whose own losses must add up to the loss of the batch.
 
-    named: the arguments of each microbatch by name.
+    named: the arguments of each microbatch by name. `total`: the counts of the whole batch.
     """
-    given = named[0].get(NUM_ITEMS)
-    if len(batches) == 1 and given is None:
-        return dataclasses.replace(batches, shares=shares)
-    form = own_loss.form(named[0], wait_until_quiet)
+    given = total.items
     own: tuple[float | None, ...] | None = None
     match form.kind:
         case LossKind.MEAN_OVER_LABELS if form.takes_count and not form.has_other_terms and given is not None:
-            pass  # the model divides by the user's count itself
+            if given != named[0][NUM_ITEMS]:  # the model divides by the count itself: by that of all machines
+                batches = batches.with_kwargs({NUM_ITEMS: given})
         case LossKind.MEAN_OVER_LABELS if form.has_other_terms and shares.rows is not None:
-            batches, own = _beside_other_terms(batches, form, named, shares.rows)
+            batches, own = _beside_other_terms(batches, shares.rows, total)
         case LossKind.MEAN_OVER_LABELS:
             counts = _counts(form, named)
-            divisor = sum(counts) if given is None else float(given)
+            divisor = (total.labels or 0) if given is None else given
             # If no label counts, the shares are 1.0 and the loss stays NaN, as in PyTorch.
             own = tuple(count / divisor if divisor else 1.0 for count in counts)
             if form.takes_count and given is not None:
                 batches = batches.with_kwargs({NUM_ITEMS: None})
         case LossKind.MEAN_OVER_ROWS:
-            factor = 1.0 if given is None else _num_entries(named, batches) / float(given)
+            factor = 1.0 if given is None else total.entries / given
             own = (None,) * len(batches) if shares.rows is None else tuple(row * factor for row in shares.rows)
         case LossKind.SUM:
             pass
     return dataclasses.replace(batches, shares=dataclasses.replace(shares, own=own))
 
 
-def _beside_other_terms(
-    batches: MicrobatchInputs, form: LossForm, named: Sequence[Mapping[str, Any]], rows: Shares
-) -> tuple[MicrobatchInputs, Shares]:
+def _beside_other_terms(batches: MicrobatchInputs, rows: Shares, total: BatchCounts) -> tuple[MicrobatchInputs, Shares]:
     """The microbatches with their divisors, and their shares: see [Note: terms beside the mean over labels]."""
-    total, given = sum(_counts(form, named)), named[0].get(NUM_ITEMS)
-    factor = 1.0 if given is None else total / float(given)
-    divisors = [total * row for row in rows]
+    labels = total.labels or 0
+    factor = 1.0 if total.items is None else labels / total.items
+    divisors = [labels * row for row in rows]
     return batches.with_each_kwargs([{NUM_ITEMS: divisor} for divisor in divisors]), tuple(row * factor for row in rows)
 
 
@@ -195,6 +286,41 @@ def _num_entries(named: Sequence[Mapping[str, Any]], batches: MicrobatchInputs) 
     labels = [kwargs.get("labels") for kwargs in named]
     tensors = [label for label in labels if isinstance(label, torch.Tensor)]
     return sum(map(count_all, tensors)) if tensors else sum(batches.rows or (1,))
+
+
+def losses_of_all_machines(
+    machines: Machines | None, losses: Losses, outputs: Any, request: Request, run: Run | None = None
+) -> tuple[Losses, Any]:
+    """Replace losses, and the losses in merged outputs, by their sums over all machines.
+
+    Gradients of the losses in outputs stay those of this machine's part. A single loss is noted in the trace of `run`.
+    """
+    if machines is None:
+        return losses, outputs
+    listed = [losses] if isinstance(losses, torch.Tensor) else losses or []
+    inside = losses_in(outputs, request.batches.shares) if request.config.merge_output is not False else []
+    every = [*listed, *inside]
+    if request.loss_fn is None and not inside:
+        return losses, outputs
+    shown = [loss.detach().float().item() if loss.dtype is not torch.float64 else loss.item() for loss in every]
+    answers = machines.agree("the losses", {"losses": shown})
+    totals = []
+    for at, loss in enumerate(every):
+        total = torch.tensor(answers[0]["losses"][at], dtype=loss.dtype)
+        for answer in answers[1:]:
+            total = total + torch.tensor(answer["losses"][at], dtype=loss.dtype)
+        totals.append(total.to(loss.device))
+    if inside:
+        # The difference is 0 and carries the gradient.
+        outputs = with_losses(
+            outputs,
+            request.batches.shares,
+            [loss - loss.detach() + total for loss, total in zip(inside, totals[len(listed) :], strict=True)],
+        )
+    if run is not None and isinstance(losses, torch.Tensor):
+        run.trace.loss = totals[0].item()
+    summed = totals[: len(listed)]
+    return (summed[0] if isinstance(losses, torch.Tensor) else summed), outputs
 
 
 class OwnLoss:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -32,10 +33,13 @@ from roundpipe.api.group import Group
 from roundpipe.context import current_iteration, in_gradient_hook
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.monitor import process_lock
-from roundpipe.optim.adam import Adam, AdamW, require_state_memory
+from roundpipe.optim.adam import Adam, AdamW
+from roundpipe.optim.state_memory import require_state_memory
 from roundpipe.optim.stepper import HandedStep
-from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
+from roundpipe.store import LayerRecord, LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.adopt import owner_of
+from roundpipe.store.master import GradientSource
+from roundpipe.store.update import SharedSums
 
 
 class PlainLoop:
@@ -78,11 +82,19 @@ class PlainLoop:
             store.wait_until_landed(stepper.generation)
         self._group.recovery.raise_failures(IN_BACKGROUND)
         for store in stepper.stores:
-            for record in store.parameters:
-                if record.master is not None and record.gathered is not None:
-                    record.master.begin_view(store.gradients, record)
-                    self._viewed.append(record.master)
+            for layer in store.layers:
+                self._view_layer(store, layer)
         self._seen = self._gathered_so_far()
+
+    def _view_layer(self, store: LayerStore, layer: LayerRecord) -> None:
+        exchange = self._group.stepper.exchange
+        sums: GradientSource = store.gradients if exchange is None else SharedSums(store, layer.layer_id, exchange)
+        for record in layer.at_home:
+            # With several machines, one of the others may have a gradient that this one lacks.
+            has_gradient = record.gathered is not None or (exchange is not None and record.param.requires_grad)
+            if record.master is not None and has_gradient:
+                record.master.begin_view(sums, record)
+                self._viewed.append(record.master)
 
     def _end_views(self) -> None:
         for copy in self._viewed:
@@ -116,11 +128,15 @@ class PlainLoop:
         if self._calls and self._calls[-1].is_running_on_this_thread():
             self._calls.append(_StepCall(frame))  # an optimizer's step() has called another optimizer's step()
             return
-        with self._group.call_lock(self._group.name) as is_outermost:
-            self._begin_call(is_outermost)
+
+        def begin() -> None:
             self._end_forsaken_step()
             self._calls.append(_StepCall(frame))
             self._begin_step(own)
+
+        group = self._group
+        with group.call_lock(group.name) as is_outermost:
+            group.everywhere(group.name, "optimizer.step()", is_outermost, group.members, begin, ends_views=False)
 
     @restoring_grad_mode
     def after_step(self) -> None:
@@ -192,7 +208,20 @@ class PlainLoop:
             return
         group.expect_step(is_exact=True)
         self._step = step = HandedStep(group.monitor)
-        group.stepper.hand_over(step)
+        if group.machines is None:
+            group.stepper.hand_over(step)
+        else:
+            num_threads = torch.get_num_threads()
+            try:
+                group.machines.together(
+                    f"optimizer.step() on the parameters of {group.name}",
+                    None,
+                    lambda _: group.stepper.hand_over(step, num_threads),
+                )
+            except BaseException:
+                with group.monitor:  # the step may still be issued: see `together`
+                    step.abandon()
+                raise
         # The step does not open if a call whose gradients it needs has failed, or if the models were closed.
         if not step.wait_until_open():
             self._step = None
@@ -373,6 +402,12 @@ def _refuse_mixture(optimizer: Optimizer, loop: PlainLoop, own: Sequence[Paramet
     for record in own:
         store = owner_of(record.param)
         assert isinstance(store, LayerStore)
+        if store.share is not None:
+            raise UsageError(
+                f"the optimizer was built on the model's own parameters ({record.name!r} is one), but a process group "
+                f"of {store.share.size} machines trains the model, and their `.grad` is this machine's part of the "
+                "gradient; build it on model.optim_parameters()."
+            )
         masters = store.masters
         if masters.has_own_precision(record):
             raise UsageError(

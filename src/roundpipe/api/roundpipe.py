@@ -7,7 +7,7 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeGuard
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from roundpipe.store.adopt import refuse_owned
 from roundpipe.store.records import user_names
 from roundpipe.timeline import Timeline
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 class RoundPipe(ModelProxy):
     """Wraps a model so that it trains with its weights in host memory, pipelined over a pool of devices.
@@ -38,6 +41,8 @@ class RoundPipe(ModelProxy):
     model_run_config: defaults for every call.
     pin_model: "alloc" moves weights into pinned memory, "register" pins them where they are, "off" leaves them.
     devices: the pool, such as ["cuda:0", "cuda:1"] or ["cpu"] * 4; default every GPU, else one virtual CPU device.
+    process_group: the machines that train this model together, such as torch.distributed.group.WORLD. Each runs the
+        same script on its part of every batch and holds a part of the optimizer. None: this process trains alone.
     """
 
     num_layers: int
@@ -54,10 +59,20 @@ class RoundPipe(ModelProxy):
         pin_model: Literal["alloc", "register", "off"] = "alloc",
         *,
         devices: Sequence[str | torch.device] | str | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         check_arguments(model, optim_dtype, name, model_run_config)
-        names = user_names(model)
-        self._open(model, model, names, optim_dtype, name, model_run_config, pin_model, devices=devices)
+        self._open(
+            model,
+            model,
+            user_names(model),
+            optim_dtype,
+            name,
+            model_run_config,
+            pin_model,
+            devices=devices,
+            process_group=process_group,
+        )
 
     @classmethod
     def _over(cls, model: nn.Module, original_model: nn.Module, names: Mapping[int, str], **options: Any) -> RoundPipe:
@@ -82,6 +97,7 @@ class RoundPipe(ModelProxy):
         pin_model: str = "alloc",
         *,
         devices: Sequence[str | torch.device] | str | None = None,
+        process_group: ProcessGroup | None = None,
         merges_late: bool = False,
         split_model: SplitModel | None = None,
     ) -> None:
@@ -103,6 +119,7 @@ class RoundPipe(ModelProxy):
             pinner=host_pinner(specs),
             split_model=split_model,
             own_loss=_own_loss_of(original_model) if split_model is None else split_model.own_loss,
+            process_group=process_group,
         )
         super().__init__(
             model,

@@ -36,7 +36,7 @@ from roundpipe.store.adopt import refuse_owned, refuse_special_tensors, require_
 from roundpipe.store.records import user_names
 
 logger = logging.getLogger("roundpipe")
-_OPTIONS = ("devices", "optim_dtype", "pin_model")
+_OPTIONS = ("devices", "optim_dtype", "pin_model", "process_group")
 _SPLIT_OPTIONS = ("example_inputs", "liger_kernels")
 _ADVICE = (
     "it is wrapped part by part, and its own forward runs on the CPU between the parts. To run the whole model on the "
@@ -89,7 +89,7 @@ def wrap_model_to_roundpipe(
     override_config: run options of single modules; they override all others.
     model_run_config: run options of all RoundPipes that are made.
     name: shown in logs and errors; default the file and line of this call. Names of parts begin with it.
-    roundpipe_kwargs: optim_dtype, pin_model and devices, as for `RoundPipe`; and for models that are split into layers:
+    roundpipe_kwargs: optim_dtype, pin_model, devices and process_group, as for `RoundPipe`; and for split models:
         example_inputs: keyword arguments of a call, or a list of such dicts. The model is split for these calls now.
             For calls of another form it is split again when the first one is made.
         liger_kernels: True to let a model of transformers use the kernels of the package liger-kernel on GPUs.
@@ -256,6 +256,7 @@ def _wrap_parts(
             specs=parse_devices(options.get("devices")),
             optim_dtype=optim_dtype,
             model_run_config=model_run_config,
+            process_group=options.get("process_group"),
             advice=advice,
         )
     except BaseException:

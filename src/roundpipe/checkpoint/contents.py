@@ -24,8 +24,9 @@ from torch import nn
 from roundpipe.api.group import Group
 from roundpipe.checkpoint.format import DTYPES
 from roundpipe.devices import generator_states, set_generator_states
-from roundpipe.errors import CheckpointError
+from roundpipe.errors import CheckpointError, UsageError
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
+from roundpipe.store.values import ShardedMaster
 
 STATE = "state/"
 MASTER, MASTER_LOW, MASTER_TIES = "master/", "master.low/", "master.ties/"
@@ -204,6 +205,11 @@ def _master_sources(store: LayerStore, records: list[ParameterRecord]) -> Iterat
         home = (store, record.home)
         with master.lock:
             halves = master.halves
+            if isinstance(halves, ShardedMaster):
+                raise UsageError(
+                    f"a checkpoint cannot be saved by one machine of {halves.share.size}: each has a part of the "
+                    f"optimizer's copies, of {record.name!r} for one. state_dict() after synchronize() has the weights."
+                )
             if halves is not None and halves.weight is record.weights and record.weights.is_contiguous():
                 # Halves stay halves: joining them would need twice their memory.
                 for prefix, key in ((MASTER_LOW, "low"), (MASTER_TIES, "ties")):

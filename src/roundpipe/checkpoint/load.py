@@ -328,7 +328,7 @@ class _Restoration:
             assert low is not None
             ties = self._tensors.get(MASTER_TIES + record.name)
             with master.lock:
-                if master.halves is None:
+                if not isinstance(master.halves, HalvedMaster):
                     saved = HalvedMaster(record.weights, reader.read(low), None if ties is None else reader.read(ties))
                     saved.join_into(master.values())
                     continue

@@ -99,6 +99,37 @@ class _AutomaticMerge:
         return _mean(values, path) if shares is None else _sum(values, shares)
 
 
+def _loss_places(merged: Any, shares: LossShares) -> list[int]:
+    """The positions of losses among the parts of a merged output: those that were added with shares."""
+    node = open_node(merged)
+    if node is None:
+        return []
+    own = f"[{shares.place!r}]" if shares.merged is not None else None
+    places = []
+    for position, (name, child) in enumerate(zip(node.names, node.children, strict=True)):
+        is_number = isinstance(child, torch.Tensor) and child.dim() == 0 and child.is_floating_point()
+        is_other = shares.rows is not None and _OTHER_LOSS.fullmatch(ROOT + name) is not None
+        if is_number and (name == own or is_other):
+            places.append(position)
+    return places
+
+
+def losses_in(merged: Any, shares: LossShares) -> list[torch.Tensor]:
+    """The losses of the batch in a merged output: the model's own loss and further ones such as a router's."""
+    node = open_node(merged)
+    return [] if node is None else [node.children[position] for position in _loss_places(merged, shares)]
+
+
+def with_losses(merged: Any, shares: LossShares, losses: Sequence[torch.Tensor]) -> Any:
+    """A merged output with other values in place of those that `losses_in` returns."""
+    node = open_node(merged)
+    assert node is not None
+    children = list(node.children)
+    for position, loss in zip(_loss_places(merged, shares), losses, strict=True):
+        children[position] = loss
+    return node.rebuild(children)
+
+
 def _merge(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) -> Any:
     """Merge one value per microbatch as `spec` says; `automatic` merges leaves without a spec."""
     if spec is None:

@@ -12,10 +12,6 @@ are silently written out of bounds (the CUDA kernel raises). The layout of a gra
 group is marked as fused when it is added, if its devices and dtypes allow that, and its layouts are checked in every
 step. A group that fails the check uses torch's default implementation in that step, which handles strides and raises on
 wrong shapes.
-
-[Note: memory for state] A check that the moments fit into host memory runs before any moment is allocated. The system
-creates fresh memory pages slowly, and the moments of a large model have many pages. So a Reserve creates these pages in
-the background while the first call still computes.
 """
 
 from __future__ import annotations
@@ -23,18 +19,15 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim import Optimizer
 
-from roundpipe.monitor import THREAD_PREFIX, start_thread
 from roundpipe.optim.native.kernel import (
     MAX_FACTORS,
     AdamRule,
@@ -43,114 +36,11 @@ from roundpipe.optim.native.kernel import (
     can_read,
     one_pass_kernel,
     share_layout,
-    usable_cores,
 )
+from roundpipe.optim.state_memory import Reserve, moment_count, require_state_memory
 from roundpipe.store import HalvedMaster, OptimizerCopy
-from roundpipe.store.host_memory import (
-    HUGE_PAGE_BYTES,
-    available_host_bytes,
-    host_zeros_like,
-    make_pages_ready,
-    require_host_memory,
-)
-from roundpipe.store.store import LayerUpdate, next_to_change
-
-_WITH_TWO_MOMENTS = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam),
-    *(torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta),
-)
-_ADVICE = (
-    "None of it was made, and no weight was changed. Free memory, train fewer parameters (requires_grad_(False) before "
-    "wrapping), or use an optimizer with less state, such as torch.optim.SGD."
-)
-# For each optimizer, the ids of parameters whose memory for state was checked before.
-_checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
-
-
-def require_state_memory(optimizer: Optimizer, reserved: Container[int] = (), *, in_one_pass: bool = False) -> None:
-    """Raise HostMemoryError if the state that this step will allocate does not fit into host memory.
-
-    A parameter that was part of an earlier check is not checked again. `reserved`: ids of parameters whose state has
-    memory already. `in_one_pass`: the kernel updates masters without memory for their full values and
-    gradients.
-    """
-    checked = _checked.setdefault(optimizer, set())
-    needs = {"optimizer state": 0, "optimizer copies": 0, "gradients in the copies' precision": 0}
-    found: list[int] = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            is_new = id(param) not in checked and id(param) not in reserved and not optimizer.state.get(param)
-            if not is_new or param.device.type != "cpu":
-                continue
-            found.append(id(param))
-            needs["optimizer state"] += _num_moments(optimizer, group) * param.nbytes
-            if isinstance(param, OptimizerCopy):
-                needs["optimizer copies"] += param.bytes_to_come(in_one_pass=in_one_pass)
-                if param.has_only_low_gradient and not in_one_pass:
-                    needs["gradients in the copies' precision"] += param.nbytes
-    if found:
-        require_host_memory(needs, f"a step of {type(optimizer).__name__}", _ADVICE)
-        checked.update(found)
-
-
-def _num_moments(optimizer: Optimizer, group: dict[str, Any]) -> int:
-    """How many tensors of a parameter's size its state contains; 0 if the kind of optimizer is unknown."""
-    if isinstance(optimizer, _WITH_TWO_MOMENTS):
-        return 3 if group.get("amsgrad") else 2
-    if isinstance(optimizer, torch.optim.SGD):
-        return 1 if group["momentum"] else 0
-    if isinstance(optimizer, torch.optim.RMSprop):
-        return 1 + bool(group["momentum"]) + bool(group["centered"])
-    return 0
-
-
-_MOST_THREADS = 4
-_CORES_PER_THREAD = 4  # with fewer cores no thread starts: the first call needs all cores
-
-
-class Reserve:
-    """Zero-filled moments, allocated ahead of the first step; see [Note: memory for state]."""
-
-    def __init__(self) -> None:
-        self._moments: dict[int, list[torch.Tensor]] = {}  # by id of the copy
-
-    def fill(self, copies: Sequence[OptimizerCopy], num_moments: int) -> None:
-        """Allocate moments for all large copies, and start threads that create their pages.
-
-        Begins with the last copy, because its gradient lands first. Does nothing if there are too few cores or too
-        little memory; the first step then allocates the moments.
-        """
-        num_threads = min(_MOST_THREADS, usable_cores() // _CORES_PER_THREAD)
-        worthwhile = [copy for copy in reversed(copies) if copy.nbytes >= HUGE_PAGE_BYTES]
-        available = available_host_bytes()
-        needed = sum((num_moments + 1) * copy.nbytes for copy in worthwhile)  # + 1: gradients and low halves
-        if not num_threads or (available is not None and needed > available):
-            return
-        memory: list[torch.Tensor] = []
-        for copy in worthwhile:
-            self._moments[id(copy)] = [host_zeros_like(copy) for _ in range(num_moments)]
-            memory += [*self._moments[id(copy)], *copy.memory_of_step()]
-        for first in range(num_threads if memory else 0):
-            name = f"{THREAD_PREFIX}pages-{first}"
-            thread = threading.Thread(target=_make_ready, args=(memory[first::num_threads],), name=name, daemon=True)
-            try:
-                start_thread(thread)
-            except RuntimeError:  # the system has no more threads: the first step creates pages as it writes to them
-                return
-
-    def __contains__(self, copy_id: object) -> bool:
-        return copy_id in self._moments
-
-    def moment_for(self, copy: OptimizerCopy) -> torch.Tensor:
-        """A tensor of zeros with the shape, dtype and strides of a copy: from the reserve, or newly allocated."""
-        mine = self._moments.get(id(copy))
-        return mine.pop() if mine else host_zeros_like(copy)
-
-
-def _make_ready(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        make_pages_ready(tensor)
-
+from roundpipe.store.update import LayerUpdate, next_to_change
+from roundpipe.store.values import flat
 
 _Group = dict[str, Any]
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subclasses may store values elsewhere
@@ -211,9 +101,10 @@ def all_states_match(optimizer: torch.optim.Optimizer, checked: dict[int, _Check
 
 def _state_matches(param: torch.Tensor, tensors: Sequence[Any]) -> bool:
     step, *moments = tensors
+    is_divided = isinstance(param, OptimizerCopy) and param.share is not None
     return isinstance(step, torch.Tensor) and all(
         isinstance(moment, torch.Tensor)
-        and moment.shape == param.shape
+        and (moment.shape == param.shape or (is_divided and moment.shape == (moment_count(param),)))
         and moment.dtype == param.dtype
         and moment.device == param.device
         and moment.layout == param.layout
@@ -341,7 +232,9 @@ class _OnePass:
                     torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in ready], 1)
                     self._kernel.adam(parameters)
                 for copy, parameter in zip(ready, parameters, strict=True):
-                    if parameter.weight is not None:
+                    if copy.share is not None:
+                        copy.weight_was_written(copy.record.memory(update.target))
+                    elif parameter.weight is not None:
                         copy.weight_was_written(parameter.weight)
                     update.updated.add(copy.record)
             finally:
@@ -353,11 +246,15 @@ class _OnePass:
 
     def _kernel_parameter(self, update: LayerUpdate, copy: OptimizerCopy, group: _Group) -> KernelParameter | None:
         """The kernel's arguments for updating a copy; None if it has no gradient or the kernel does not support it."""
-        gradient, factors = copy.low_gradient(), copy.factors
-        if gradient is None or len(factors) >= MAX_FACTORS:
-            gradient, factors = copy.grad, ()
-        if gradient is None:
+        share = copy.share if update.exchange is not None else None
+        found, factors = (copy.gradient_sources() if share else _listed(copy.low_gradient())), copy.factors
+        if found is None or len(factors) >= MAX_FACTORS:
+            found, factors = _listed(copy.grad), ()
+            if found is not None and share is not None:
+                found = [_own_range(found[0], copy)]
+        if found is None:
             return None
+        gradient, *more = found
         state = _state_of(self._optimizer, copy, self._reserve, amsgrad=group["amsgrad"])
         weight = update.new_weight_of(copy.record)
         step = int(state["step"]) + 1
@@ -366,10 +263,22 @@ class _OnePass:
             rule = self._rules[id(group), step, factors] = _rule(self._optimizer, group, step, factors)
         known = self._checked.get(id(copy))
         parameter = None if known is None else known.parameter
-        master = _master_of(copy, weight)
-        if parameter is not None and parameter.renew(master, gradient, weight, rule):
+        if share is not None:
+            # The whole update works on this machine's range, as flat tensors.
+            _cut_moments(state, _state_names(group)[1:], copy)
+            assert weight is not None
+            master, weight = copy.sharded().own_values(), flat(weight)[share.range_of(weight.numel())]
+        else:
+            master = _master_of(copy, weight)
+        if parameter is not None and parameter.renew(master, gradient, weight, rule, more):
             return parameter
         moments = [state[name] for name in _state_names(group)[1:]]
+        if share is not None:
+            first, second, largest = (*moments, None)[:3]
+            parameter = KernelParameter(master, gradient, first, second, largest, weight, rule, more)
+            if known is not None:
+                known.parameter = parameter
+            return parameter
         read = [gradient] if weight is None else [gradient, weight]
         if not all(map(can_read, read)) or not share_layout([copy, *read, *moments]):
             return None
@@ -385,7 +294,27 @@ def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor
 
     Halves need a `weight` that receives the new high halves. Without one the copy allocates memory for its values.
     """
-    return copy.values() if weight is None or copy.halves is None else copy.halves
+    halves = copy.halves
+    return copy.values() if weight is None or not isinstance(halves, HalvedMaster) else halves
+
+
+def _listed(gradient: Tensor | None) -> list[Tensor] | None:
+    return None if gradient is None else [gradient]
+
+
+def _own_range(whole: Tensor, copy: OptimizerCopy) -> Tensor:
+    """This machine's range of a whole gradient, flat, in the order of the weight's memory."""
+    assert copy.share is not None
+    weights = copy.record.weights
+    ordered = torch.empty_strided(weights.shape, weights.stride(), dtype=whole.dtype).copy_(whole)
+    return flat(ordered)[copy.share.range_of(weights.numel())]
+
+
+def _cut_moments(state: dict[str, Any], names: Sequence[str], copy: OptimizerCopy) -> None:
+    """Replace whole moments, such as those of a state dict that one machine has saved, by this machine's range."""
+    for name in names:
+        if state[name].shape == copy.shape and state[name].shape != (moment_count(copy),):
+            state[name] = _own_range(state[name], copy).clone()
 
 
 def _state_of(
@@ -418,7 +347,16 @@ def step_in_one_pass(
         return frozenset()
     one_pass = _OnePass(optimizer, kernel, reserve, checked)
     done: list[int] = []
-    while left:
+    # With several machines, all of them update the layers in the same order, and the gradients of the next layer are
+    # exchanged while this layer is updated.
+    for position, update in enumerate(left if left[0].exchange is not None else ()):
+        for ahead in left[position : position + 2]:
+            ahead.fetch()
+        ids = update.carry_out(functools.partial(one_pass.update_layer, update, items[update]))
+        divided = [copy.record for copy, _ in items[update] if copy.share is not None and id(copy) in ids]
+        update.gather(divided)
+        done += ids
+    while left and left[0].exchange is None:
         update = next_to_change(left)
         left.remove(update)
         done += update.carry_out(functools.partial(one_pass.update_layer, update, items[update]))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from roundpipe.errors import ArgumentTypeError, ConfigError, NonFiniteError, UsageError
 from roundpipe.store import OptimizerCopy
+from roundpipe.store.master import StepExchange
 
 
 def pending_copies(params: Iterable[Any]) -> list[OptimizerCopy]:
@@ -29,17 +30,21 @@ def widened(copies: Sequence[OptimizerCopy]) -> Iterator[tuple[OptimizerCopy, Te
     """Iterate over the copies that have a gradient; yields (copy, its gradient in the dtype of the copy).
 
     All gradients are converted into the same memory, so each is valid only until the next one. Iterates from the last
-    copy to the first, the order in which gradients land.
+    copy to the first, the order in which gradients land. With several machines each gradient is the sum over all of
+    them, in this machine's range alone and flat.
     """
     scratch = torch.empty(0)
     for copy in reversed(copies):
-        low = copy.low_gradient()
-        if low is None:
+        sources = copy.gradient_sources()
+        if sources is None:
             continue
+        low = sources[0]
         if scratch.numel() < low.numel() or scratch.dtype is not copy.dtype:
             scratch = torch.empty(low.numel(), dtype=copy.dtype)
         values = scratch[: low.numel()].as_strided(low.shape, low.stride())
         values.copy_(low)
+        for more in sources[1:]:
+            values.add_(more)
         for factor in copy.factors:
             values.mul_(factor)
         yield copy, values
@@ -100,7 +105,19 @@ def _pending_norm(copies: list[OptimizerCopy], norm_type: float) -> Tensor | Non
     # rounding of the total norm depends on the order.
     norms = {id(copy): torch.linalg.vector_norm(values, norm_type) for copy, values in widened(copies)}
     in_order = [norms[id(copy)] for copy in copies if id(copy) in norms]
+    for exchange in _exchanges_of(copies):  # the norms so far are those of this machine's ranges
+        present = [copy for copy in copies if id(copy) in norms]
+        at = [i for i, copy in enumerate(present) if _exchanges_of([copy]) == [exchange]]
+        of_ranks = exchange.numbers("the norm of the gradients", [float(in_order[i]) for i in at])
+        for i, parts in zip(at, zip(*of_ranks, strict=True), strict=True):
+            in_order[i] = torch.linalg.vector_norm(torch.tensor(parts, dtype=in_order[i].dtype), norm_type)
     return torch.linalg.vector_norm(torch.stack(in_order), norm_type) if in_order else None
+
+
+def _exchanges_of(copies: Iterable[Any]) -> list[StepExchange]:
+    """The exchanges with other machines that the gradients of copies need, each once, in the order of copies."""
+    found = {id(copy.source.exchange): copy.source.exchange for copy in copies if copy.source is not None}
+    return [exchange for exchange in found.values() if exchange is not None]
 
 
 @torch.no_grad()
@@ -205,6 +222,9 @@ def _unscale_pending(copies: Sequence[OptimizerCopy], inverse_scale: float) -> b
     for copy, values in widened(copies):
         found_inf |= unscale_in_place([values], inverse_scale)
         copy.scale_gradient(factor)
+    for exchange in _exchanges_of(copies):
+        of_ranks = exchange.numbers("whether gradients are finite", [float(found_inf)])
+        found_inf = any(flag for (flag,) in of_ranks)
     return found_inf
 
 

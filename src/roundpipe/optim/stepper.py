@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -35,9 +35,23 @@ from roundpipe.errors import add_note
 from roundpipe.monitor import THREAD_PREFIX, Monitor, end_threads, shielded, start_thread
 from roundpipe.stats import StepTime
 from roundpipe.store import LayerStore
-from roundpipe.store.store import LayerUpdate, StepAbandoned
+from roundpipe.store.master import StepExchange
+from roundpipe.store.update import LayerUpdate, StepAbandoned
 
 T = TypeVar("T")
+
+
+class MachineSteps(StepExchange, Protocol):
+    """The other machines of a process group, which carry out every step together with this one."""
+
+    def begin(self, step: int) -> None:
+        """Begin a step."""
+
+    def meet(self, what: str) -> None:
+        """Wait until all machines are at the same place of the step; raises MachineError if one has failed."""
+
+    def failed(self, reason: str, updates: Sequence[LayerUpdate]) -> None:
+        """End a step that has failed on this or on another machine, so that all machines have equal weights."""
 
 
 class HandedStep:
@@ -134,6 +148,7 @@ class StepJob:
         may_overlap: bool,
         iteration: Iteration,
         handed: HandedStep | None = None,
+        num_threads: int | None = None,
     ) -> None:
         self.number = number  # the first step has number 1
         self.issued_s = time.perf_counter()
@@ -142,7 +157,8 @@ class StepJob:
         self.may_overlap = may_overlap  # whether step_fn may begin before all gradients have landed
         self.iteration = iteration
         self.handed = handed
-        self.num_threads = torch.get_num_threads()  # of the issuing thread: results on the CPU depend on it
+        # Of the user's thread: results on the CPU depend on it.
+        self.num_threads = num_threads or torch.get_num_threads()
         self.visible_version = number - 1 if is_async else number  # the version that calls after this step read
         self.next_iteration = Iteration()  # the iteration of calls issued after this step
         self.abandoned = False  # whether a call that the step depends on failed, so that the step must not complete
@@ -179,6 +195,8 @@ class Stepper:
         self._void_versions: set[int] = set()  # versions of failed steps, see [Note: exactly one step old]
         self._lost_since: int | None = None  # the first generation whose gradients are incomplete and not yet dropped
         self.half_done: str | None = None  # describes what an abandoned step has changed, for the error message
+        self.exchange: MachineSteps | None = None  # the other machines that take part in every step
+        self.reason_of_loss = ""  # why the gradients of `_lost_since` are incomplete, for the other machines
         self.done: deque[StepTime] = deque(maxlen=2)  # the latest steps that are done, the last one at the end
         self.thread: threading.Thread | None = None
         self._closing = False
@@ -212,23 +230,29 @@ class Stepper:
         return self._jobs[-1].number
 
     def issue(
-        self, step_fn: Callable[[], object], is_async: bool, may_overlap: bool, handed: HandedStep | None = None
+        self,
+        step_fn: Callable[[], object],
+        is_async: bool,
+        may_overlap: bool,
+        handed: HandedStep | None = None,
+        num_threads: int | None = None,
     ) -> StepJob:
-        """Give a step to the optimizer thread.
+        """Give a step to the optimizer thread. `num_threads`: of the user's thread, if another thread calls this.
 
         If an interrupt comes before the append, there is no step. After the append the step is completely issued.
         """
         with self._monitor:
             self._start()
-            job = StepJob(self.steps_issued + 1, step_fn, is_async, may_overlap, self.iteration, handed)
+            number = self.steps_issued + 1
+            job = StepJob(number, step_fn, is_async, may_overlap, self.iteration, handed, num_threads)
             job.abandoned = self._lost_since is not None and job.number - 1 >= self._lost_since
             self._jobs.append(job)
             self._monitor.changed()
         return job
 
-    def hand_over(self, handed: HandedStep) -> None:
+    def hand_over(self, handed: HandedStep, num_threads: int | None = None) -> None:
         """Issue a step whose body runs on the caller's thread. The step opens when all gradients have landed."""
-        self.issue(handed.wait_for_caller, False, False, handed)
+        self.issue(handed.wait_for_caller, False, False, handed, num_threads)
 
     def was_issued(self, handed: HandedStep) -> bool:
         """Whether `hand_over` has issued the step; an interrupt may have prevented it."""
@@ -375,12 +399,18 @@ class Stepper:
                 is_async=job.is_async,
                 abandoned=lambda: job.abandoned,
                 caller=job.handed,
+                exchange=self.exchange,
             )
             for order, (store, layer_id) in enumerate(reversed(layers))  # reversed: the order in which gradients land
         ]
+        if self.exchange is not None:
+            self.exchange.begin(job.number)
         try:
             self._run(job, updates)
         except BaseException as error:
+            if self.exchange is not None:
+                is_abandoned = isinstance(error, StepAbandoned)
+                self.exchange.failed(self.reason_of_loss if is_abandoned else repr(error), updates)
             self._void_versions.add(job.number)
             num_replaced = sum(update.has_replaced_weights for update in updates)
             _for_all(updates, LayerUpdate.revoke)
@@ -405,6 +435,8 @@ class Stepper:
             for update in updates:
                 # The body of a handed step may write parameters directly, so no checkpoint may read them any more.
                 update.wait_until_landed() if job.handed is None else update.wait_for_gradients()
+            if self.exchange is not None:
+                self.exchange.meet("all gradients have landed")
         with self._monitor:
             job.begun = not job.abandoned
         if not job.begun:
@@ -414,6 +446,8 @@ class Stepper:
         with OptimizerCtx(), within_iteration(job.iteration):
             job.step_fn()
         _for_all(updates, LayerUpdate.end_step)
+        if self.exchange is not None:
+            self.exchange.meet("the end")
         _for_all(updates, LayerUpdate.publish)
 
     def _note_half_done(self, job: StepJob, updates: Sequence[LayerUpdate]) -> None:

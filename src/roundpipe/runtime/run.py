@@ -103,6 +103,7 @@ class Recall:
     """The state that a recomputation must share with the forward pass, kept until the backward pass has used it.
 
     seed, ambient, preserve_rng_state: decide the random numbers and the kernels of layers.
+    first_microbatch: the number of microbatch 0 in the batch of all machines; random streams use this number.
     settings: per layer, the flags its parameters and modules had when the call began.
     frozen_buffers: per layer with buffers, their values when the call began.
     save_points: layers whose inputs the forward pass saves.
@@ -117,6 +118,7 @@ class Recall:
     frozen_buffers: dict[int, list[torch.Tensor | None]]
     save_points: frozenset[int]
     loss_shares: LossShares
+    first_microbatch: int = 0
     inputs: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
     layer_data: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
     # By (layer, microbatch): the buffers before this forward, if earlier microbatches of the call have changed them.

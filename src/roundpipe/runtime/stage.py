@@ -466,7 +466,7 @@ class _Task:
         # The first layer gets the call's arguments, every other one the output of the layer before it.
         args, kwargs = value if layer.layer_id == 0 else ((value,), {})
         is_new = is_recomputed and not recall.preserve_rng_state
-        seed = stream_seed(recall.seed, layer.layer_id, microbatch, is_new)
+        seed = stream_seed(recall.seed, layer.layer_id, recall.first_microbatch + microbatch, is_new)
         watched = ProcessRandomStream(seed, is_watched=not replica.behaviour.is_known)
         host, on_device = None, _NOTHING
         if self._device.draws_on_host or replica.behaviour.draws_on_host:
@@ -526,7 +526,8 @@ class _Task:
         recall, loss_fn = self._recall, self._run.loss_fn
         assert loss_fn is not None
         label = self._mail.label(microbatch)
-        seed = stream_seed(recall.seed, len(self._run.store.layers), microbatch, False)
+        number = recall.first_microbatch + microbatch
+        seed = stream_seed(recall.seed, len(self._run.store.layers), number, False)
         on_host = self._device.draws_on_host
         stream = HostRandomStream(seed) if on_host else self._device.random_stream(seed)
         with torch.enable_grad(), self._autocast, ProcessRandomStream(seed), stream:

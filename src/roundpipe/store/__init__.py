@@ -2,9 +2,11 @@
 
 from roundpipe.store.adopt import PinMode
 from roundpipe.store.host_memory import Layout, TensorPlace
-from roundpipe.store.master import HalvedMaster, OptimizerCopy
+from roundpipe.store.master import OptimizerCopy
 from roundpipe.store.records import BufferRecord, HostGradient, LayerRecord, ParameterRecord
-from roundpipe.store.store import LayerStore, LayerUpdate, StepAbandoned
+from roundpipe.store.store import LayerStore
+from roundpipe.store.update import LayerUpdate, StepAbandoned
+from roundpipe.store.values import HalvedMaster, Share
 from roundpipe.store.weights import LayerSlot
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "OptimizerCopy",
     "ParameterRecord",
     "PinMode",
+    "Share",
     "StepAbandoned",
     "TensorPlace",
 ]

@@ -165,11 +165,17 @@ _ASYNC_ADVICE = "Step with is_async=False: exact steps fit."
 
 
 def training_memory(
-    layers: Sequence[nn.Module], optim_dtype: torch.dtype | None, mode: PinMode, *, trains: bool = True
+    layers: Sequence[nn.Module],
+    optim_dtype: torch.dtype | None,
+    mode: PinMode,
+    *,
+    trains: bool = True,
+    num_machines: int = 1,
 ) -> dict[str, int]:
     """Bytes that training will still allocate, by purpose. Only asynchronous steps need the row SECOND_WEIGHTS.
 
-    `trains`: False for inference, which needs weights and buffers only.
+    `trains`: False for inference, which needs weights and buffers only. `num_machines`: so many machines divide the
+    optimizer's copies and state between them.
     """
     params = list({id(p): p for layer in layers for p in layer.parameters()}.values())
     buffers = list({id(b): b for layer in layers for b in layer.buffers()}.values())
@@ -184,8 +190,8 @@ def training_memory(
         "weights": sum(p.nbytes for p in new),
         "buffers, as calls read them": sum(b.nbytes for b in buffers),
         "gradients": sum(p.nbytes for p in trainable),
-        "optimizer copies": sum(_copy_bytes(p, optim_dtype or p.dtype) for p in trainable),
-        "optimizer state (Adam)": _NUM_MOMENTS * sum(sizes),
+        "optimizer copies": sum(_copy_bytes(p, optim_dtype or p.dtype) for p in trainable) // num_machines,
+        "optimizer state (Adam)": _NUM_MOMENTS * sum(sizes) // num_machines,
     }
     # Weights are moved before anything else is allocated. So the extra memory for moving, which is free again
     # afterwards, counts only as far as it exceeds the memory that is allocated later.
@@ -204,13 +210,14 @@ def require_training_memory(
     warns_of_async: bool = True,
     is_async: bool = False,
     available: int | None = None,
+    num_machines: int = 1,
 ) -> None:
     """Raise HostMemoryError with a table if synchronous steps do not fit; warn if only asynchronous steps do not.
 
     `is_async`: raise also if only asynchronous steps do not fit. `available`: bytes of host memory; by default those
-    of this machine.
+    of this machine. `num_machines`: see `training_memory`.
     """
-    needs = training_memory(layers, optim_dtype, mode, trains=trains)
+    needs = training_memory(layers, optim_dtype, mode, trains=trains, num_machines=num_machines)
     second = 0 if is_async else needs.pop(SECOND_WEIGHTS)
     require_host_memory(
         needs,

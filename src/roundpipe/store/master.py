@@ -3,7 +3,8 @@
 Two properties save memory. The gradient of a copy stays in host memory in the dtype in which a device computed it;
 reading `.grad` converts the gradient, and inside a step first waits until it has landed. A float32 copy of a bfloat16
 weight needs no memory for full values while no operation reads them. A copy gets its gradient from a GradientSource and
-knows neither steps nor layers.
+knows neither steps nor layers. With a process group of several machines, the copy starts as a ShardedMaster, which
+stores one range of the values.
 
 [Note: values without memory] A float32 copy of a bfloat16 weight begins as a HalvedMaster: the weight is the high half
 of each value, and only the low halves take memory. An operation that needs the values makes the copy allocate memory
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,108 +35,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from roundpipe.context import current_iteration
+from roundpipe.errors import UsageError
 from roundpipe.monitor import process_rlock
-from roundpipe.store.host_memory import HostBuffer, dense_stride, host_zeros_like
-
-_HALF = 0x8000
-_CHUNK = 1 << 20  # number of elements converted at a time, so that intermediate results stay small
-
-
-class HalvedMaster:
-    """float32 values stored as two halves: the bfloat16 weight to which each value rounds, and its low 16 bits.
-
-    Devices need the bfloat16 weight anyway, so the values cost only half the memory of a float32 tensor. Joining the
-    halves restores every bit. [Note: halved masters] in one_pass_adam.c explains how; the C code computes the same.
-    """
-
-    def __init__(self, weight: torch.Tensor, low: torch.Tensor | None = None, ties: torch.Tensor | None = None) -> None:
-        """Make halves from a bfloat16 `weight`. Without `low` the values equal `weight` exactly."""
-        self.weight = weight
-        if low is not None:
-            self.low = low
-        if ties is not None:
-            self.ties = ties
-
-    @functools.cached_property
-    def low(self) -> torch.Tensor:
-        """The low 16 bits of each value, flat, in the order of the weight's memory. Allocated when first used."""
-        return HostBuffer(2 * self.weight.numel(), None).tensor.view(torch.int16)
-
-    @functools.cached_property
-    def ties(self) -> torch.Tensor:
-        """One bit per value, used if the value lies half way between two bfloat16 numbers: 1 if it was rounded up."""
-        return HostBuffer(-(-self.weight.numel() // 8), None).tensor
-
-    @property
-    def low_bytes_to_come(self) -> int:
-        """Bytes that `low` will allocate when it is first used; 0 if it is allocated already."""
-        return 0 if "low" in vars(self) else 2 * self.weight.numel()
-
-    def become(self, weight: torch.Tensor) -> None:
-        """Set the values to exactly those of `weight`: drop the low halves."""
-        self.weight = weight
-        vars(self).pop("low", None)
-        vars(self).pop("ties", None)
-
-    def joined(self) -> torch.Tensor:
-        """The values as a new float32 tensor with the strides of the weight."""
-        made = torch.empty_like(self.weight, dtype=torch.float32, memory_format=torch.preserve_format)
-        self.join_into(made)
-        return made
-
-    def join_into(self, to: torch.Tensor) -> None:
-        """Write the values into a float32 tensor of the weight's shape and strides."""
-        if "low" not in vars(self):
-            to.copy_(self.weight)
-            return
-        weight, bits = _flat(self.weight).view(torch.int16), _flat(to).view(torch.int32)
-        for start in range(0, self.weight.numel(), _CHUNK):
-            piece = slice(start, start + _CHUNK)
-            lower = self.low[piece].to(torch.int32) & 0xFFFF
-            went_up, is_tie = lower > _HALF, lower == _HALF
-            if is_tie.any():
-                went_up |= is_tie & _unpacked(self.ties[start // 8 : (start + _CHUNK) // 8])[: len(lower)]
-            upper = (weight[piece].to(torch.int32) & 0xFFFF) - went_up.to(torch.int32)
-            torch.bitwise_or(upper << 16, lower, out=bits[piece])
-
-    def take(self, values: torch.Tensor) -> bool:
-        """Set the low halves so that joining gives `values`, a float32 tensor of the weight's shape and strides.
-
-        The weight is read and stays unchanged. Returns False and changes nothing if joining would not restore every
-        bit: the weight must equal `values` rounded, and no value may be NaN.
-        """
-        other = HalvedMaster(self.weight)
-        weight, bits = _flat(self.weight).view(torch.int16), _flat(values).view(torch.int32)
-        for start in range(0, self.weight.numel(), _CHUNK):
-            piece = slice(start, start + _CHUNK)
-            lower = other.low[piece].copy_(bits[piece])  # the conversion to int16 keeps the low 16 bits
-            rise = weight[piece] - (bits[piece] >> 16).to(torch.int16)
-            is_tie, went_up = lower == -_HALF, rise == 1
-            if not torch.where(is_tie, went_up | (rise == 0), rise == (lower < 0)).all():
-                return False
-            if (is_tie & went_up).any():
-                other.ties[start // 8 : (start + _CHUNK) // 8] = _packed(is_tie & went_up)
-        self.become(self.weight)
-        vars(self).update(vars(other))
-        return True
-
-
-def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """The bits of a uint8 tensor as booleans, the lowest bit of each byte first."""
-    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
-
-
-def _packed(flags: torch.Tensor) -> torch.Tensor:
-    """Booleans as bits of a uint8 tensor, the lowest bit of each byte first."""
-    whole = torch.zeros(-(-len(flags) // 8) * 8, dtype=torch.uint8)
-    whole[: len(flags)] = flags
-    return (whole.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
-
-
-def _flat(dense: torch.Tensor) -> torch.Tensor:
-    """A flat view of a dense tensor, with its elements in the order of memory."""
-    return dense.as_strided((dense.numel(),), (1,))
-
+from roundpipe.store.host_memory import dense_stride, host_zeros_like
+from roundpipe.store.values import HalvedMaster, ShardedMaster, Share, can_be_sharded
 
 _HABIT = 8  # a copy keeps its memory after this many consecutive intervals in which its values were read
 # The attributes of torch.Tensor as descriptors. OptimizerCopy overrides both attributes by properties that use these.
@@ -170,11 +73,44 @@ class GradientSource(Protocol):
     def is_usable(self) -> bool:
         """Whether the calling thread may read gradients. Inside a step only the threads that run the step may."""
 
+    @property
+    def exchange(self) -> StepExchange | None:
+        """The other machines; None if this machine is alone."""
+
     def gradient_of(self, record: Any) -> torch.Tensor | None:
-        """The gradient in host memory, or None if there is none. Waits until it has landed. Valid until `release`."""
+        """The gradient in host memory, or None if there is none. Waits until it has landed. Valid until `release`.
+
+        With several machines this is the sum over all of them, and all of them must ask for it.
+        """
+
+    def sources_of(self, record: Any) -> list[torch.Tensor] | None:
+        """The tensors whose sum is the gradient, or None if there is none: alone, the gradient itself.
+
+        With several machines there is one tensor for each machine that has a gradient, in the order of ranks. Each is
+        flat and covers this machine's range (Share). All machines must ask for it.
+        """
 
     def release(self, record: Any) -> None:
         """Called when the copy does not need the gradient any more."""
+
+
+class StepExchange(Protocol):
+    """What gradients and updates need of the other machines. All machines call the same methods in the same order."""
+
+    share: Share
+
+    def numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:
+        """The `values` of all machines, by rank. `what`: names the operation in errors."""
+
+    def fetch(self, what: str, records: Sequence[Any], landed: Callable[[], Any], *, may_overwrite: bool) -> Any:
+        """Begin to exchange gradients: `landed()` gives those of this machine, by record.
+
+        The result, a Pending, has for each record the gradients of all machines in this machine's range.
+        `may_overwrite`: the result may use the memory of this machine's gradients.
+        """
+
+    def gather(self, what: str, memories: Sequence[torch.Tensor]) -> Any:
+        """Begin to fill dense tensors, in which this machine has written its range, with those of the others."""
 
 
 class GradientOwner(Protocol):
@@ -192,6 +128,8 @@ class CopyHome(Protocol):
 
     gradient_owner: GradientOwner | None
     held: set[int]  # not empty while a checkpoint reads the values of copies
+    share: Share | None  # this machine's part of every copy, with several machines
+    is_read_on_host: bool  # whether code on the host computes with the model's parameters
 
     def wait_until_written(self, master: torch.Tensor) -> None: ...
 
@@ -208,7 +146,9 @@ class OptimizerCopy(nn.Parameter):
     _is_viewed = False  # whether `source` is the host's sums, which copies show outside steps
     _is_shown = False  # while `_is_viewed`: whether `.grad` was made from the host's sum; the user may change it
     # State of the values.
-    halves: HalvedMaster | None = None  # holds the values while the copy has no memory for them, else None
+    # Holds the values while the copy has no memory for all of them, else None.
+    halves: HalvedMaster | ShardedMaster | None = None
+    share: Share | None = None  # the range of this machine; None if it is alone or the copy cannot be divided
     lock = process_rlock()  # guards `halves` and the memory; each copy that can be halved has its own lock
     _weight: torch.Tensor | None = None  # the weight last written from the values; None if the copy cannot be halved
     _uses: list[None]  # one entry for each operation that runs on the memory; only if the copy can be halved
@@ -222,15 +162,22 @@ class OptimizerCopy(nn.Parameter):
     when_training: Callable[[], None] | None = None  # called once, when the model begins to train
 
     @classmethod
-    def of_weight(cls, weight: torch.Tensor, dtype: torch.dtype) -> OptimizerCopy:
-        """Make a copy of `weight` in `dtype`. A float32 copy of a dense bfloat16 weight starts without memory."""
+    def of_weight(cls, weight: torch.Tensor, dtype: torch.dtype, share: Share | None = None) -> OptimizerCopy:
+        """Make a copy of `weight` in `dtype`. A float32 copy of a dense bfloat16 weight starts without memory.
+
+        `share`: given if several machines divide the copy between them; it then starts without memory, too.
+        """
         is_halved = weight.dtype is torch.bfloat16 and dtype is torch.float32 and weight.numel() > 0
         is_halved = is_halved and dense_stride(weight) == tuple(weight.stride())
+        is_sharded = share is not None and can_be_sharded(weight, dtype)
         memory = torch.empty_like(weight, dtype=dtype, memory_format=torch.preserve_format)
-        copy = cls(_without_memory(memory) if is_halved else memory.copy_(weight))
-        if is_halved:
-            copy.halves, copy.lock = HalvedMaster(weight), process_rlock()
-            copy._weight, copy._uses = weight, []
+        copy = cls(_without_memory(memory) if is_halved or is_sharded else memory.copy_(weight))
+        if share is not None and is_sharded:
+            copy.share, copy.halves = share, ShardedMaster(weight, share)
+        elif is_halved:
+            copy.halves = HalvedMaster(weight)
+        if copy.halves is not None:
+            copy.lock, copy._weight, copy._uses = process_rlock(), weight, []
         copy.forget_touches()
         return copy
 
@@ -308,10 +255,12 @@ class OptimizerCopy(nn.Parameter):
 
     def _give_memory_back(self) -> None:
         # Does not wait for the lock: a thread that holds the lock uses the values, so the memory must stay.
-        if self._weight is None or self.halves is not None or not self.lock.acquire(blocking=False):
+        is_possible = self._weight is not None and self.halves is None and self.share is None
+        if not is_possible or not self.lock.acquire(blocking=False):
             return
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                assert self._weight is not None
                 if self.halves is None and not self._uses and self._could_be_halved(self._weight):
                     halves = HalvedMaster(self._weight)
                     if halves.take(_DATA.__get__(self)):
@@ -323,7 +272,27 @@ class OptimizerCopy(nn.Parameter):
         fits = self.dtype is torch.float32 and self.shape == weight.shape and self.stride() == weight.stride()
         return fits and not self._address_is_known and _memory_users(self) == _memory_users_of_one_tensor()
 
-    def _become_halved(self, halves: HalvedMaster) -> None:
+    def sharded(self) -> ShardedMaster:
+        """The values as this machine's range of them; the caller holds `lock`.
+
+        If the copy has memory for all values, it gives the memory up: other machines will change most of them.
+        """
+        if isinstance(self.halves, ShardedMaster):
+            return self.halves
+        assert self.share is not None
+        assert self._weight is not None
+        if self._uses or _memory_users(self) not in (_memory_users_of_one_tensor(), None):
+            raise UsageError(
+                f"another tensor or array shares the memory of an optimizer's copy of shape {tuple(self.shape)}. The "
+                f"{self.share.size} machines of the process group divide the copies between them, so the tensor would "
+                "not follow the training any more. Delete it before the step, or clone what you need."
+            )
+        mine = ShardedMaster(self._weight, self.share)
+        mine.take(_DATA.__get__(self))
+        self._become_halved(mine)
+        return mine
+
+    def _become_halved(self, halves: HalvedMaster | ShardedMaster) -> None:
         was_touched = self.was_touched()
         self.halves = halves
         _DATA.__set__(self, _without_memory(self))
@@ -412,7 +381,8 @@ class OptimizerCopy(nn.Parameter):
         """
         if not self._is_viewed:
             return
-        if self._is_shown and self._shows_sum():
+        # With several machines, comparing would need another exchange: what was shown counts as changed.
+        if self._is_shown and self.source is not None and self.source.exchange is None and self._shows_sum():
             _GRAD.__set__(self, None)
             self._is_shown = False
         if self.is_pending and self.factors:
@@ -451,6 +421,12 @@ class OptimizerCopy(nn.Parameter):
             return None
         return self.source.gradient_of(self.record)
 
+    def gradient_sources(self) -> list[torch.Tensor] | None:
+        """The tensors whose sum is the pending gradient, see GradientSource.sources_of; None as in `low_gradient`."""
+        if not self.is_pending or self.source is None or _GRAD.__get__(self) is not None:
+            return None
+        return self.source.sources_of(self.record)
+
     def scale_gradient(self, factor: float) -> None:
         """Multiply the pending gradient by `factor` when it is used."""
         self.factors += (factor,)
@@ -458,7 +434,8 @@ class OptimizerCopy(nn.Parameter):
     def memory_of_step(self) -> list[torch.Tensor]:
         """The memory of this copy that a one-pass step will write: the low halves, if the copy is halved."""
         with self.lock:
-            return [] if self.halves is None else [self.halves.low]
+            own = self.halves.own_values() if isinstance(self.halves, ShardedMaster) else self.halves
+            return [own.low] if isinstance(own, HalvedMaster) else []
 
     def bytes_to_come(self, *, in_one_pass: bool) -> int:
         """Bytes that the next step will allocate for values. `in_one_pass`: the step works on the halves."""

@@ -1,7 +1,6 @@
 """The layers of one model in host memory: which thread may read or write weights and gradients, and when.
 
 HostGradients holds each parameter's sum of gradients from the first landing after a step until the next step takes it.
-LayerUpdate updates one layer in one optimizer step: it takes the layer's gradients and writes its new weights.
 LayerStore owns all parts of the store and decides when gradients may land and be taken. Threads wait in the monitor
 until a LayerSlot, which implements the rules, allows the access. Knows no schedule and no optimizer.
 """
@@ -12,7 +11,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -23,8 +21,9 @@ from roundpipe.monitor import Monitor
 from roundpipe.store import adopt as adoption
 from roundpipe.store.adopt import Composition, PinMode, refuse_unusable, require_training_memory
 from roundpipe.store.host_memory import LandingBuffers, RegisteredPages
-from roundpipe.store.master import GradientOwner
-from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord, WeightBuffer
+from roundpipe.store.master import GradientOwner, StepExchange
+from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord
+from roundpipe.store.values import Share
 from roundpipe.store.weights import LayerSlot, LayerWeights, Masters
 
 
@@ -143,6 +142,12 @@ class HostGradients:
         """The gradient sum of one parameter, or None. Does not wait: it is asked for only after all landings."""
         return None if record.gathered is None else record.gathered.tensor
 
+    exchange: StepExchange | None = None  # with several machines, SharedSums is the source instead
+
+    def sources_of(self, record: ParameterRecord) -> list[torch.Tensor] | None:
+        """As `gradient_of`, in a list."""
+        return None if record.gathered is None else [record.gathered.tensor]
+
     def release(self, record: ParameterRecord) -> None:
         """Drop the sum of one parameter, because `.grad` of its master has replaced the sum."""
         with self._lock:
@@ -161,9 +166,6 @@ def _conceal(record: ParameterRecord) -> None:
         record.param.grad, record.exposed = None, False
 
 
-T = TypeVar("T")
-
-
 class LayerStore:
     """The layers of one model in host memory, from wrapping to closing."""
 
@@ -176,13 +178,17 @@ class LayerStore:
         pin_mode: PinMode,
         pinner: HostPinner,
         monitor: Monitor,
+        share: Share | None = None,
     ) -> None:
+        """`share`: this machine's part of every parameter, if several machines train the model together."""
         self.pid = os.getpid()
         # All checks that can refuse the model run before the first weight moves.
         refuse_unusable(layers, names)
         # A model wrapped under no_grad is for inference. Memory for training is checked when a call first trains.
         self._training_fits = torch.is_grad_enabled()
-        require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits)
+        self.share = share
+        num_machines = 1 if share is None else share.size
+        require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits, num_machines=num_machines)
         self.monitor = monitor
         self.layers = adoption.adopt(layers, names, pin_mode, pinner)
         self.parameters: list[ParameterRecord] = list(
@@ -204,7 +210,8 @@ class LayerStore:
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
         self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
         self._takers: dict[tuple[int, int], Callable[[], None]] = {}  # `take` of `when_landed`, by layer and generation
-        self.is_read_on_host = False  # whether calls also compute with the user's parameters on the host
+        # Set before the first master is made: several machines do not divide the masters of such a model.
+        self.is_read_on_host: bool = False  # whether calls also compute with the user's parameters on the host
         self.graphs_version = 0  # version of the weights that autograd graphs on the host have saved
         self.held: set[int] = set()  # layers that a checkpoint still reads; a step must not change them yet
         self._names = names
@@ -258,7 +265,9 @@ class LayerStore:
         Does nothing if an earlier check has passed. If gradients were enabled while wrapping, wrapping has checked it.
         """
         if not self._training_fits:
-            require_training_memory([layer.module for layer in self.layers], self.masters.optim_dtype, PinMode.OFF)
+            num_machines = 1 if self.share is None else self.share.size
+            modules = [layer.module for layer in self.layers]
+            require_training_memory(modules, self.masters.optim_dtype, PinMode.OFF, num_machines=num_machines)
             self._training_fits = True
 
     # Announcements of uploads and landings. A call is announced before it starts, so that steps and later calls wait
@@ -357,238 +366,3 @@ class LayerStore:
                     if record.back is not None:
                         record.back.copy_(record.param)
             record.seen_version = version  # last: after an interrupt the next call repeats the whole update
-
-
-class Caller(Protocol):
-    """What the store needs of the user's thread while that thread runs the body of a step (HandedStep)."""
-
-    thread: int  # the identifier from threading.get_ident()
-
-    def carry_out(self, work: Callable[[], T]) -> T:
-        """Run `work` on the optimizer thread and return its result."""
-
-
-class StepAbandoned(BaseException):
-    """Raised inside a step function whose gradients will never land. RoundPipe catches it, so users never see it."""
-
-
-class LayerUpdate:
-    """The update of one layer by one step. During the step it is the GradientSource of the layer's masters.
-
-    Runs on the optimizer thread, with two exceptions: the landing thread may call `_take`, and the `caller` of a handed
-    step may read gradients.
-    """
-
-    def __init__(
-        self,
-        store: LayerStore,
-        layer_id: int,
-        order: int,
-        *,
-        step: int,
-        is_async: bool,
-        abandoned: Callable[[], bool],
-        caller: Caller | None = None,
-    ) -> None:
-        """Note which parameters the step may change; `prepare` begins the update.
-
-        `order`: position of the layer in the order in which the gradients of all layers land. `abandoned`: returns
-        True once the step's gradients will never land. `caller`: the thread that runs the body of the step, if that is
-        not the optimizer thread.
-        """
-        self.order = order
-        # If the host also computes with the user's parameters, they are the only buffer, and after an asynchronous step
-        # calls still read the old weights there. The new weights stay in the masters until the next step writes them.
-        self.publishes_late = is_async and store.is_read_on_host
-        self._store, self._layer_id = store, layer_id
-        self._generation, self._version = step - 1, step
-        self._is_async = is_async
-        self._abandoned = abandoned
-        self._thread = threading.get_ident()
-        self._caller = caller
-        self._records = [
-            record
-            for record in store.layers[layer_id].at_home
-            if record.master is not None or record.param.requires_grad or record.gathered is not None
-        ]
-        self._gradients: dict[ParameterRecord, HostGradient] | None = None  # None until all of them have landed
-        self._unwanted: list[ParameterRecord] = []  # parameters whose gradient was released before it landed
-        self._settled = False  # whether the update was published or revoked
-        self._target: WeightBuffer | None = None  # the buffer for the new weights; None until writing begins
-        self.updated: set[ParameterRecord] = set()  # parameters that the one-pass optimizer has updated
-
-    # The step's gradients.
-
-    def prepare(self) -> None:
-        """Become the gradient source of the layer's copies, and allocate second weights if the step needs them."""
-        # First: even if a later line fails, the layer's gradients are taken and the next generation may land.
-        self._store.when_landed(self._layer_id, self._generation, self._take)
-        for record in self._records:
-            master = self._store.masters.of(record)
-            if not self.publishes_late:
-                master.rest_between_steps()
-            master.begin_step(self, record)
-        if self._is_async and not self.publishes_late:
-            self._store.weights.keep_two(self._layer_id)
-
-    def _take(self) -> None:
-        """Take the landed sums, and release those that the step does not need any more.
-
-        Called under the monitor, possibly on the landing thread.
-        """
-        self._gradients = self._store.gradients.take(self._records)
-        for record in list(self._gradients) if self._settled else self._unwanted:
-            self.release(record)
-
-    @property
-    def may_be_changed(self) -> bool:
-        """Whether the layer's gradients have all landed and no checkpoint still reads the layer. Does not wait."""
-        return self._gradients is not None and self._layer_id not in self._store.held
-
-    def wait_until_landed(self) -> None:
-        """Block until the layer's gradients have landed; raises StepAbandoned if they never will."""
-        self.wait_until(lambda: self._gradients is not None, f"gradients of layer {self._layer_id}")
-
-    def wait_for_gradients(self) -> None:
-        """Block until the gradients have landed and no checkpoint still reads the layer: the step may change it.
-
-        Raises StepAbandoned if the gradients will never land.
-        """
-        if not self.may_be_changed:
-            self.wait_until_landed()
-            held = self._store.held
-            self.wait_until(lambda: self._layer_id not in held, f"a checkpoint to read layer {self._layer_id}")
-        if self._abandoned():
-            raise StepAbandoned
-
-    def wait_until(self, ready: Callable[[], bool], what: str) -> None:
-        """Block until `ready()` is true; raises StepAbandoned if the step's gradients will never land."""
-        with self._store.monitor:
-            self._store.monitor.wait_until(lambda: self._abandoned() or ready(), what)
-        if self._abandoned():
-            raise StepAbandoned
-
-    def is_usable(self) -> bool:
-        """Whether the calling thread may use the step's gradients.
-
-        The optimizer thread and the thread of a `caller` may. After a step with a `caller` any thread may, because the
-        user's loop may read gradients that it has not cleared.
-        """
-        ident = threading.get_ident()
-        is_callers = self._caller is not None and (self._settled or ident == self._caller.thread)
-        return ident == self._thread or is_callers
-
-    def gradient_of(self, record: ParameterRecord) -> torch.Tensor | None:
-        """The gradient of a parameter, or None if it has none. Waits until the layer's gradients have landed."""
-        self.wait_for_gradients()
-        assert self._gradients is not None
-        gradient = self._gradients.get(record)
-        return None if gradient is None else gradient.tensor
-
-    def release(self, record: ParameterRecord) -> None:
-        """Release a gradient that the step does not need any more, now or as soon as it has landed."""
-        with self._store.monitor:  # the gradient may be landing on another thread right now
-            if self._gradients is None:
-                self._unwanted.append(record)
-            elif record in self._gradients:
-                self._gradients.pop(record).release()
-
-    # The new weights.
-
-    def carry_out(self, work: Callable[[], T]) -> T:
-        """Run `work`, which writes weights, on the optimizer thread: no signal handler can interrupt it there."""
-        if self._caller is None or threading.get_ident() == self._thread:
-            return work()
-        return self._caller.carry_out(work)
-
-    def new_weight_of(self, record: ParameterRecord) -> torch.Tensor | None:
-        """The memory for a parameter's new weight, after waiting for uploads that still read this memory.
-
-        None if the next step writes the new weights, see `publishes_late`.
-        """
-        return None if self.publishes_late else record.memory(self._begun())
-
-    def _begun(self) -> WeightBuffer:
-        """The buffer for the new weights. The first call waits for uploads that still read this buffer."""
-        if self._target is None:
-            self._target = self._store.weights.begin(self._layer_id, self._version)
-        return self._target
-
-    @property
-    def has_replaced_weights(self) -> bool:
-        """Whether the step has begun to overwrite the old weights, so that they cannot be restored."""
-        is_old_there = self._store.slots[self._layer_id].can_upload(self._version - 1)
-        return self._target is not None and not is_old_there
-
-    def end_step(self) -> None:
-        """Called when the step function has returned: gradients that it has not cleared become `.grad` of the copies.
-
-        With a `caller` they stay unconverted in host memory, because a user's loop clears them after the step.
-        """
-        self.wait_for_gradients()
-        for record in self._records:
-            self._store.masters.of(record).end_step(keeps_source=self._caller is not None)
-
-    def publish(self) -> None:
-        """Complete the new weights and allow calls to read them. Called when the step has succeeded in all layers."""
-        if not self.publishes_late:
-            self._complete_weights()
-        self._settled = True
-
-    def revoke(self) -> None:
-        """Undo a failed step: drop its gradients, and its new weights unless they have overwritten the old ones.
-
-        Waits for nothing: gradients that have not landed yet are dropped when they land.
-        """
-        if self._settled:
-            return
-        with self._store.monitor:  # from here on `_take` releases the gradients that it takes
-            self._settled = True
-        for record in self._records:
-            if record.master is not None:
-                record.master.grad = None
-                record.master.end_step()
-                record.master.mark_touched()  # the master keeps its changes, and the next step publishes them
-        for record in list(self._gradients or ()):
-            self.release(record)
-        if self.publishes_late:
-            return
-        if self._target is None:
-            self._store.weights.unchanged(self._layer_id, self._version)
-        elif self.has_replaced_weights:
-            self._complete_weights()
-        else:
-            self._store.weights.revoke(self._layer_id, self._version, self._target)
-
-    def _complete_weights(self) -> None:
-        """Write the weights that the one-pass optimizer has not written, and allow calls to read the new version."""
-        if not self._records:
-            self._store.weights.unchanged(self._layer_id, self._version)
-            return
-        target = self._begun()
-        try:
-            with torch.no_grad():
-                for record in self._records:
-                    master = self._store.masters.of(record)
-                    # Write every master that was not updated in one pass, even if its version counter is unchanged:
-                    # not every kernel changes the counter.
-                    if record not in self.updated or master.was_touched():
-                        master.write_weight(record.memory(target))
-                        master.forget_touches()
-                    master.rest_after_step()
-        finally:
-            self._store.weights.end(self._layer_id, self._version, target)
-
-
-def next_to_change(updates: Sequence[LayerUpdate]) -> LayerUpdate:
-    """The update, of those that are left, that a step carries out next. They are in the order of landing.
-
-    While some layers wait for gradients or for a checkpoint, this is the first that waits for neither. Once all may be
-    changed, it is the last: the next call needs its weights first.
-    """
-    while not (ready := [update for update in updates if update.may_be_changed]):
-        first = updates[0]
-        first.wait_until_landed()
-        what = f"a checkpoint to read layer {first._layer_id}"
-        first.wait_until(lambda: any(update.may_be_changed for update in updates), what)
-    return updates[-1] if len(ready) == len(updates) else ready[0]

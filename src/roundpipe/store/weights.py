@@ -479,7 +479,9 @@ class Masters:
     def of(self, record: ParameterRecord) -> OptimizerCopy:
         """The master of a parameter; the first call makes it from the current weights."""
         if record.master is None:
-            record.master = OptimizerCopy.of_weight(record.weights, self.optim_dtype or record.weights.dtype)
+            home = self._home()
+            share = None if home is None or home.is_read_on_host else home.share
+            record.master = OptimizerCopy.of_weight(record.weights, self.optim_dtype or record.weights.dtype, share)
             record.master.home = self._home
         return record.master
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import RoundPipe, optim
-from roundpipe.optim import adam as reserve
-from roundpipe.optim.adam import Reserve
+from roundpipe.optim import adam
+from roundpipe.optim import state_memory as reserve
+from roundpipe.optim.state_memory import Reserve
 from roundpipe.store import OptimizerCopy
 from roundpipe.store.host_memory import HUGE_PAGE_BYTES, make_pages_ready
 
@@ -92,7 +93,7 @@ def test_it_happens_once_and_changes_nothing(model: RoundPipe, made_ready: list[
 
 def test_states_are_in_the_order_of_parameters(model: RoundPipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although layers are updated as their gradients land, the last one first."""
-    monkeypatch.setattr(reserve, "next_to_change", lambda updates: updates[0])
+    monkeypatch.setattr(adam, "next_to_change", lambda updates: updates[0])
     optimizer = optim.Adam(list(model.optim_parameters()), lr=1e-3)
     step(model, optimizer)
     assert list(optimizer.state_dict()["state"]) == [0, 1, 2, 3]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roundpipe.optim.native.kernel import OnePassKernel, one_pass_kernel
-from roundpipe.store import master
-from roundpipe.store.master import HalvedMaster
+from roundpipe.store import values as store_values
+from roundpipe.store.values import HalvedMaster
 
 UPPERS = torch.arange(0, 0x10000, dtype=torch.int64)  # all high halves: every sign, exponent and leading bits
 LOWERS = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
@@ -85,7 +85,7 @@ def assert_taken(values: Tensor) -> None:
 @pytest.mark.parametrize("chunk", [16, 4096, 1 << 20])
 @pytest.mark.parametrize("lower", LOWERS, ids=hex)
 def test_what_was_joined_is_split_again(lower: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master, "_CHUNK", chunk)
+    monkeypatch.setattr(store_values, "_CHUNK", chunk)
     values = from_bits((UPPERS << 16) | lower)
     values = values[~values.isnan()]
     assert_taken(values if chunk > 16 else values[::61].contiguous())

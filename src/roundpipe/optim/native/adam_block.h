@@ -87,15 +87,28 @@ PROCESSOR static void FOR(multiply)(float *restrict values, float factor, int64_
 ADAM(FOR(adam), THE_MOMENT)
 ADAM(FOR(amsgrad), THE_LARGEST_MOMENT)
 
+PROCESSOR static void FOR(add)(float *restrict to, const float *restrict from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] += from[i];
+}
+
+/* Writes one gradient as float32 numbers to `to`. */
+PROCESSOR static void FOR(widen)(float *to, const void *from, int32_t precision, int64_t start, int64_t count) {
+    switch (precision) {
+        case BFLOAT16: FOR(widen_bfloat)(to, (const uint16_t *)from + start, count); break;
+        case FLOAT16: FOR(widen_half)(to, (const uint16_t *)from + start, count); break;
+        default: memcpy(to, (const float *)from + start, (size_t)count * sizeof(float));
+    }
+}
+
 PROCESSOR static const float *FOR(gradient_block)(float *scratch, const struct adam_parameter *p, int64_t start,
                                                   int64_t count) {
-    const void *from = p->gradient;
-    switch (p->gradient_precision) {
-        case BFLOAT16: FOR(widen_bfloat)(scratch, (const uint16_t *)from + start, count); break;
-        case FLOAT16: FOR(widen_half)(scratch, (const uint16_t *)from + start, count); break;
-        default:
-            if (!p->rule.num_factors) return (const float *)from + start;
-            memcpy(scratch, (const float *)from + start, (size_t)count * sizeof(float));
+    float further[BLOCK];
+    int is_used_as_is = p->gradient_precision == FLOAT32 && !p->rule.num_factors && !p->num_more_gradients;
+    if (is_used_as_is) return (const float *)p->gradient + start;
+    FOR(widen)(scratch, p->gradient, p->gradient_precision, start, count);
+    for (int64_t k = 0; k < p->num_more_gradients; k++) {
+        FOR(widen)(further, p->more_gradients[k], p->gradient_precision, start, count);
+        FOR(add)(scratch, further, count);
     }
     for (int32_t f = 0; f < p->rule.num_factors; f++) FOR(multiply)(scratch, p->rule.factors[f], count);
     return scratch;

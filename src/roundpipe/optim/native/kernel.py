@@ -14,12 +14,13 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from roundpipe.optim.native import library
 from roundpipe.store.host_memory import dense_stride
-from roundpipe.store.master import HalvedMaster
+from roundpipe.store.values import HalvedMaster
 
 MAX_FACTORS = 4
 _PRECISIONS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -55,6 +56,8 @@ class _Parameter(ctypes.Structure):
         ("ties", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("gradient", ctypes.c_void_p),
+        ("more_gradients", ctypes.c_void_p),
+        ("num_more_gradients", ctypes.c_int64),
         ("first", ctypes.c_void_p),
         ("second", ctypes.c_void_p),
         ("largest", ctypes.c_void_p),
@@ -114,7 +117,9 @@ class KernelParameter:
     largest: torch.Tensor | None  # the maximum of the second moment over all steps; only for amsgrad
     weight: torch.Tensor | None  # receives the updated values, rounded to its dtype; None if only the master is updated
     rule: AdamRule
+    more_gradients: Sequence[torch.Tensor] = ()  # of the form of `gradient`; the sum of all, in order, counts
     _packed: _Parameter | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
+    _addresses: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)  # of `more_gradients`
     _forms: _Forms | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def packed(self) -> _Parameter:
@@ -137,7 +142,12 @@ class KernelParameter:
         return self._packed
 
     def renew(
-        self, master: torch.Tensor | HalvedMaster, gradient: torch.Tensor, weight: torch.Tensor | None, rule: AdamRule
+        self,
+        master: torch.Tensor | HalvedMaster,
+        gradient: torch.Tensor,
+        weight: torch.Tensor | None,
+        rule: AdamRule,
+        more_gradients: Sequence[torch.Tensor] = (),
     ) -> bool:
         """Set the tensors of another step with the same moments.
 
@@ -146,13 +156,17 @@ class KernelParameter:
         """
         if self._packed is None or self._forms != _forms(master, gradient, weight):
             return False
+        if any(more.dtype is not gradient.dtype or more.shape != gradient.shape for more in more_gradients):
+            return False
         self.master, self.gradient, self.weight, self.rule = master, gradient, weight, rule
+        self.more_gradients = more_gradients
         self._pack(self._packed, master, gradient, weight, rule)
         return True
 
     def forget_memory(self) -> None:
         """Drop the references to the model's memory, so that an object kept for later steps does not keep it alive."""
         self.master = self.gradient = self.weight = None
+        self.more_gradients = ()
 
     def _pack(
         self,
@@ -170,6 +184,9 @@ class KernelParameter:
             packed.master = master.data_ptr()
         packed.gradient, packed.rule = gradient.data_ptr(), rule.packed
         packed.weight = None if weight is None else weight.data_ptr()
+        packed.num_more_gradients = len(self.more_gradients)
+        self._addresses = (ctypes.c_void_p * len(self.more_gradients))(*[g.data_ptr() for g in self.more_gradients])
+        packed.more_gradients = ctypes.addressof(self._addresses) if self.more_gradients else None
         self._packed = packed
 
 
@@ -259,6 +276,7 @@ def _check(parameter: KernelParameter) -> None:
     else:
         whole = _require("master", master, torch.float32)
     tensors = [whole, _require("gradient", parameter.gradient, *_PRECISIONS)]
+    tensors += [_require("gradient", more, tensors[1].dtype) for more in parameter.more_gradients]
     tensors += [_require("moment", moment, torch.float32) for moment in (parameter.first, parameter.second)]
     if parameter.largest is not None:
         tensors.append(_require("moment", parameter.largest, torch.float32))

@@ -42,6 +42,8 @@ struct adam_parameter {
     uint8_t *ties;
     void *weight; /* where the new weight is written; may be old_weight */
     const void *gradient;
+    const void *const *more_gradients; /* further gradients of the same precision; the sum of all, in order, counts */
+    int64_t num_more_gradients;
     float *first, *second;
     float *largest; /* 0: not amsgrad */
     int64_t count;

@@ -1,0 +1,214 @@
+"""The values of masters that have no float32 tensor of their own: halved, or divided between several machines.
+
+A HalvedMaster stores float32 values as a bfloat16 weight and the missing 16 bits. With a process group, a ShardedMaster
+stores the values of one range of a parameter, halved if possible; the other machines store the other ranges. A Share
+says which range. Knows neither optimizers nor steps, and sends nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from roundpipe.errors import UsageError
+from roundpipe.store.host_memory import HostBuffer, dense_stride
+
+_HALF = 0x8000
+_CHUNK = 1 << 20  # number of elements converted at a time, so that intermediate results stay small
+_SHARDED_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class HalvedMaster:
+    """float32 values stored as two halves: the bfloat16 weight to which each value rounds, and its low 16 bits.
+
+    Devices need the bfloat16 weight anyway, so the values cost only half the memory of a float32 tensor. Joining the
+    halves restores every bit. [Note: halved masters] in one_pass_adam.c explains how; the C code computes the same.
+    """
+
+    def __init__(self, weight: torch.Tensor, low: torch.Tensor | None = None, ties: torch.Tensor | None = None) -> None:
+        """Make halves from a bfloat16 `weight`. Without `low` the values equal `weight` exactly."""
+        self.weight = weight
+        if low is not None:
+            self.low = low
+        if ties is not None:
+            self.ties = ties
+
+    @functools.cached_property
+    def low(self) -> torch.Tensor:
+        """The low 16 bits of each value, flat, in the order of the weight's memory. Allocated when first used."""
+        return HostBuffer(2 * self.weight.numel(), None).tensor.view(torch.int16)
+
+    @functools.cached_property
+    def ties(self) -> torch.Tensor:
+        """One bit per value, used if the value lies half way between two bfloat16 numbers: 1 if it was rounded up."""
+        return HostBuffer(-(-self.weight.numel() // 8), None).tensor
+
+    @property
+    def low_bytes_to_come(self) -> int:
+        """Bytes that `low` will allocate when it is first used; 0 if it is allocated already."""
+        return 0 if "low" in vars(self) else 2 * self.weight.numel()
+
+    def become(self, weight: torch.Tensor) -> None:
+        """Set the values to exactly those of `weight`: drop the low halves."""
+        self.weight = weight
+        vars(self).pop("low", None)
+        vars(self).pop("ties", None)
+
+    def joined(self) -> torch.Tensor:
+        """The values as a new float32 tensor with the strides of the weight."""
+        made = torch.empty_like(self.weight, dtype=torch.float32, memory_format=torch.preserve_format)
+        self.join_into(made)
+        return made
+
+    def join_into(self, to: torch.Tensor) -> None:
+        """Write the values into a float32 tensor of the weight's shape and strides."""
+        if "low" not in vars(self):
+            to.copy_(self.weight)
+            return
+        weight, bits = flat(self.weight).view(torch.int16), flat(to).view(torch.int32)
+        for start in range(0, self.weight.numel(), _CHUNK):
+            piece = slice(start, start + _CHUNK)
+            lower = self.low[piece].to(torch.int32) & 0xFFFF
+            went_up, is_tie = lower > _HALF, lower == _HALF
+            if is_tie.any():
+                went_up |= is_tie & _unpacked(self.ties[start // 8 : (start + _CHUNK) // 8])[: len(lower)]
+            upper = (weight[piece].to(torch.int32) & 0xFFFF) - went_up.to(torch.int32)
+            torch.bitwise_or(upper << 16, lower, out=bits[piece])
+
+    def take(self, values: torch.Tensor) -> bool:
+        """Set the low halves so that joining gives `values`, a float32 tensor of the weight's shape and strides.
+
+        The weight is read and stays unchanged. Returns False and changes nothing if joining would not restore every
+        bit: the weight must equal `values` rounded, and no value may be NaN.
+        """
+        other = HalvedMaster(self.weight)
+        weight, bits = flat(self.weight).view(torch.int16), flat(values).view(torch.int32)
+        for start in range(0, self.weight.numel(), _CHUNK):
+            piece = slice(start, start + _CHUNK)
+            lower = other.low[piece].copy_(bits[piece])  # the conversion to int16 keeps the low 16 bits
+            rise = weight[piece] - (bits[piece] >> 16).to(torch.int16)
+            is_tie, went_up = lower == -_HALF, rise == 1
+            if not torch.where(is_tie, went_up | (rise == 0), rise == (lower < 0)).all():
+                return False
+            if (is_tie & went_up).any():
+                other.ties[start // 8 : (start + _CHUNK) // 8] = _packed(is_tie & went_up)
+        self.become(self.weight)
+        vars(self).update(vars(other))
+        return True
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """The bits of a uint8 tensor as booleans, the lowest bit of each byte first."""
+    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
+
+
+def _packed(flags: torch.Tensor) -> torch.Tensor:
+    """Booleans as bits of a uint8 tensor, the lowest bit of each byte first."""
+    whole = torch.zeros(-(-len(flags) // 8) * 8, dtype=torch.uint8)
+    whole[: len(flags)] = flags
+    return (whole.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def flat(dense: torch.Tensor) -> torch.Tensor:
+    """A flat view of a dense tensor, with its elements in the order of memory."""
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """This machine's part of every parameter: one range of its elements, in the order of memory.
+
+    The ranges of a parameter depend on its size and on the number of machines alone, so they stay what they are when
+    the model is divided into other layers.
+    """
+
+    rank: int
+    size: int  # the number of machines
+
+    def range_of(self, count: int, rank: int | None = None) -> slice:
+        """The range of a parameter with `count` elements that belongs to this machine, or to the machine `rank`."""
+        rank = self.rank if rank is None else rank
+        return slice(count * rank // self.size, count * (rank + 1) // self.size)
+
+    def count_of(self, count: int) -> int:
+        """The number of elements in this machine's range of a parameter with `count` elements."""
+        return count * (self.rank + 1) // self.size - count * self.rank // self.size
+
+
+def can_be_sharded(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether machines can divide a master of `weight` in `dtype` between them: the one-pass kernel can update it."""
+    is_dense = dense_stride(weight) == tuple(weight.stride())
+    return dtype is torch.float32 and weight.dtype in _SHARDED_WEIGHTS and weight.numel() > 0 and is_dense
+
+
+class ShardedMaster:
+    """float32 values of which this machine stores one range.
+
+    Until the first update the values equal the weight, and nothing is stored. From then on only the weight, which is
+    rounded, is complete on every machine.
+    """
+
+    def __init__(self, weight: torch.Tensor, share: Share) -> None:
+        self.share = share
+        self._range = share.range_of(weight.numel())
+        self._own: HalvedMaster | torch.Tensor | None = None  # None: the values equal the weight
+        self.weight = weight
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The whole weight in the newest buffer."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+        if isinstance(self._own, HalvedMaster):
+            self._own.weight = flat(weight)[self._range]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this machine knows all values, because none was updated yet."""
+        return self._own is None
+
+    def own_values(self) -> HalvedMaster | torch.Tensor:
+        """The values of this machine's range, flat: in halves if the weight is bfloat16. The first call makes them."""
+        if self._own is None:
+            mine = flat(self._weight)[self._range]
+            self._own = HalvedMaster(mine) if mine.dtype is torch.bfloat16 else mine.to(torch.float32, copy=True)
+        return self._own
+
+    def take(self, values: torch.Tensor) -> None:
+        """Set the values of this machine's range to those in `values`, a float32 tensor of the whole parameter."""
+        mine = flat(values)[self._range]
+        halves = HalvedMaster(flat(self._weight)[self._range])
+        is_halved = self._weight.dtype is torch.bfloat16 and halves.take(mine)
+        self._own = halves if is_halved else mine.clone()
+
+    @property
+    def low_bytes_to_come(self) -> int:
+        """Bytes that `own_values` and the halves will still allocate."""
+        count = self.share.count_of(self._weight.numel())
+        if isinstance(self._own, HalvedMaster):
+            return self._own.low_bytes_to_come
+        if self._own is not None:
+            return 0
+        return (2 if self._weight.dtype is torch.bfloat16 else 4) * count
+
+    def become(self, weight: torch.Tensor) -> None:
+        """Set the values to exactly those of `weight`."""
+        self._own = None
+        self.weight = weight
+
+    def join_into(self, to: torch.Tensor) -> None:
+        """Write the values into a float32 tensor. Raises UsageError if other machines have a part of them."""
+        if self._own is not None:
+            raise UsageError(
+                f"this machine has 1/{self.share.size} of the optimizer's copy of a parameter of shape "
+                f"{tuple(self._weight.shape)}: the machines of the process group divide the copies between them. Read "
+                "the weights instead, which every machine has: model.parameters() or model.state_dict() after "
+                "model.synchronize(). An optimizer of torch, in place of roundpipe.optim, keeps whole copies on every "
+                "machine."
+            )
+        to.copy_(self._weight)

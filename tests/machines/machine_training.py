@@ -1,0 +1,144 @@
+"""Trainings that the tests of machines run: on one machine with all microbatches, or on several with a part of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, clip_grad_norm_, optim
+
+WIDTH = 12
+ROWS = 24  # divisible by 1, 2, 3, 4 machines and by their microbatches
+MICROBATCHES = 12  # of all machines together
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training. `dtype`: of the weights; `optim_dtype`: of the masters."""
+
+    dtype: torch.dtype = torch.float32
+    optim_dtype: torch.dtype | None = None
+    is_async: bool = False
+    dropout: float = 0.0
+    calls_per_step: int = 1
+    clip: str = ""  # "", "ours" or "torch's"
+    scaler: bool = False
+    optimizer: str = "AdamW"  # of roundpipe.optim, or "torch.<name>"
+    loss_reduction: str = "sum"
+    loop: str = "step"  # "step", "plain"
+    num_steps: int = 3
+    tied: bool = False
+    frozen: bool = False
+    unused: bool = False  # one layer gets no gradient
+
+
+class Skipped(nn.Module):
+    """A layer whose parameter gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def network(case: Case) -> nn.Sequential:
+    """The same network on every machine."""
+    torch.manual_seed(11)
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(case.dropout)) for _ in range(4)
+    ]
+    if case.tied:
+        layers[3][0].weight = layers[0][0].weight
+    if case.frozen:
+        layers[1].requires_grad_(False)
+        layers[2][0].bias.requires_grad_(False)
+    if case.unused:
+        layers.insert(2, Skipped())
+    return nn.Sequential(*layers).to(case.dtype)
+
+
+def loss_fn(output: Tensor, label: Tensor) -> Tensor:
+    return ((output - label) ** 2).float().sum() if output.dtype is torch.bfloat16 else ((output - label) ** 2).sum()
+
+
+def mean_loss(output: Tensor, label: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, label)
+
+
+def optimizer_of(case: Case, params: Any) -> torch.optim.Optimizer:
+    module, _, name = case.optimizer.rpartition(".")
+    return getattr(torch.optim if module else optim, name)(params, lr=0.01)
+
+
+def part(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """This machine's rows of a batch."""
+    return tensor.tensor_split(size)[rank]
+
+
+def train(rank: int, size: int, case: Case, has_group: bool = True) -> dict[str, Any]:
+    """Train on this machine's part of every batch; returns losses and weights."""
+    torch.manual_seed(5)
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES // size, loss_reduction=case.loss_reduction)
+    model = RoundPipe(
+        network(case),
+        optim_dtype=case.optim_dtype,
+        name="net",
+        model_run_config=config,
+        devices=["cpu"] * 2,
+        process_group=dist.group.WORLD if has_group else None,
+    )
+    with model:
+        params = list(model.optim_parameters())
+        optimizer = optimizer_of(case, params)
+        scaler = GradScaler(init_scale=8.0, growth_interval=1, enabled=case.scaler)
+        norms: list[float] = []
+
+        def clip() -> None:
+            if case.clip:
+                clips: dict[str, Callable[..., Tensor]] = {"ours": clip_grad_norm_}
+                norms.append(float(clips.get(case.clip, nn.utils.clip_grad_norm_)(params, 0.5)))
+
+        def step_fn() -> None:
+            scaler.unscale_(optimizer)
+            clip()
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+
+        fn = mean_loss if case.loss_reduction == "mean" else loss_fn
+        losses = []
+
+        def scaled(output: Tensor, label: Tensor) -> Tensor:
+            return scaler.scale(fn(output, label))
+
+        for step in range(case.num_steps):
+            for call in range(case.calls_per_step):
+                generator = torch.Generator().manual_seed(100 * step + call)
+                x = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
+                y = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
+                x, y = part(x, rank, size), part(y, rank, size)
+                if case.loop == "plain":
+                    loss = fn(model(x), y)
+                    loss.backward()
+                    losses.append(loss.item())
+                else:
+                    loss = model.forward_backward((x,), label=y, loss_fn=scaled)
+                    losses.append(loss.item())
+            if case.loop == "plain":
+                clip()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                model.step(step_fn, case.is_async)
+                scaler.update(is_async=case.is_async)
+        model.synchronize()
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        machines = model._engine.group.machines
+        sent = None if machines is None else machines.sent_bytes
+    return {"losses": losses, "weights": weights, "norms": norms, "sent": sent}
