@@ -22,6 +22,7 @@ from roundpipe.estimate.estimate import Estimate, Machine, Work, estimate
 from roundpipe.estimate.figures import SHAPES, DeviceFigures, gpu_named, parse_gpus
 from roundpipe.estimate.layer_costs import PaperModel, add_adapters, causal_lm_on_paper
 from roundpipe.plan import TaskKind
+from roundpipe.plan.forecast import Network
 from roundpipe.store.host_memory import available_host_bytes, memory_table
 
 _DONE, _DOES_NOT_FIT = 0, 1
@@ -30,6 +31,7 @@ _SMALLEST_ROW = 500_000  # bytes; a smaller part would be printed as 0.000 GB
 _EXAMPLE = "roundpipe estimate qwen3-8b --devices 1x24GB --ram 128 --batch 16 --seq-len 4096 --full"
 # Rate of the optimizer's kernel in training with 14 threads of a server; on the idle machine it is 1.5 times as high.
 _PARAMETERS_PER_S = 4e9
+_NETWORK_GBITS = 25.0
 
 
 def run(words: Sequence[str]) -> int:
@@ -59,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help=f"a model folder, a config.json, or one of: {', '.join(SHAPES)}")
     parser.add_argument("--devices", help="GPUs: 2xRTX4090, 1x24GB, 1xH200:24GB; default: those of this machine")
     parser.add_argument("--ram", type=_positive, metavar="GB", help="host memory; default: what is available here")
-    parser.add_argument("--batch", type=_count, default=16, help="sequences per step (default 16)")
+    parser.add_argument("--batch", type=_count, default=16, help="sequences per step and machine (default 16)")
     parser.add_argument("--seq-len", type=_count, default=4096, help="tokens per sequence (default 4096)")
     trained = parser.add_mutually_exclusive_group()
     trained.add_argument("--full", action="store_true", help="train all parameters (the default)")
@@ -78,6 +80,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="G",
         help=f"billions of parameters that the optimizer updates per second (default {_PARAMETERS_PER_S / 1e9:g}; in "
         "training, a machine reaches about two thirds of what `roundpipe doctor` measures)",
+    )
+    parser.add_argument("--machines", type=_count, default=1, metavar="N", help="number of such machines (default 1)")
+    parser.add_argument(
+        "--network", type=_positive, default=_NETWORK_GBITS, metavar="G", help="Gb/s between them (default 25)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -106,7 +112,8 @@ def _machine(options: argparse.Namespace) -> Machine:
         facts = gpu_facts(0)
         gpu = gpu_named(facts.name, facts.memory_bytes)
     ram_bytes = available_host_bytes() if options.ram is None else int(options.ram * 1e9)
-    return Machine(gpu, num_devices, ram_bytes, options.optimizer_rate * 1e9)
+    network = Network(options.machines, options.network * 1e9 / 8) if options.machines > 1 else None
+    return Machine(gpu, num_devices, ram_bytes, options.optimizer_rate * 1e9, network)
 
 
 def load_on_paper(model: str, dtype: torch.dtype, lora_rank: int | None) -> PaperModel:
@@ -169,26 +176,42 @@ def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         f"{' (chosen)' if work.num_microbatch is None else ''}",
         f"machine    {_in_words(machine)}",
         "",
-        "host memory",
+        "host memory" if machine.network is None else "host memory of each machine",
         memory_table(host_rows),
         "",
         "memory of each device, at its peak",
         memory_table(dict(found.device) | {"in all": found.device_bytes, "plans may use": limit}),
         "",
         f"plan       {_plan_in_words(found)}",
-        f"time       {found.step_s:.3g} s a step, {work.batch * work.length / found.step_s:,.0f} tokens/s",
+        f"time       {found.step_s:.3g} s a step, {_tokens_per_s(work, machine, found):,.0f} tokens/s",
         f"{_INDENT}compute {found.compute_s:.3g} s, link {found.link_s:.3g} s, optimizer {found.optimizer_s:.3g} s: "
         f"bound by {found.bound.value}",
+        *_network_in_words(machine, found),
         "",
         _verdict(found, limit),
     ]
     return "\n".join(lines) + "\n"
 
 
+def _tokens_per_s(work: Work, machine: Machine, found: Estimate) -> float:
+    return machine.num_machines * work.batch * work.length / found.step_s
+
+
+def _network_in_words(machine: Machine, found: Estimate) -> list[str]:
+    if machine.network is None:
+        return []
+    return [
+        f"network    {found.network_bytes / 1e9:.3g} GB out and in per machine and step, {found.network_s:.3g} s at "
+        f"{machine.network.bytes_per_s * 8 / 1e9:g} Gb/s,",
+        f"{_INDENT}of which {found.exposed_s:.3g} s are not hidden",
+    ]
+
+
 def _in_words(machine: Machine) -> str:
     gpu: DeviceFigures = machine.gpu
+    several = "" if machine.network is None else f"{machine.num_machines} machines, each "
     return (
-        f"{machine.num_devices} x {gpu.memory_bytes / 1e9:.1f} GB, figures of {gpu.name}\n"
+        f"{several}{machine.num_devices} x {gpu.memory_bytes / 1e9:.1f} GB, figures of {gpu.name}\n"
         f"{_INDENT}{gpu.half_flops / 1e12:.0f} TFLOP/s, memory {gpu.memory_bytes_per_s / 1e9:,.0f} GB/s, link "
         f"{gpu.link_bytes_per_s / 1e9:.0f} GB/s, optimizer {machine.parameters_per_s / 1e9:.3g} G parameters/s"
     )
@@ -237,8 +260,11 @@ def as_json(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
             "compute": found.compute_s,
             "link": found.link_s,
             "optimizer": found.optimizer_s,
+            "network": found.network_s,
+            "network_not_hidden": found.exposed_s,
         },
-        "tokens_per_s": work.batch * work.length / found.step_s,
+        "network_bytes": found.network_bytes,
+        "tokens_per_s": _tokens_per_s(work, machine, found),
         "bound": found.bound.value,
         "fits": found.fits,
         "refusal": found.refusal,

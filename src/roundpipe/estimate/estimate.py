@@ -145,7 +145,7 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
     # Each of several machines updates its part of every layer.
     update_s = [count / machine.num_machines / machine.parameters_per_s for count in trained]
     found = forecast(profile, update_s if work.is_exact else None)
-    host = _host_parts(paper, work, found, profile)
+    host = _host_parts(paper, work, machine, found, profile)
     seconds = sum(task_seconds(task, costs) for task in found.tasks)
     link_s = max(_link_bytes(found, profile)) / machine.gpu.link_bytes_per_s / machine.num_devices
     optimizer_s = sum(update_s)
@@ -211,9 +211,11 @@ def _device_parts(found: Forecast, profile: ModelProfile, is_exact: bool) -> dic
     return {name: size for name, size in parts.items() if size}
 
 
-def _host_parts(paper: PaperModel, work: Work, found: Forecast, profile: ModelProfile) -> dict[str, int]:
+def _host_parts(
+    paper: PaperModel, work: Work, machine: Machine, found: Forecast, profile: ModelProfile
+) -> dict[str, int]:
     """Bytes in host memory by part: what the check at wrapping counts, and inputs saved for recomputation."""
-    rows = training_memory([paper.model], work.optim_dtype, PinMode.REGISTER)
+    rows = training_memory([paper.model], work.optim_dtype, PinMode.REGISTER, num_machines=machine.num_machines)
     if work.is_exact:
         del rows[SECOND_WEIGHTS]
     recomputed = [task for task in found.tasks if task.kind is TaskKind.BACKWARD]
@@ -237,6 +239,7 @@ def _refusal(paper: PaperModel, work: Work, machine: Machine, host: Mapping[str,
             is_async=not work.is_exact,
             warns_of_async=False,
             available=machine.ram_bytes,
+            num_machines=machine.num_machines,
         )
     except HostMemoryError as error:
         return str(error)

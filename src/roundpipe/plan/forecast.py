@@ -85,19 +85,22 @@ def _final_on_several_devices(
 class Network:
     """The network between machines that train one model.
 
-    bytes_per_s: what a machine sends, and receives at the same time. latency_s: of one exchange, its header included.
+    bytes_per_s: what a machine sends, and receives at the same time. latency_s: of one exchange. message_s: host time
+    of the messages to and from one other machine, headers included.
     """
 
     num_machines: int
     bytes_per_s: float
-    latency_s: float = 5e-4
+    latency_s: float = 3e-4
+    message_s: float = 5e-5
 
     def exchange_s(self, num_bytes: int) -> float:
         """Return the seconds of one exchange: a machine sends its part of so many bytes to all, or all their parts."""
         if self.num_machines == 1 or not num_bytes:
             return 0.0
-        share = (self.num_machines - 1) / self.num_machines
-        return num_bytes * share / self.bytes_per_s + self.latency_s
+        others = self.num_machines - 1
+        sent_s = num_bytes * others / self.num_machines / self.bytes_per_s
+        return sent_s + self.latency_s + others * self.message_s
 
 
 def step_with_exchange_s(

@@ -16,6 +16,7 @@ from roundpipe.estimate.estimate import SAVED_INPUTS, Bound, Estimate, Machine, 
 from roundpipe.estimate.figures import GPUS, gpu_named, gpu_with, parse_gpus
 from roundpipe.estimate.layer_costs import PaperModel, causal_lm_on_paper, layer_costs, sequential_on_paper
 from roundpipe.plan import RunType, TaskKind, build_schedule
+from roundpipe.plan.forecast import Network
 from roundpipe.plan.predict import StageMemory
 from roundpipe.store import host_memory
 
@@ -155,6 +156,31 @@ def test_an_exact_step_is_as_long_as_its_update_at_least_on_any_number_of_device
         assert exact.step_s >= exact.compute_s
         free = dataclasses.replace(machine, parameters_per_s=1e15)
         assert estimate(paper, Work(16, 512, num_microbatch=8), free).step_s < exact.step_s
+
+
+def test_several_machines_divide_the_optimizer_and_exchange_four_bytes_per_parameter() -> None:
+    paper, work = paper_model(), Work(16, 512, num_microbatch=4)
+    count = sum(param.numel() for param in paper.model.parameters())
+    alone = estimate(paper, work, MACHINE)
+    for number in (2, 4, 8):
+        found = estimate(paper, work, dataclasses.replace(MACHINE, network=Network(number, 1e9)))
+        assert sum(found.host.values()) == pytest.approx((2 + 2 + 10 / number) * count, rel=1e-6)
+        assert found.network_bytes == pytest.approx(4 * (number - 1) / number * count, rel=1e-6)
+        assert found.optimizer_s == pytest.approx(alone.optimizer_s / number)
+        assert found.exposed_s == found.step_s - max(found.forecast.step_s, found.link_s)
+    assert alone.network_bytes == alone.network_s == alone.exposed_s == 0
+
+
+def test_stale_steps_hide_the_exchange_that_is_no_longer_than_the_call() -> None:
+    paper, work = paper_model(), Work(16, 512, is_exact=False, num_microbatch=4)
+    alone = estimate(paper, work, MACHINE)
+    total = 2 * sum(param.nbytes for param in paper.model.parameters()) / 2  # two exchanges, half of the bytes each
+    fast = dataclasses.replace(MACHINE, network=Network(2, 1.001 * total / alone.step_s, 0.0, 0.0))
+    slow = dataclasses.replace(MACHINE, network=Network(2, total / alone.step_s / 3, 0.0, 0.0))
+    assert estimate(paper, work, fast).exposed_s == 0
+    found = estimate(paper, work, slow)
+    assert found.step_s == pytest.approx(3 * alone.step_s)
+    assert found.bound is Bound.NETWORK
 
 
 def test_the_plan_is_a_legal_plan_and_its_memory_that_of_the_planner() -> None:
