@@ -151,6 +151,12 @@ def test_lines_of_code_fit_the_page(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_an_item_of_a_list_follows_an_indented_paragraph_after_an_empty_line(page: Path) -> None:
+    """Without that line the site shows the item as a part of the paragraph."""
+    assert re.findall(r"^ {4}.*\n\d+\. .*", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_of_the_documents_have_valid_options(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     blocks = "\n".join(code for language, code in fenced_blocks(page) if language == "bash").replace("\\\n", " ")

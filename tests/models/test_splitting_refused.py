@@ -114,6 +114,19 @@ class NoList(nn.Module):
         return self.second(self.first(x))
 
 
+class NoBlocks(nn.Module):
+    """A list of modules without submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class NeverCalled(Toy):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.embed(x))
@@ -172,6 +185,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "state that blocks share in secret": (lambda: Toy(block=Memorising), "."),
     "blocks called past the tree": (Bypassing, "no repeated list of modules that its forward calls"),
     "no list": (NoList, "no repeated list of modules"),
+    "a list of single operators": (NoBlocks, "no repeated list of modules .* an nn.Linear, is no block"),
     "a list that is never called": (NeverCalled, "no repeated list of modules that its forward calls"),
     "a forward that does not repeat itself": (Unrepeatable, "other (values|results)"),
     "a buffer that several layers would write": (ObservingTied, "writes to embed.largest, a buffer that several"),

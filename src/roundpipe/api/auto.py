@@ -162,7 +162,8 @@ class AutoRoundPipe(ModelProxy):
         raise UsageError(
             f"{self.name} is an AutoRoundPipe: its forward is Python code on the CPU between several RoundPipes, so "
             "microbatches cannot be pipelined through forward and backward together. Call the model, then backward() "
-            "on the loss; or give wrap_model_to_roundpipe an nn.Sequential or a model with a preset."
+            "on the loss. To use forward_backward(), pass example_inputs to wrap_model_to_roundpipe, which then splits "
+            "the model at its repeated blocks, or write the model as an nn.Sequential."
         )
 
     def close(self) -> None:

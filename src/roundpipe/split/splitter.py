@@ -49,7 +49,10 @@ class ModelSplitter:
         kernels: GPU kernels in the model, which are disabled while the model runs on the host.
         """
         if not block_paths(model):
-            raise ModelSplitError("it has no repeated list of modules")
+            raise ModelSplitError(
+                "it has no repeated list of modules (an nn.ModuleList, nn.ModuleDict or nn.Sequential of blocks; a "
+                "module without submodules, such as an nn.Linear, is no block)"
+            )
         self._model = model
         self._kernels = kernels
         self._arrangement = LayerArrangement(model, self)
