@@ -120,7 +120,11 @@ class Planner:
         self._pool = pool
         self._name = name
         self._num_layers = len(store.layers)
-        self._num_trained = [sum(record.param.numel() for record in layer.trainable) for layer in store.layers]
+        # Parameters that this machine updates. Several machines divide them.
+        num_machines = 1 if store.share is None else store.share.size
+        self._num_updated = [
+            sum(record.param.numel() for record in layer.trainable) / num_machines for layer in store.layers
+        ]
         self.limit_bytes: int | None = None  # memory of one device, read anew for each schedule
         self._measured: dict[Load, _Measured] = {}
         self._choices: dict[CallKind, _Choice] = {}
@@ -289,7 +293,7 @@ class Planner:
     def _update_s(self) -> list[float] | None:
         """Seconds of the optimizer's update per layer; None if the optimizer does not update layer by layer."""
         rate = measured_rate()
-        return None if rate is None else [count / rate for count in self._num_trained]
+        return None if rate is None else [count / rate for count in self._num_updated]
 
     def _log_plan(self, planned: _Planned, kind: CallKind, step_s: float, peak_bytes: int, limit: float) -> None:
         logger.info(
