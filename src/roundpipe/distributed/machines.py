@@ -127,7 +127,7 @@ class Machines:
         self.calls, self.steps = lines
 
     def _wait_for_keys(self, store: Any, key: str, timeout: datetime.timedelta, complaint: str) -> None:
-        """Set this machine's key and wait for those of all machines. Raises MachineError with a rank that is missing."""
+        """Set this machine's key and wait for those of all machines. Raises MachineError if one is missing."""
         store.set(f"{key}/{self.share.rank}", "1")
         deadline = time.monotonic() + timeout.total_seconds()
         for rank in range(self.share.size):
