@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -244,6 +245,29 @@ def wait_for_a_sleeper(rank: int, size: int) -> None:
         if rank == BAD_RANK:
             time.sleep(7)
         training.iteration()
+
+
+def wait_under_the_watchdog(rank: int, size: int) -> list[str]:
+    """One machine is late; returns what the log of this machine says."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("roundpipe")
+    training = Training(rank, size, is_async=False)
+    with training.model:
+        training.iteration()
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)
+        os.environ["ROUNDPIPE_WATCHDOG_S"] = "0.5"
+        try:
+            if rank == BAD_RANK:
+                time.sleep(2)
+            training.iteration()
+        finally:
+            del os.environ["ROUNDPIPE_WATCHDOG_S"]
+            logger.removeHandler(handler)
+            logger.setLevel(logging.ERROR)
+    return records
 
 
 def interrupt(rank: int, size: int) -> Any:

@@ -16,6 +16,7 @@ from machine_faults import (
     interrupt,
     train_until_killed,
     wait_for_a_sleeper,
+    wait_under_the_watchdog,
 )
 
 from helpers_machines import MachinePool, Outcome, values
@@ -111,6 +112,12 @@ def test_a_silent_machine_is_named_after_the_timeout(pool: MachinePool) -> None:
         assert outcomes[rank].lost_rank == BAD_RANK
         assert "did not answer" in outcomes[rank].message
         assert outcomes[rank].seconds < 7
+
+
+def test_the_watchdog_names_the_rank_that_is_waited_for(pool: MachinePool) -> None:
+    results = values(pool.run(3, wait_under_the_watchdog, limit_s=LIMIT_S))
+    for rank in (0, 2):
+        assert any(f"waits for rank {BAD_RANK}: its part of forward_backward() of net" in r for r in results[rank])
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))
