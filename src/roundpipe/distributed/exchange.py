@@ -98,7 +98,8 @@ class Exchange:
         except BaseException as error:
             # The step is failing already, and its error is the one to raise. After this one, the machines may differ.
             self._failure = error
-            logger.error("the machines could not end the failed step %d together", self._step, exc_info=error)
+            level = logging.INFO if isinstance(error, MachineError) else logging.ERROR  # the next call raises the first
+            logger.log(level, "the machines could not end the failed step %d together: %r", self._step, error)
 
     # Exchanges.
 

@@ -101,6 +101,7 @@ class Line:
         self._tickets: deque[Ticket[Any]] = deque()
         self._slot = 0
         self._dead: str | None = None  # why the line cannot be used any more
+        self._lost_rank: int | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}{name}", daemon=True)
         start_thread(self._thread)
@@ -128,7 +129,7 @@ class Line:
             self._monitor.changed()
         if self._dead is None:
             self._dead = f"this machine has closed the model ({reason})"
-        self._break_off(reason)  # also wakes the thread if it waits for another machine
+            self._break_off(reason)  # also wakes the thread if it waits for another machine
         if not self._monitor.is_held():
             end_threads([self._thread], _JOIN_S)
 
@@ -184,10 +185,15 @@ class Line:
         """Close all connections. The other machines then raise an error with this machine's rank and `reason`."""
         with contextlib.suppress(Exception):
             self._store.set(_closing_key(self.rank), reason)
-        # gloo closes all connections of a group when a wait times out; `abort` of the group leaves them open.
-        with contextlib.suppress(Exception):
-            nothing = self._group.recv([torch.empty(1)], self.others[0], _TAG_OF_NOTHING)
-            nothing.wait(datetime.timedelta(milliseconds=1))
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        """Close the connections to all machines: each then notices at once that this one has left."""
+        # gloo closes all connections of a group when a wait on one of them times out; `abort` leaves them open.
+        for rank in self.others:
+            with contextlib.suppress(Exception):
+                nothing = self._group.recv([torch.empty(1)], rank, _TAG_OF_NOTHING)
+                nothing.wait(datetime.timedelta(milliseconds=1))
 
     def trade(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], what: str) -> None:
         """Send a tensor to each of some machines, and fill a tensor with what each of some machines sends.
@@ -195,7 +201,7 @@ class Line:
         All tensors are flat, dense and not empty. Returns when all of them were sent and filled.
         """
         if self._dead is not None:
-            raise MachineError(None, self._dead)
+            raise MachineError(self._lost_rank, self._dead)
         pending = []
         for rank, tensor in receives.items():
             pending.append((rank, self._started(rank, lambda r=rank, t=tensor: self._group.recv([t], r, _TAG))))  # type: ignore[misc]
@@ -261,6 +267,8 @@ class Line:
             f"rank {rank} is lost: {reason}. The model cannot be used any more in this process: end it, start all "
             "machines again and resume from the last checkpoint."
         )
+        self._lost_rank = rank
+        self._close_connections()
         return MachineError(rank, self._dead)
 
 
