@@ -64,10 +64,14 @@ class Ticket(Generic[T]):
             self.is_done = True
             self._monitor.changed()
 
-    def wait(self) -> T:
-        """Block until the work is done; return its result or raise its error."""
+    def wait_until_done(self) -> None:
+        """Block until the work is done. Raises no error of the work."""
         with self._monitor:
             self._monitor.wait_until(lambda: self.is_done, self.what)
+
+    def wait(self) -> T:
+        """Block until the work is done; return its result or raise its error."""
+        self.wait_until_done()
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
