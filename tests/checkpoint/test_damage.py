@@ -46,7 +46,7 @@ def sound() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as parent, pytest.MonkeyPatch.context() as patch:
         os.chmod(parent, 0o755)
         # By its name: the package's attribute `save` is the function.
-        patch.setattr(importlib.import_module("roundpipe.checkpoint.save"), "_SHARD_BYTES", 1000)
+        patch.setattr(importlib.import_module("roundpipe.checkpoint.shards"), "_SHARD_BYTES", 1000)
         run = Training(scaled=True)
         run.train(2)
         folder = Path(parent) / "checkpoint-2"

@@ -6,6 +6,13 @@
 adapters, the base model is not saved). The group "optimizer" has the parameter's name behind a prefix:
 `state/exp_avg/NAME` for the optimizer's tensors, `master/NAME` for a master in full, `master.low/NAME` and
 `master.ties/NAME` for a halved master, whose high half is the weight. A master that equals its weight is not saved.
+
+[Note: ranges of machines] With a process group, every machine saves its range of masters and moments as one piece of
+the tensor NAME; the manifest joins the pieces, so a reader sees whole tensors. The ranges of a weight whose memory is
+not in row-major order are saved in the order of its memory, which the manifest names. `master.ties` has one bit per
+value, and ranges do not begin at bytes. So each machine has a tensor for itself: `master.ties.START/NAME`, where START
+is the number of the range's first value. Tensors that all machines have in full are saved by rank 0, files of weights
+by all machines in turn.
 """
 
 from __future__ import annotations
@@ -13,9 +20,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import enum
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +32,13 @@ from torch import nn
 from roundpipe.api.group import Group
 from roundpipe.checkpoint.format import DTYPES
 from roundpipe.devices import generator_states, set_generator_states
-from roundpipe.errors import CheckpointError, UsageError
-from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
-from roundpipe.store.values import ShardedMaster
+from roundpipe.errors import CheckpointError
+from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord, Share
+from roundpipe.store.values import ShardedMaster, flat
 
 STATE = "state/"
-MASTER, MASTER_LOW, MASTER_TIES = "master/", "master.low/", "master.ties/"
+MASTER, MASTER_LOW, MASTER_TIES, RANGED_TIES = "master/", "master.low/", "master.ties/", "master.ties."
+_Home = tuple[LayerStore, int]
 _DEFAULT_ADAPTER = "default"
 
 
@@ -100,6 +109,21 @@ def description(model: nn.Module) -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Range:
+    """Where a flat tensor lies in a whole tensor: from element `start` on, in the order of `stride` if it is given."""
+
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, share: Share, whole: torch.Tensor) -> Range:
+        """This machine's range of a tensor with the shape and memory order of `whole`."""
+        stride = None if whole.is_contiguous() else tuple(whole.stride())
+        return cls(share.range_of(whole.numel()).start, tuple(whole.shape), stride)
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """One tensor to save. `layer`: the store and layer that must not change until the tensor is written."""
 
@@ -107,6 +131,7 @@ class Source:
     tensor: torch.Tensor
     layer: tuple[LayerStore, int] | None = None
     version: int | None = None  # version counter of the tensor, if only code of the user can change it
+    range: Range | None = None  # given if other machines have the rest of the tensor
 
     @property
     def was_changed(self) -> bool:
@@ -152,13 +177,24 @@ def capture(
     scheduler: HasState | None,
     scaler: HasState | None,
     extra: Any,
+    kinds: Sequence[str] | None = None,
 ) -> Contents:
-    """The state of a model whose group is idle. Copies small tensors and refers to large ones."""
+    """The state of a model whose group is idle. Copies small tensors and refers to large ones.
+
+    kinds: what `master_kinds` gives on each machine; None if this machine is alone.
+    """
     layers = _Layers(group)
+    share = None if kinds is None or group.machines is None else group.machines.share
     aliases: dict[str, str] = {}
     weights = group.lock.run_user_code(lambda: weights_of(model))  # models inside of it take part in state_dict()
     weight_sets = [(one, _weight_sources(one, layers, aliases)) for one in weights]
-    tensors = [source for store, layer in layers.in_order for source in _master_sources(store, layer.at_home)]
+    tensors: list[Source] = []
+    for at, (record, home) in enumerate(layers.homes.items()):
+        kind = _Kind.of({each[at] for each in kinds or ()}, record)
+        if share is not None and kind in (_Kind.HALVED, _Kind.FULL):
+            tensors += _range_sources(record, home, share, is_halved=kind is _Kind.HALVED)
+        elif share is None or share.rank == 0:
+            tensors += _master_sources(record, home)
     values: dict[str, Any] = {
         "extra": extra,
         "random": random_states(),
@@ -167,7 +203,7 @@ def capture(
         "optimizer": None,
     }
     if optimizer is not None:
-        states, values["optimizer"] = _optimizer_state(optimizer, layers)
+        states, values["optimizer"] = _optimizer_state(optimizer, layers, share)
         tensors += states
         order = {home: position for position, home in enumerate(dict.fromkeys(layers.homes.values()))}
         tensors.sort(key=lambda source: len(order) if source.layer is None else order[source.layer])
@@ -196,32 +232,101 @@ def _weight_sources(weights: WeightSet, layers: _Layers, aliases: dict[str, str]
     return [*(of_layers[record] for record in layers.homes if record in of_layers), *others]
 
 
-def _master_sources(store: LayerStore, records: list[ParameterRecord]) -> Iterator[Source]:
-    """What is needed besides the weights to restore masters bit for bit."""
-    for record in records:
-        master = record.master
-        if master is None:
-            continue
-        home = (store, record.home)
-        with master.lock:
-            halves = master.halves
-            if isinstance(halves, ShardedMaster):
-                raise UsageError(
-                    f"a checkpoint cannot be saved by one machine of {halves.share.size}: each has a part of the "
-                    f"optimizer's copies, of {record.name!r} for one. state_dict() after synchronize() has the weights."
-                )
-            if halves is not None and halves.weight is record.weights and record.weights.is_contiguous():
-                # Halves stay halves: joining them would need twice their memory.
-                for prefix, key in ((MASTER_LOW, "low"), (MASTER_TIES, "ties")):
-                    if key in vars(halves):
-                        yield Source(prefix + record.name, vars(halves)[key], home)
-                continue
+def _master_sources(record: ParameterRecord, home: _Home) -> Iterator[Source]:
+    """What is needed besides the weights to restore a master bit for bit."""
+    master = record.master
+    if master is None:
+        return
+    with master.lock:
+        halves = master.halves
+        if isinstance(halves, ShardedMaster):
+            return  # not updated on any machine yet: it equals the weight
+        if halves is not None and halves.weight is record.weights and record.weights.is_contiguous():
+            # Halves stay halves: joining them would need twice their memory.
+            for prefix, key in ((MASTER_LOW, "low"), (MASTER_TIES, "ties")):
+                if key in vars(halves):
+                    yield Source(prefix + record.name, vars(halves)[key], home)
+            return
+        values = master.values() if halves is None else halves.joined()
+    if values.dtype != record.weights.dtype or not torch.equal(values, record.weights):
+        yield Source(MASTER + record.name, values, home)
+
+
+# Masters that several machines divide between them.
+
+
+class _Kind(enum.Enum):
+    """How a machine holds the values of a master; the values are what machines send each other."""
+
+    EQUAL = "-"  # there is no master, or its values are those of the weight
+    HALVED = "h"  # its range, in halves
+    FULL = "f"  # its range, as float32 values
+    WHOLE = "w"  # all values
+
+    @classmethod
+    def of(cls, found: set[str], record: ParameterRecord) -> _Kind:
+        """How all machines save a master, from how each of them holds it. EQUAL and WHOLE are saved by one machine."""
+        kinds = {cls(each) for each in found}
+        if len(kinds) <= 1 and not kinds & {cls.HALVED, cls.FULL}:
+            return kinds.pop() if kinds else cls.EQUAL
+        is_halved = kinds <= {cls.HALVED, cls.EQUAL} and record.weights.is_contiguous()
+        return cls.HALVED if is_halved else cls.FULL
+
+
+def master_kinds(group: Group) -> str:
+    """How this machine holds each master: a character per parameter, in the order of the layers in a checkpoint."""
+    return "".join(_kind_of(record).value for record in _Layers(group).homes)
+
+
+def _kind_of(record: ParameterRecord) -> _Kind:
+    master = record.master
+    if master is None:
+        return _Kind.EQUAL
+    with master.lock:
+        halves = master.halves
+        if halves is None or isinstance(halves, HalvedMaster):
+            if master.share is None:
+                return _Kind.WHOLE
             values = master.values() if halves is None else halves.joined()
-        if values.dtype != record.weights.dtype or not torch.equal(values, record.weights):
-            yield Source(MASTER + record.name, values, home)
+            return _Kind.EQUAL if torch.equal(values, record.weights.to(values.dtype)) else _Kind.WHOLE
+        if halves.is_complete:
+            return _Kind.EQUAL
+        own = halves.own_values()
+        if isinstance(own, HalvedMaster):
+            return _Kind.HALVED
+        is_equal = torch.equal(own, flat(record.weights)[_range_in(record, halves.share)].to(own.dtype))
+        return _Kind.EQUAL if is_equal else _Kind.FULL
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, layers: _Layers) -> tuple[list[Source], dict[str, Any]]:
+def _range_in(record: ParameterRecord, share: Share) -> slice:
+    return share.range_of(record.weights.numel())
+
+
+def _range_sources(record: ParameterRecord, home: _Home, share: Share, *, is_halved: bool) -> Iterator[Source]:
+    """This machine's range of a master: see [Note: ranges of machines]."""
+    master, place = record.master, Range.of(share, record.weights)
+    if master is None or not share.count_of(record.weights.numel()):
+        return
+    with master.lock:
+        halves = master.halves
+        own = halves.own_values() if isinstance(halves, ShardedMaster) else None
+        if is_halved:
+            assert isinstance(own, HalvedMaster)
+            low = own.low if "low" in vars(own) else torch.zeros(own.weight.numel(), dtype=torch.int16)
+            place = dataclasses.replace(place, shape=(record.weights.numel(),))
+            yield Source(MASTER_LOW + record.name, low, home, range=place)
+            if "ties" in vars(own):
+                yield Source(f"{RANGED_TIES}{place.start}/{record.name}", own.ties, home)
+            return
+        if own is None:
+            whole = halves.joined() if isinstance(halves, HalvedMaster) else master.values()
+            own = flat(whole)[_range_in(record, share)]
+        yield Source(MASTER + record.name, own.joined() if isinstance(own, HalvedMaster) else own, home, range=place)
+
+
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, layers: _Layers, share: Share | None
+) -> tuple[list[Source], dict[str, Any]]:
     """The optimizer's tensors, and its options and numbers as plain values."""
     names, sources = names_in(optimizer, layers.homes), list[Source]()
     by_name = {record.name: home for record, home in layers.homes.items()}
@@ -238,9 +343,12 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, layers: _Layers) -> tuple
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 _check_kind(f"{key!r} of the optimizer's state of {name!r}", value)
+                place = None if share is None else _place_of(value, param)
+                if share is not None and (not value.numel() if place is not None else share.rank > 0):
+                    continue  # another machine has the values
                 # A parameter that is not the model's can be updated at any time: its state is copied now.
                 tensor = value.detach() if home is not None else value.detach().cpu().clone()
-                sources.append(Source(f"{STATE}{key}/{name}", tensor, home, tensor._version))
+                sources.append(Source(f"{STATE}{key}/{name}", tensor, home, tensor._version, place))
             else:
                 is_tensor = isinstance(value, torch.Tensor)
                 numbers.setdefault(name, {})[key] = value.detach().clone() if is_tensor else copy.deepcopy(value)
@@ -250,6 +358,16 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, layers: _Layers) -> tuple
         for group in optimizer.param_groups
     ]
     return sources, {"class": type(optimizer).__name__, "groups": copy.deepcopy(groups), "numbers": numbers}
+
+
+def _place_of(state: torch.Tensor, param: Any) -> Range | None:
+    """The range of a tensor of an optimizer's state in the whole one; None if this machine has the whole one."""
+    if not isinstance(param, OptimizerCopy) or param.share is None:
+        return None
+    if state.shape != (param.share.count_of(param.numel()),):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return Range.of(param.share, param)
 
 
 def names_in(optimizer: torch.optim.Optimizer, records: Mapping[ParameterRecord, Any]) -> dict[int, str]:

@@ -36,13 +36,14 @@ _has_said_alone: list[None] = []  # one entry once the log says that a model tra
 
 
 class Machines:
-    """The machines that train one group of models together. `calls` and `steps` are None until `open`."""
+    """The machines that train one group of models together. The lines are None until `open`."""
 
     def __init__(self, process_group: dist.ProcessGroup, name: str, monitor: Monitor) -> None:
         self.process_group = process_group
         self.share = Share(dist.get_rank(process_group), dist.get_world_size(process_group))
         self.calls: Line | None = None
         self.steps: Line | None = None
+        self.saves: Line | None = None  # of checkpoints that are written in the background
         self.exchange: Exchange | None = None
         self.is_told = False  # whether all machines know of the failure of the present call
         self._name, self._monitor = name, monitor
@@ -104,7 +105,7 @@ class Machines:
         ranks = dist.get_process_group_ranks(self.process_group)
         timeout = _timeout_of(self.process_group)
         lines = []
-        for name in ("calls", "steps"):
+        for name in ("calls", "steps", "saves"):
             try:
                 group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
             except RuntimeError as error:
@@ -116,12 +117,12 @@ class Machines:
             default = dist.distributed_c10d._get_default_store()
             store = dist.distributed_c10d.PrefixStore(f"roundpipe/{group.group_name}", default)
             lines.append(Line(group, store, f"machines-{name}", self._monitor))
-        self.calls, self.steps = lines
+        self.calls, self.steps, self.saves = lines
 
     def close(self, reason: str) -> None:
         """End the lines. The other machines raise an error if they go on using the model."""
         self._closing = reason
-        for line in (self.calls, self.steps):
+        for line in (self.calls, self.steps, self.saves):
             if line is not None:
                 line.close(reason)
 
@@ -163,12 +164,12 @@ class Machines:
     @property
     def sent_bytes(self) -> int:
         """Bytes that this machine has sent so far, headers included."""
-        return sum(line.sent_bytes for line in (self.calls, self.steps) if line is not None)
+        return sum(line.sent_bytes for line in (self.calls, self.steps, self.saves) if line is not None)
 
     @property
     def received_bytes(self) -> int:
         """Bytes that this machine has received so far, headers included."""
-        return sum(line.received_bytes for line in (self.calls, self.steps) if line is not None)
+        return sum(line.received_bytes for line in (self.calls, self.steps, self.saves) if line is not None)
 
 
 def _timeout_of(process_group: dist.ProcessGroup) -> Any:
