@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine_training import MICROBATCHES, ROWS, WIDTH, part
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from machine_training import MICROBATCHES, ROWS, WIDTH, part
 from roundpipe import RoundPipe, RoundPipeRunConfig, checkpoint, optim
-from roundpipe.checkpoint import folders, save
+from roundpipe.checkpoint import PendingSave, folders
 from roundpipe.store import HalvedMaster
 from roundpipe.store.values import ShardedMaster
 
@@ -59,7 +59,7 @@ def network(run: Run) -> nn.Sequential:
 
 
 class Training:
-    """A model with optimizer and scheduler on one of several machines. The batch of a step depends on the step alone."""
+    """A model with optimizer and scheduler on one machine. The batch of a step depends on the step alone."""
 
     def __init__(self, rank: int, size: int, run: Run, *, has_group: bool = True) -> None:
         config = RoundPipeRunConfig(num_microbatch=MICROBATCHES // size)
@@ -183,20 +183,20 @@ def fail_to_save(rank: int, size: int, folder: str, failing: int, place: str) ->
         training.train(1)
         training.save(f"{folder}/step-1").wait()
         training.train(1)
-        original = getattr(save.PendingSave, place)
+        original = getattr(PendingSave, place)
 
         def fail(self: Any, *args: Any) -> Any:
             raise OSError(28, "No space left on device")
 
         if rank == failing:
-            setattr(save.PendingSave, place, fail)
+            setattr(PendingSave, place, fail)
         caught: list[Any] = []
         try:
             training.save(f"{folder}/step-2").wait()
         except Exception as error:
             caught = [type(error).__name__, str(error), getattr(error, "rank", None)]
         finally:
-            setattr(save.PendingSave, place, original)
+            setattr(PendingSave, place, original)
         training.train(1)
         training.save(f"{folder}/step-3").wait()
         return caught
@@ -209,14 +209,14 @@ def be_killed_while_saving(rank: int, size: int, folder: str, killed: int) -> No
         training.train(1)
         training.save(f"{folder}/step-1").wait()
         training.train(1)
-        write = save.PendingSave._write_shard
+        write = PendingSave._write_shard
 
         def die(self: Any, shard: Any) -> None:
             write(self, shard)
             if rank == killed:
                 signal.raise_signal(signal.SIGKILL)
 
-        save.PendingSave._write_shard = die  # type: ignore[method-assign]
+        PendingSave._write_shard = die  # type: ignore[method-assign]
         training.save(f"{folder}/step-2").wait()
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from checkpoint_runs import (
     Run,
     be_killed_while_saving,
@@ -23,6 +21,8 @@ from checkpoint_runs import (
     save_and_go_on,
     save_in_own_folder,
 )
+from torch import Tensor
+
 from helpers_checkpoint import assert_same_bits
 from helpers_machines import MachinePool, values
 from roundpipe.checkpoint import latest, verify
@@ -36,6 +36,7 @@ RUNS = {
     "not row-major": Run(kind="transposed"),
     "optimizer of torch": Run(optimizer="torch.SGD"),
 }
+SAVED = [*(("exact", size) for size in (1, 2, 3)), *((name, size) for name in list(RUNS)[1:] for size in (2, 3))]
 
 
 def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -64,29 +65,24 @@ def _whole(parts: list[Tensor], count: int) -> Tensor:
     return flats[0] if flats[0].numel() == count else torch.cat(flats)
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("name", "size"), SAVED)
 def test_the_state_is_equal_bit_for_bit_after_loading_on_any_number_of_machines(
     pool: MachinePool, tmp_path: Path, name: str, size: int
 ) -> None:
     run, folder = RUNS[name], str(tmp_path / "step-2")
     saved = values(pool.run(size, save_and_go_on, run, folder))
     whole = joined([each["saved"] for each in saved])
-    # Everything on the same number of machines, some runs on all others.
-    for number in (1, 2, 3, 4) if name in ("exact", "not row-major") else (size, size % 3 + 1):
+    for number in (1, 2, 3, 4) if name == "exact" else (size, 1 + size % 3):
         loaded = values(pool.run(number, load_and_go_on, run, folder))
         assert_same_bits(joined([each["saved"] for each in loaded]), whole)
         if number == size:
             for before, after in zip(saved, loaded, strict=True):
                 assert_same_bits(after, before, f"rank with the losses {before['losses']}")
-        else:
-            assert after_losses(loaded) == pytest.approx(after_losses(saved), rel=1e-2)
+        elif run.dtype is torch.float32:  # the number of machines changes the order of sums
+            assert loaded[0]["losses"] == pytest.approx(saved[0]["losses"], rel=1e-6)
             for key, weight in loaded[0]["state"]["weights"].items():
-                torch.testing.assert_close(weight, saved[0]["state"]["weights"][key], rtol=0.02, atol=0.02)
-
-
-def after_losses(results: list[dict[str, Any]]) -> list[float]:
-    return list(results[0]["losses"])
+                if weight.is_floating_point():  # the other tensor counts microbatches of this machine
+                    assert float((weight - saved[0]["state"]["weights"][key]).abs().max()) < 5e-7, "weights are below 1"
 
 
 def test_a_checkpoint_of_machines_loads_into_a_model_without_process_group(pool: MachinePool, tmp_path: Path) -> None:

@@ -616,8 +616,8 @@ CHECKPOINTS = [
     mutant(
         "a folder gets its name before its manifest is written",
         "checkpoint/save.py",
-        "        write_synced(self._partial / MANIFEST, self._manifest().to_bytes())\n",
-        "        manifest = self._manifest().to_bytes()\n"
+        "        write_synced(self._partial / MANIFEST, self._manifest(parts).to_bytes())\n",
+        "        manifest = self._manifest(parts).to_bytes()\n"
         "        (self.folder.parent / 'spare').mkdir(exist_ok=True)\n"
         "        write_synced(self.folder.parent / 'spare' / MANIFEST, manifest)\n",
         SAVING,
@@ -639,7 +639,7 @@ CHECKPOINTS = [
     mutant(
         "ties of halved masters are not loaded",
         "checkpoint/load.py",
-        "reader.read_into(ties, master.halves.ties)",
+        "master.halves.ties.copy_(bits)",
         "pass",
         RESUME,
     ),

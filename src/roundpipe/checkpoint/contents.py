@@ -1,18 +1,12 @@
 """What a checkpoint holds: which tensors of a model and its optimizer are saved under which names, and all other state.
 
-`weights_of` and `capture` are called while nothing runs on the model. Knows no files.
+Also decides into which files the tensors go. `weights_of` and `capture` are called while nothing runs on the model.
 
 [Note: names in a checkpoint] The group "weights" has the keys of the state dict (of a PEFT model: those of its
 adapters, the base model is not saved). The group "optimizer" has the parameter's name behind a prefix:
 `state/exp_avg/NAME` for the optimizer's tensors, `master/NAME` for a master in full, `master.low/NAME` and
 `master.ties/NAME` for a halved master, whose high half is the weight. A master that equals its weight is not saved.
 
-[Note: ranges of machines] With a process group, every machine saves its range of masters and moments as one piece of
-the tensor NAME; the manifest joins the pieces, so a reader sees whole tensors. The ranges of a weight whose memory is
-not in row-major order are saved in the order of its memory, which the manifest names. `master.ties` has one bit per
-value, and ranges do not begin at bytes. So each machine has a tensor for itself: `master.ties.START/NAME`, where START
-is the number of the range's first value. Tensors that all machines have in full are saved by rank 0, files of weights
-by all machines in turn.
 """
 
 from __future__ import annotations
@@ -20,25 +14,45 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import enum
+import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from roundpipe.api.group import Group
-from roundpipe.checkpoint.format import DTYPES
+from roundpipe.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    STATE_FILE,
+    FileEntry,
+    Piece,
+    TensorEntry,
+    entry_from_json,
+    shard_header,
+)
+from roundpipe.checkpoint.ranges import (
+    MASTER,
+    MASTER_LOW,
+    MASTER_TIES,
+    Home,
+    Kind,
+    Source,
+    kind_of,
+    place_of,
+    range_sources,
+)
 from roundpipe.devices import generator_states, set_generator_states
-from roundpipe.errors import CheckpointError
-from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord, Share
-from roundpipe.store.values import ShardedMaster, flat
+from roundpipe.distributed.line import Payload
+from roundpipe.errors import CheckpointError, ConfigError
+from roundpipe.store import OptimizerCopy, ParameterRecord, Share
+from roundpipe.store.values import ShardedMaster
 
 STATE = "state/"
-MASTER, MASTER_LOW, MASTER_TIES, RANGED_TIES = "master/", "master.low/", "master.ties/", "master.ties."
-_Home = tuple[LayerStore, int]
 _DEFAULT_ADAPTER = "default"
 
 
@@ -108,37 +122,6 @@ def description(model: nn.Module) -> dict[str, str]:
 # Capturing the state of a run.
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """Where a flat tensor lies in a whole tensor: from element `start` on, in the order of `stride` if it is given."""
-
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, share: Share, whole: torch.Tensor) -> Range:
-        """This machine's range of a tensor with the shape and memory order of `whole`."""
-        stride = None if whole.is_contiguous() else tuple(whole.stride())
-        return cls(share.range_of(whole.numel()).start, tuple(whole.shape), stride)
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """One tensor to save. `layer`: the store and layer that must not change until the tensor is written."""
-
-    name: str
-    tensor: torch.Tensor
-    layer: tuple[LayerStore, int] | None = None
-    version: int | None = None  # version counter of the tensor, if only code of the user can change it
-    range: Range | None = None  # given if other machines have the rest of the tensor
-
-    @property
-    def was_changed(self) -> bool:
-        """Whether the user has written into the tensor since it was captured."""
-        return self.version is not None and self.tensor._version != self.version
-
-
 @dataclasses.dataclass
 class Contents:
     """The state of a training run at one moment. The tensors share the memory that training uses."""
@@ -190,9 +173,9 @@ def capture(
     weight_sets = [(one, _weight_sources(one, layers, aliases)) for one in weights]
     tensors: list[Source] = []
     for at, (record, home) in enumerate(layers.homes.items()):
-        kind = _Kind.of({each[at] for each in kinds or ()}, record)
-        if share is not None and kind in (_Kind.HALVED, _Kind.FULL):
-            tensors += _range_sources(record, home, share, is_halved=kind is _Kind.HALVED)
+        kind = Kind.of({each[at] for each in kinds or ()}, record)
+        if share is not None and kind in (Kind.HALVED, Kind.FULL):
+            tensors += range_sources(record, home, share, is_halved=kind is Kind.HALVED)
         elif share is None or share.rank == 0:
             tensors += _master_sources(record, home)
     values: dict[str, Any] = {
@@ -209,6 +192,11 @@ def capture(
         tensors.sort(key=lambda source: len(order) if source.layer is None else order[source.layer])
     step, about = group.stepper.steps_issued, description(model)
     return Contents(weight_sets, tensors, aliases, values, step, about)
+
+
+def master_kinds(group: Group) -> str:
+    """How this machine holds each master: a character per parameter, in the order of the layers in a checkpoint."""
+    return "".join(kind_of(record).value for record in _Layers(group).homes)
 
 
 def _weight_sources(weights: WeightSet, layers: _Layers, aliases: dict[str, str]) -> list[Source]:
@@ -232,7 +220,7 @@ def _weight_sources(weights: WeightSet, layers: _Layers, aliases: dict[str, str]
     return [*(of_layers[record] for record in layers.homes if record in of_layers), *others]
 
 
-def _master_sources(record: ParameterRecord, home: _Home) -> Iterator[Source]:
+def _master_sources(record: ParameterRecord, home: Home) -> Iterator[Source]:
     """What is needed besides the weights to restore a master bit for bit."""
     master = record.master
     if master is None:
@@ -250,78 +238,6 @@ def _master_sources(record: ParameterRecord, home: _Home) -> Iterator[Source]:
         values = master.values() if halves is None else halves.joined()
     if values.dtype != record.weights.dtype or not torch.equal(values, record.weights):
         yield Source(MASTER + record.name, values, home)
-
-
-# Masters that several machines divide between them.
-
-
-class _Kind(enum.Enum):
-    """How a machine holds the values of a master; the values are what machines send each other."""
-
-    EQUAL = "-"  # there is no master, or its values are those of the weight
-    HALVED = "h"  # its range, in halves
-    FULL = "f"  # its range, as float32 values
-    WHOLE = "w"  # all values
-
-    @classmethod
-    def of(cls, found: set[str], record: ParameterRecord) -> _Kind:
-        """How all machines save a master, from how each of them holds it. EQUAL and WHOLE are saved by one machine."""
-        kinds = {cls(each) for each in found}
-        if len(kinds) <= 1 and not kinds & {cls.HALVED, cls.FULL}:
-            return kinds.pop() if kinds else cls.EQUAL
-        is_halved = kinds <= {cls.HALVED, cls.EQUAL} and record.weights.is_contiguous()
-        return cls.HALVED if is_halved else cls.FULL
-
-
-def master_kinds(group: Group) -> str:
-    """How this machine holds each master: a character per parameter, in the order of the layers in a checkpoint."""
-    return "".join(_kind_of(record).value for record in _Layers(group).homes)
-
-
-def _kind_of(record: ParameterRecord) -> _Kind:
-    master = record.master
-    if master is None:
-        return _Kind.EQUAL
-    with master.lock:
-        halves = master.halves
-        if halves is None or isinstance(halves, HalvedMaster):
-            if master.share is None:
-                return _Kind.WHOLE
-            values = master.values() if halves is None else halves.joined()
-            return _Kind.EQUAL if torch.equal(values, record.weights.to(values.dtype)) else _Kind.WHOLE
-        if halves.is_complete:
-            return _Kind.EQUAL
-        own = halves.own_values()
-        if isinstance(own, HalvedMaster):
-            return _Kind.HALVED
-        is_equal = torch.equal(own, flat(record.weights)[_range_in(record, halves.share)].to(own.dtype))
-        return _Kind.EQUAL if is_equal else _Kind.FULL
-
-
-def _range_in(record: ParameterRecord, share: Share) -> slice:
-    return share.range_of(record.weights.numel())
-
-
-def _range_sources(record: ParameterRecord, home: _Home, share: Share, *, is_halved: bool) -> Iterator[Source]:
-    """This machine's range of a master: see [Note: ranges of machines]."""
-    master, place = record.master, Range.of(share, record.weights)
-    if master is None or not share.count_of(record.weights.numel()):
-        return
-    with master.lock:
-        halves = master.halves
-        own = halves.own_values() if isinstance(halves, ShardedMaster) else None
-        if is_halved:
-            assert isinstance(own, HalvedMaster)
-            low = own.low if "low" in vars(own) else torch.zeros(own.weight.numel(), dtype=torch.int16)
-            place = dataclasses.replace(place, shape=(record.weights.numel(),))
-            yield Source(MASTER_LOW + record.name, low, home, range=place)
-            if "ties" in vars(own):
-                yield Source(f"{RANGED_TIES}{place.start}/{record.name}", own.ties, home)
-            return
-        if own is None:
-            whole = halves.joined() if isinstance(halves, HalvedMaster) else master.values()
-            own = flat(whole)[_range_in(record, share)]
-        yield Source(MASTER + record.name, own.joined() if isinstance(own, HalvedMaster) else own, home, range=place)
 
 
 def _optimizer_state(
@@ -343,7 +259,7 @@ def _optimizer_state(
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 _check_kind(f"{key!r} of the optimizer's state of {name!r}", value)
-                place = None if share is None else _place_of(value, param)
+                place = None if share is None else place_of(value, param)
                 if share is not None and (not value.numel() if place is not None else share.rank > 0):
                     continue  # another machine has the values
                 # A parameter that is not the model's can be updated at any time: its state is copied now.
@@ -358,16 +274,6 @@ def _optimizer_state(
         for group in optimizer.param_groups
     ]
     return sources, {"class": type(optimizer).__name__, "groups": copy.deepcopy(groups), "numbers": numbers}
-
-
-def _place_of(state: torch.Tensor, param: Any) -> Range | None:
-    """The range of a tensor of an optimizer's state in the whole one; None if this machine has the whole one."""
-    if not isinstance(param, OptimizerCopy) or param.share is None:
-        return None
-    if state.shape != (param.share.count_of(param.numel()),):
-        return None
-    with torch._C.DisableTorchFunctionSubclass():
-        return Range.of(param.share, param)
 
 
 def names_in(optimizer: torch.optim.Optimizer, records: Mapping[ParameterRecord, Any]) -> dict[int, str]:
@@ -428,3 +334,150 @@ def _set_numpy_state(saved: Any, generator: Callable[[Any], Any]) -> None:
 
             kind, keys, *rest = saved
             generator(numpy).set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+# The files of the tensors.
+
+_SHARD_BYTES = 2 << 30
+
+
+class Shard:
+    """One safetensors file to write."""
+
+    def __init__(self, group: str, name: str, sources: Sequence[Source], folder: str = "") -> None:
+        """`folder`: the beginning of the sources' names that the keys in the file do not have."""
+        self.group, self.name, self.sources = group, name, sources
+        self.header, self.offsets = shard_header(
+            [(one.name.removeprefix(folder), one.tensor.dtype, tuple(one.tensor.shape)) for one in sources]
+        )
+
+    def entries(self) -> Iterator[tuple[str, TensorEntry]]:
+        """The tensors of this shard for the manifest."""
+        for source, offset in zip(self.sources, self.offsets, strict=True):
+            tensor = source.tensor
+            place = source.range
+            start = 0 if place is None else place.start * tensor.itemsize
+            piece = Piece(self.name, offset, tensor.nbytes, start)
+            shape, stride = (tuple(tensor.shape), None) if place is None else (place.shape, place.stride)
+            yield source.name, TensorEntry(DTYPES[tensor.dtype], shape, (piece,), stride)
+
+
+def _cut(sources: Sequence[Source], limit_bytes: int | None) -> list[list[Source]]:
+    """Consecutive sources in lists of at most `limit_bytes`, or of one source."""
+    parts: list[list[Source]] = [[]]
+    size = 0
+    for source in sources:
+        if parts[-1] and limit_bytes is not None and size + source.tensor.nbytes > limit_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(source)
+        size += source.tensor.nbytes
+    return parts
+
+
+def shards_of(contents: Contents, share: Share) -> tuple[list[Shard], dict[str, str]]:
+    """The shards that this machine writes, in the order of writing, and the texts of index files by name.
+
+    All machines have all weights, so they write the shards of weights in turn.
+    """
+    shards: list[Shard] = []
+    indices: dict[str, str] = {}
+    for weights, sources in contents.weight_sets:
+        parts = _cut(sources, _SHARD_BYTES if weights.may_shard else None)
+        mine = [
+            Shard("weights", _shard_name(weights, i, len(parts)), part, weights.folder) for i, part in enumerate(parts)
+        ]
+        shards += [shard for i, shard in enumerate(mine) if i % share.size == share.rank]
+        if len(parts) > 1:
+            indices[f"{weights.folder}{weights.file}.safetensors.index.json"] = _index_of(mine)
+    parts = _cut(contents.optimizer_tensors, _SHARD_BYTES)
+    name = "optimizer" if share.size == 1 else f"optimizer-rank{share.rank:05}"
+    if parts[0]:
+        shards += [
+            Shard("optimizer", f"{name}-{i + 1:05}-of-{len(parts):05}.safetensors", part)
+            for i, part in enumerate(parts)
+        ]
+    return shards, indices if share.rank == 0 else {}
+
+
+def _shard_name(weights: WeightSet, index: int, count: int) -> str:
+    number = "" if count == 1 else f"-{index + 1:05}-of-{count:05}"
+    return f"{weights.folder}{weights.file}{number}.safetensors"
+
+
+def _index_of(shards: Sequence[Shard]) -> str:
+    """The index with which `from_pretrained` finds the tensors of several files."""
+    total = sum(source.tensor.nbytes for shard in shards for source in shard.sources)
+    weight_map = {source.name: shard.name for shard in shards for source in shard.sources}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+
+
+# What machines tell rank 0 for the manifest.
+
+
+def part_of(shards: Sequence[Shard], files: Mapping[str, FileEntry]) -> Payload:
+    """The files and tensors that one machine has written."""
+    return {
+        "files": {name: dataclasses.asdict(entry) for name, entry in files.items()},
+        "tensors": [
+            [shard.group, name, dataclasses.asdict(entry)] for shard in shards for name, entry in shard.entries()
+        ],
+    }
+
+
+def all_entries(shards: Sequence[Shard], parts: Sequence[Payload]) -> dict[str, dict[str, TensorEntry]]:
+    """The tensors in own shards and in the parts of other machines, by group and name. Joins pieces of a tensor."""
+    tensors: dict[str, dict[str, TensorEntry]] = {"weights": {}, "optimizer": {}}
+    for shard in shards:
+        tensors[shard.group].update(shard.entries())
+    for part in parts:
+        for group, name, data in part["tensors"]:
+            entry = entry_from_json(data)
+            known = tensors[group].get(name)
+            if known is not None and sum(piece.num_bytes for piece in known.pieces) >= known.num_bytes:
+                continue  # a parameter of one element: its machine cannot tell a range from the whole
+            if known is not None:
+                entry = dataclasses.replace(known, pieces=(*known.pieces, *entry.pieces))
+            tensors[group][name] = entry
+    return tensors
+
+
+def check_names(files: Mapping[str, str]) -> None:
+    """Refuse further files that would lie outside of the checkpoint or replace one of its files."""
+    for name in files:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts:
+            raise ConfigError(f"files has the name {name!r}, which does not lie inside of the checkpoint's folder.")
+        if path.suffix == ".safetensors" or str(path) in (MANIFEST, STATE_FILE):
+            raise ConfigError(f"files has the name {name!r}, which the checkpoint itself uses; choose another one.")
+
+
+# Configurations.
+
+
+def write_configuration(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Write what `from_pretrained` needs besides the weights."""
+    if is_adapter(model):
+        for adapter, config in model.peft_config.items():
+            _write_adapter_configuration(folder if adapter == "default" else folder / adapter, model, config)
+    elif hasattr(getattr(model, "config", None), "save_pretrained"):
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _write_adapter_configuration(folder: Path, model: Any, config: Any) -> None:
+    config = copy.copy(config)
+    config.inference_mode = True  # as peft saves it: who loads an adapter without saying so does not train it
+    base = model.get_base_model()
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    mapping = None
+    if config.task_type is None:
+        mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping)

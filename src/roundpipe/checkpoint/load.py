@@ -19,10 +19,6 @@ import torch
 from roundpipe.api.group import Group
 from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import (
-    MASTER,
-    MASTER_LOW,
-    MASTER_TIES,
-    RANGED_TIES,
     STATE,
     HasState,
     check_random_states,
@@ -45,9 +41,20 @@ from roundpipe.checkpoint.format import (
     state_file,
     verify_files,
 )
-from roundpipe.checkpoint.ranges import read_own_range, read_sharded, read_ties, ties_in
+from roundpipe.checkpoint.ranges import (
+    MASTER,
+    MASTER_LOW,
+    MASTER_TIES,
+    RANGED_TIES,
+    read_own_range,
+    read_sharded,
+    read_ties,
+    ties_in,
+)
 from roundpipe.checkpoint.save import check_model
 from roundpipe.checkpoint.together import outcome_of, together
+from roundpipe.distributed.line import Payload
+from roundpipe.distributed.machines import Machines
 from roundpipe.errors import CheckpointError, MachineError, add_note
 from roundpipe.optim.adam import divides_moments
 from roundpipe.optim.state_memory import moment_count, new_moment
@@ -79,75 +86,88 @@ def load(
     """
     engine = check_model(model)._engine
     small = [(name, part) for name, part in (("scheduler", scheduler), ("scaler", scaler)) if part is not None]
+    request = _Request(folder, model, optimizer, small, restore_rng)
     machines = engine.group.machines
-    share = None if machines is None else machines.share
+    if machines is None:
+        verified = _verified(folder)
+        return engine.while_idle(lambda: request.restore(verified))
+    outcome: Callable[[], Any] = engine.while_idle(lambda: outcome_of(lambda: request.restore_together(machines)))
+    return outcome()
 
-    def checked(verified: _Verified) -> tuple[_Restoration, Undo]:
-        plan = _Restoration(verified, model, engine.group, wants_masters=optimizer is not None)
-        plan.check_weights()
-        plan.check_masters()
-        if optimizer is not None:
-            plan.check_optimizer(optimizer)
-        values = verified.values
-        return plan, _load_small([(name, part, values[name]) for name, part in small], verified.path)
 
-    def read(plan: _Restoration, verified: _Verified) -> None:
-        try:
-            with Reader(verified.path) as reader:
-                plan.read_weights(reader)
-                plan.read_masters(reader)
-                if optimizer is not None:
-                    plan.read_optimizer(reader, optimizer)
-        except BaseException as error:
-            add_note(error, f"parts of {verified.path} are in the model already: load a checkpoint before you train on")
-            raise
-        if restore_rng:
-            set_random_states(verified.values["random"])
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The arguments of one call of `load`. Its methods are called while the model is idle."""
 
-    def restore(verified: _Verified) -> Any:
-        plan, _ = checked(verified)
-        read(plan, verified)
+    folder: str | os.PathLike[str]
+    model: ModelProxy
+    optimizer: torch.optim.Optimizer | None
+    small: Sequence[tuple[str, HasState]]
+    restore_rng: bool
+
+    def restore(self, verified: _Verified) -> Any:
+        """Load on this machine alone."""
+        plan, _ = self._checked(verified)
+        self._read(plan, verified)
         return verified.values["extra"]
 
-    def restore_together() -> Any:
-        assert machines is not None
+    def restore_together(self, machines: Machines) -> Any:
+        """Load on all machines, after all of them have compared their files and the checkpoint with the model."""
         found: list[tuple[_Verified, _Restoration, Undo]] = []
 
-        def check() -> dict[str, Any]:
-            verified = _verified(folder, share=share)
-            found.append((verified, *checked(verified)))
+        def check() -> Payload:
+            verified = _verified(self.folder, share=machines.share)
+            found.append((verified, *self._checked(verified)))
             return {"checkpoint": verified.manifest.saved_at_ns, "step": verified.manifest.step}
 
-        def same(answers: list[dict[str, Any]]) -> None:
-            for rank, answer in enumerate(answers):
-                if answer != answers[0]:
-                    raise MachineError(
-                        rank,
-                        f"rank {rank} loads another checkpoint than rank 0: that of step {answer['step']} instead of "
-                        f"step {answers[0]['step']}, or another save of it. Give all machines the same folder.",
-                    )
-
-        what = f"loading the checkpoint {Path(folder).name}"
+        what = "loading a checkpoint"
         try:
-            same(together(machines, what, check))
+            _check_same(together(machines, what, check))
         except BaseException:
             for _, _, undo in found:
                 undo()
             raise
         verified, plan, _ = found[0]
 
-        def carry_out() -> dict[str, Any]:
-            read(plan, verified)
+        def read() -> Payload:
+            self._read(plan, verified)
             return {}
 
-        together(machines, f"{what}: reading", carry_out)
+        together(machines, f"{what}: reading", read)
         return verified.values["extra"]
 
-    if machines is None:
-        verified = _verified(folder)
-        return engine.while_idle(lambda: restore(verified))
-    outcome: Callable[[], Any] = engine.while_idle(lambda: outcome_of(restore_together))
-    return outcome()
+    def _checked(self, verified: _Verified) -> tuple[_Restoration, Undo]:
+        plan = _Restoration(verified, self.model, self.model._engine.group, wants_masters=self.optimizer is not None)
+        plan.check_weights()
+        plan.check_masters()
+        if self.optimizer is not None:
+            plan.check_optimizer(self.optimizer)
+        return plan, _load_small([(name, part, verified.values[name]) for name, part in self.small], verified.path)
+
+    def _read(self, plan: _Restoration, verified: _Verified) -> None:
+        restore_rng = self.restore_rng
+        try:
+            with Reader(verified.path) as reader:
+                plan.read_weights(reader)
+                plan.read_masters(reader, self.optimizer)
+                if self.optimizer is not None:
+                    plan.read_optimizer(reader, self.optimizer)
+        except BaseException as error:
+            add_note(error, f"parts of {verified.path} are in the model already: load a checkpoint before you train on")
+            raise
+        if restore_rng:
+            set_random_states(verified.values["random"])
+
+
+def _check_same(answers: Sequence[Payload]) -> None:
+    """Raise MachineError if machines load different checkpoints."""
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise MachineError(
+                rank,
+                f"rank {rank} loads another checkpoint than rank 0: that of step {answer['step']} instead of step "
+                f"{answers[0]['step']}, or another save of it. Give all machines the same folder.",
+            )
 
 
 def verify(folder: str | os.PathLike[str], names: Sequence[str] = ()) -> None:
@@ -425,7 +445,10 @@ class _Restoration:
             others = {name: reader.read(entry) for name, entry in self._others.items()}
             self._group.lock.run_user_code(lambda: self._model.load_state_dict(others, strict=False))
 
-    def read_masters(self, reader: Reader) -> None:
+    def read_masters(self, reader: Reader, optimizer: torch.optim.Optimizer | None) -> None:
+        whole = set[int]()  # masters that an optimizer of torch updates, on all machines
+        if self._group.machines is not None and optimizer is not None:
+            whole = {id(param) for group in optimizer.param_groups for param in group["params"]} - _ranged(optimizer)
         for record, store in self._records.items():
             low, full = self._tensors.get(MASTER_LOW + record.name), self._tensors.get(MASTER + record.name)
             if (low is None and full is None) or not self._reads_master(record):
@@ -433,6 +456,8 @@ class _Restoration:
             master = store.masters.of(record)
             ties = self._ties.get(record.name, ())
             with master.lock:
+                if id(master) in whole:
+                    master.take_memory()
                 if isinstance(master.halves, ShardedMaster):
                     read_sharded(reader, record.weights, master.halves, full, low, ties)
                     continue

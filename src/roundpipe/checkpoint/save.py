@@ -16,6 +16,7 @@ With a process group, all machines write into the folder that rank 0 has made. [
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -26,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +37,15 @@ from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import (
     Contents,
     HasState,
-    Source,
+    Shard,
+    all_entries,
     capture,
+    check_names,
     master_kinds,
+    part_of,
     random_states,
+    shards_of,
+    write_configuration,
 )
 from roundpipe.checkpoint.folders import (
     LATEST,
@@ -71,7 +77,7 @@ from roundpipe.checkpoint.format import (
     to_json,
     write_synced,
 )
-from roundpipe.checkpoint.shards import Shard, all_entries, part_of, shards_of, write_configuration
+from roundpipe.checkpoint.ranges import Source
 from roundpipe.checkpoint.together import Progress, outcome_of, together
 from roundpipe.distributed.line import Payload
 from roundpipe.distributed.machines import Machines
@@ -130,63 +136,75 @@ def save(
     machines = engine.group.machines
     if machines is None:
         check_target(target)
-    _check_names(files or {})
+    check_names(files or {})
     spared = frozenset(Path(os.path.abspath(each)) for each in spare)
 
-    def warn() -> None:
-        if engine.group.recovery.has_gradients():
-            logger.warning(
-                "%s: gradients gathered since the last optimizer step are not part of the checkpoint %s; save after a "
-                "step to resume exactly.",
-                model.name,
-                target,
-            )
+    request = _Request(model, target, optimizer, scheduler, scaler, extra, tokenizer, files or {}, keep, spared)
+    if machines is None:
+        return engine.while_idle(request.begin)
+    outcome: Callable[[], PendingSave] = engine.while_idle(lambda: outcome_of(lambda: request.begin_together(machines)))
+    return outcome()
 
-    def captured(kinds: Sequence[str] | None = None) -> PendingSave:
-        contents = capture(model.original_model, engine.group, optimizer, scheduler, scaler, extra, kinds)
-        return PendingSave(target, engine.group, contents, keep, spared)
 
-    def begin() -> PendingSave:
-        warn()
-        job = captured()
-        job.open(model.original_model, tokenizer, files or {})
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The arguments of one call of `save`. Its methods are called while the model is idle."""
+
+    model: ModelProxy
+    target: Path
+    optimizer: torch.optim.Optimizer | None
+    scheduler: HasState | None
+    scaler: HasState | None
+    extra: Any
+    tokenizer: Any
+    files: Mapping[str, str]
+    keep: int | None
+    spared: frozenset[Path]
+
+    def begin(self) -> PendingSave:
+        """Save on this machine alone."""
+        self._warn()
+        job = self._captured(None)
+        job.open(self.model.original_model, self.tokenizer, self.files)
         return job
 
-    def begin_together() -> PendingSave:
-        assert machines is not None
-        what = f"saving the checkpoint {target.name}"
-        kinds = [each["kinds"] for each in together(machines, what, lambda: {"kinds": master_kinds(engine.group)})]
+    def begin_together(self, machines: Machines) -> PendingSave:
+        """Save on all machines: see [Note: saving together]."""
+        group, what = self.model._engine.group, f"saving the checkpoint {self.target.name}"
+        kinds = [each["kinds"] for each in together(machines, what, lambda: {"kinds": master_kinds(group)})]
         if machines.share.rank == 0:
-            warn()
+            self._warn()
         jobs: list[PendingSave] = []
 
         def make() -> Payload:
-            jobs.append(captured(kinds))
+            jobs.append(self._captured(kinds))
             return jobs[0].make_shared_folder()
 
         try:
             folder = together(machines, f"{what}: the folder", make)[0]
-            jobs[0].open_together(machines, what, folder, model.original_model, tokenizer, files or {})
+            model = self.model.original_model
+            jobs[0].open_together(machines, what, folder, model, self.tokenizer, self.files)
         except BaseException as error:
             for job in jobs:
                 job.give_up(error)
             raise
         return jobs[0]
 
-    if machines is None:
-        return engine.while_idle(begin)
-    outcome: Callable[[], PendingSave] = engine.while_idle(lambda: outcome_of(begin_together))
-    return outcome()
+    def _captured(self, kinds: Sequence[str] | None) -> PendingSave:
+        group = self.model._engine.group
+        contents = capture(
+            self.model.original_model, group, self.optimizer, self.scheduler, self.scaler, self.extra, kinds
+        )
+        return PendingSave(self.target, group, contents, self.keep, self.spared)
 
-
-def _check_names(files: Mapping[str, str]) -> None:
-    """Refuse further files that would lie outside of the checkpoint or replace one of its files."""
-    for name in files:
-        path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts:
-            raise ConfigError(f"files has the name {name!r}, which does not lie inside of the checkpoint's folder.")
-        if path.suffix == ".safetensors" or str(path) in (MANIFEST, STATE_FILE):
-            raise ConfigError(f"files has the name {name!r}, which the checkpoint itself uses; choose another one.")
+    def _warn(self) -> None:
+        if self.model._engine.group.recovery.has_gradients():
+            logger.warning(
+                "%s: gradients gathered since the last optimizer step are not part of the checkpoint %s; save after a "
+                "step to resume exactly.",
+                self.model.name,
+                self.target,
+            )
 
 
 # Saving in the background.
@@ -513,7 +531,7 @@ class PendingSave:
         return Manifest(
             saved_at_ns=time.time_ns(),
             step=self._contents.step,
-            versions=_versions(),
+            versions={"torch": str(torch.__version__), "python": platform.python_version(), "roundpipe": __version__},
             model=self._contents.model,
             aliases=self._contents.aliases,
             files=self._files,
@@ -580,8 +598,3 @@ class PendingSave:
             self._monitor.changed()
         if error is not None and group.is_closed:  # no later call can raise it
             logger.error("a checkpoint failed after its model was closed", exc_info=error)
-
-
-def _versions() -> dict[str, str]:
-    """The releases that wrote the checkpoint, for people who read the manifest."""
-    return {"torch": str(torch.__version__), "python": platform.python_version(), "roundpipe": __version__}
