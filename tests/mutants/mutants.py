@@ -646,7 +646,7 @@ CHECKPOINTS = [
     mutant(
         "a resumed trainer makes its own number of microbatches",
         "integrations/trainer.py",
-        'self.set_num_microbatch(values["num_microbatch"])',
+        'self.set_num_microbatch(self._number_for_machines(values["num_microbatch"], values.get("machines", 1)))',
         "pass",
         "tests/integrations/test_trainer_resume.py",
     ),

@@ -58,6 +58,10 @@ class MachinesMixin(_Base):  # type: ignore[misc]
         gathered: torch.Tensor = self.accelerator.gather(values.detach().to(self.args.device).unsqueeze(0))
         return gathered.sum(0).cpu()
 
+    def _number_for_machines(self, number: int, num_machines: int) -> int:
+        """The number of microbatches on each machine with which a batch has as many as in a run on `num_machines`."""
+        return max(1, number * num_machines // int(self.args.world_size))
+
     def check_machines(self) -> None:
         """Raise for what does not work on several machines; prepare the arguments for them."""
         args, name = self.args, type(self).__name__

@@ -452,6 +452,7 @@ class RoundPipeMixin(MachinesMixin):
         """What the run needs to go on besides the state of Trainer, and is not in any other file."""
         return {
             "num_microbatch": None if self._given is not None else self.roundpipe.num_microbatch,
+            "machines": self.args.world_size,
             "loss_since_log": self._tr_loss.cpu(),
             "loss_until_log": self._total_loss_scalar,
             "logged_step": self._globalstep_last_logged,
@@ -491,7 +492,7 @@ class RoundPipeMixin(MachinesMixin):
         self._loss_sums = values
         self._grad_norms = values["grad_norms"]
         if values["num_microbatch"] is not None and not self.fixes_microbatches and self._given is None:
-            self.set_num_microbatch(values["num_microbatch"])
+            self.set_num_microbatch(self._number_for_machines(values["num_microbatch"], values.get("machines", 1)))
 
     def _restore_loss_sums(self) -> None:
         """Let the next logged loss be the mean since the last one that was logged, as in an uninterrupted run."""
