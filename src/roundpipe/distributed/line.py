@@ -64,10 +64,14 @@ class Ticket(Generic[T]):
             self.is_done = True
             self._monitor.changed()
 
-    def wait(self) -> T:
-        """Block until the work is done; return its result or raise its error."""
+    def wait_until_done(self) -> None:
+        """Block until the work is done. Raises no error of the work."""
         with self._monitor:
             self._monitor.wait_until(lambda: self.is_done, self.what)
+
+    def wait(self) -> T:
+        """Block until the work is done; return its result or raise its error."""
+        self.wait_until_done()
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
@@ -86,16 +90,22 @@ class Ticket(Generic[T]):
 class Line:
     """One machine's end of a line. `rank` and `size` are those of the process group of the user."""
 
-    def __init__(self, group: dist.ProcessGroup, store: Any, name: str, monitor: Monitor) -> None:
-        """`group`: a gloo group that nothing else uses. `store`: shared by all machines, for reasons of failures."""
+    def __init__(
+        self, group: dist.ProcessGroup, store: Any, name: str, monitor: Monitor, timeout: datetime.timedelta
+    ) -> None:
+        """`group`: a gloo group that nothing else uses. `store`: shared by all machines, for reasons of failures.
+
+        timeout: a machine that does not answer for so long is lost.
+        """
         self.rank, self.size = group.rank(), group.size()
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self.sent_bytes = self.received_bytes = 0
         self._group, self._store = group, store
-        self._name, self._monitor = name, monitor
+        self._monitor, self._timeout = monitor, timeout
         self._tickets: deque[Ticket[Any]] = deque()
         self._slot = 0
         self._dead: str | None = None  # why the line cannot be used any more
+        self._lost_rank: int | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}{name}", daemon=True)
         start_thread(self._thread)
@@ -123,7 +133,7 @@ class Line:
             self._monitor.changed()
         if self._dead is None:
             self._dead = f"this machine has closed the model ({reason})"
-        self._break_off(reason)  # also wakes the thread if it waits for another machine
+            self._break_off(reason)  # also wakes the thread if it waits for another machine
         if not self._monitor.is_held():
             end_threads([self._thread], _JOIN_S)
 
@@ -179,10 +189,15 @@ class Line:
         """Close all connections. The other machines then raise an error with this machine's rank and `reason`."""
         with contextlib.suppress(Exception):
             self._store.set(_closing_key(self.rank), reason)
-        # gloo closes all connections of a group when a wait times out; `abort` of the group leaves them open.
-        with contextlib.suppress(Exception):
-            nothing = self._group.recv([torch.empty(1)], self.others[0], _TAG_OF_NOTHING)
-            nothing.wait(datetime.timedelta(milliseconds=1))
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        """Close the connections to all machines: each then notices at once that this one has left."""
+        # gloo closes all connections of a group when a wait on one of them times out; `abort` leaves them open.
+        for rank in self.others:
+            with contextlib.suppress(Exception):
+                nothing = self._group.recv([torch.empty(1)], rank, _TAG_OF_NOTHING)
+                nothing.wait(datetime.timedelta(milliseconds=1))
 
     def trade(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], what: str) -> None:
         """Send a tensor to each of some machines, and fill a tensor with what each of some machines sends.
@@ -190,7 +205,7 @@ class Line:
         All tensors are flat, dense and not empty. Returns when all of them were sent and filled.
         """
         if self._dead is not None:
-            raise MachineError(None, self._dead)
+            raise MachineError(self._lost_rank, self._dead)
         pending = []
         for rank, tensor in receives.items():
             pending.append((rank, self._started(rank, lambda r=rank, t=tensor: self._group.recv([t], r, _TAG))))  # type: ignore[misc]
@@ -199,7 +214,7 @@ class Line:
         for rank, work in pending:
             with self._monitor.announced(f"rank {rank}: {what}"):
                 try:
-                    work.wait()
+                    work.wait(self._timeout)
                 except RuntimeError as error:
                     raise self._lost(rank, str(error)) from None
         self.sent_bytes += sum(tensor.nbytes for tensor in sends.values())
@@ -256,6 +271,8 @@ class Line:
             f"rank {rank} is lost: {reason}. The model cannot be used any more in this process: end it, start all "
             "machines again and resume from the last checkpoint."
         )
+        self._lost_rank = rank
+        self._close_connections()
         return MachineError(rank, self._dead)
 
 
