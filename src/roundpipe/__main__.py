@@ -13,8 +13,17 @@ from collections.abc import Sequence
 
 from roundpipe.cli import doctor, estimate
 from roundpipe.cli.arguments import parse
+from roundpipe.cli.launch import is_first
 from roundpipe.cli.train import RunFailure, how_to_resume, run
-from roundpipe.errors import CheckpointError, ConfigError, DeviceError, HostMemoryError, NonFiniteError, StallError
+from roundpipe.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    HostMemoryError,
+    MachineError,
+    NonFiniteError,
+    StallError,
+)
 from roundpipe.version import __version__
 
 _USAGE = """usage: roundpipe COMMAND [options]
@@ -45,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _DONE
     if words[0] not in _COMMANDS:
         return _complain(f"there is no command {words[0]!r}; the commands are: {', '.join(_COMMANDS)}.", _MISTAKE)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if is_first() else logging.ERROR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without some sign shows a question mark
@@ -63,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").partition(".")[0] not in _EXTRAS:
             raise
         return _complain(f"{error.name} is not installed; run: pip install 'roundpipe[train]'", _MISTAKE)
-    except (NonFiniteError, StallError, RunFailure) as error:
+    except (NonFiniteError, StallError, RunFailure, MachineError) as error:
         hint = "" if settings is None else f"\n{how_to_resume(settings)}"
         return _complain(f"{_with_notes(error)}{hint}", _FAILED)
     except KeyboardInterrupt:

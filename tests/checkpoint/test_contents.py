@@ -32,6 +32,7 @@ from roundpipe import AutoRoundPipe, ModelExecutePlan, RoundPipeRunConfig, check
 from roundpipe.checkpoint.format import read_manifest
 
 SAVING = importlib.import_module("roundpipe.checkpoint.save")  # the package's attribute `save` is the function
+CONTENTS = importlib.import_module("roundpipe.checkpoint.contents")
 
 
 class TextTraining:
@@ -85,7 +86,7 @@ def test_transformers_loads_the_folder(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if limit_bytes is not None:
-        monkeypatch.setattr(SAVING, "_SHARD_BYTES", limit_bytes)
+        monkeypatch.setattr(CONTENTS, "_SHARD_BYTES", limit_bytes)
     opened.append(training := TextTraining(tiny_model("qwen3").bfloat16()))
     training.train(2)
     folder = training.save(tmp_path / "one", tokenizer=tiny_tokenizer())
@@ -402,7 +403,7 @@ def test_the_manifest_says_where_every_tensor_lies(
     opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader needs the manifest alone to read the bytes of a tensor."""
-    monkeypatch.setattr(SAVING, "_SHARD_BYTES", 1000)
+    monkeypatch.setattr(CONTENTS, "_SHARD_BYTES", 1000)
     opened.append(training := Training())
     training.train(1)
     training.save(tmp_path / "one").wait()

@@ -35,7 +35,7 @@ from helpers_files import as_another_user
 from roundpipe import CheckpointError, checkpoint, optim
 
 NOTES = "notes.json"
-SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+CONTENTS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 Damage = Callable[[Path], object]
 
@@ -46,13 +46,13 @@ def sound() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as parent, pytest.MonkeyPatch.context() as patch:
         os.chmod(parent, 0o755)
         # By its name: the package's attribute `save` is the function.
-        patch.setattr(importlib.import_module("roundpipe.checkpoint.save"), "_SHARD_BYTES", 1000)
+        patch.setattr(importlib.import_module("roundpipe.checkpoint.contents"), "_SHARD_BYTES", 1000)
         run = Training(scaled=True)
         run.train(2)
         folder = Path(parent) / "checkpoint-2"
         run.save(folder, files={NOTES: '{"by": "hand"}'}).wait()
         run.close()
-        assert {*SHARDS, NOTES, STATE, MANIFEST} <= {path.name for path in folder.iterdir()}
+        assert {*CONTENTS, NOTES, STATE, MANIFEST} <= {path.name for path in folder.iterdir()}
         yield folder
 
 
@@ -128,7 +128,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", [SHARDS[0], SHARDS[2], "optimizer-00001", STATE, NOTES])
+@pytest.mark.parametrize("name", [CONTENTS[0], CONTENTS[2], "optimizer-00001", STATE, NOTES])
 def test_damaged_file(name: str, damage: str, folder: Path, run: Training) -> None:
     (path,) = folder.glob(f"{name}*")
     act, reason = DAMAGES[damage]
@@ -200,7 +200,7 @@ def test_a_flipped_bit_in_the_manifest(folder: Path, run: Training) -> None:
         check_refused(run, folder, str(folder / MANIFEST))
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", None, 1.5])
+@pytest.mark.parametrize("version", [3, 0, "1", None, 1.5])
 def test_other_format_version(version: Any, folder: Path, run: Training) -> None:
     rewrite_manifest(folder, lambda data: data.update(version=version))
     check_refused(run, folder, str(folder / MANIFEST), f"format version {version!r}", "this release reads version 1")
@@ -318,7 +318,7 @@ def test_state_file_that_is_too_deep(folder: Path, run: Training) -> None:
     check_refused(run, folder, str(folder / STATE))
 
 
-@pytest.mark.parametrize("name", [MANIFEST, STATE, SHARDS[0]])
+@pytest.mark.parametrize("name", [MANIFEST, STATE, CONTENTS[0]])
 @pytest.mark.parametrize("is_listed", [False, True], ids=["alone", "listed in the manifest"])
 def test_a_pickle_is_never_opened(name: str, is_listed: bool, folder: Path, run: Training, tmp_path: Path) -> None:
     class Bomb:
@@ -356,7 +356,7 @@ def test_folder_that_is_a_link_to_itself(folder: Path, run: Training) -> None:
     check_refused(run, folder, str(folder))
 
 
-@pytest.mark.parametrize("name", [MANIFEST, STATE, SHARDS[1], NOTES, ""])
+@pytest.mark.parametrize("name", [MANIFEST, STATE, CONTENTS[1], NOTES, ""])
 def test_no_permission(name: str, folder: Path, run: Training) -> None:
     path = folder / name
     mode = path.stat().st_mode

@@ -33,6 +33,7 @@ from roundpipe.checkpoint.contents import Source
 from roundpipe.store import OptimizerCopy
 
 SAVING = importlib.import_module("roundpipe.checkpoint.save")  # the package's attribute `save` is the function
+CONTENTS = importlib.import_module("roundpipe.checkpoint.contents")
 # A tensor of the middle layer which is written after all tensors of layer 2 and before the last of layers 1 and 0.
 AMID = "state/exp_avg/1.0.weight"
 AMID_OF_MOMENTUM = "state/momentum_buffer/1.0.weight"
@@ -465,7 +466,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
 def test_a_failure_at_every_call_into_the_file_system(
     patch: pytest.MonkeyPatch, opened: list[Training], tmp_path: Path, replaces: bool
 ) -> None:
-    patch.setattr(SAVING, "_SHARD_BYTES", 2000)
+    patch.setattr(CONTENTS, "_SHARD_BYTES", 2000)
     opened.append(training := Training())
     training.train(1)
     num_calls, number = 1, -1
@@ -736,7 +737,7 @@ def test_a_system_that_allows_no_further_thread(
     expected, _ = twin_bits(1)
     opened.append(training := Training())
     training.train(1)
-    patch.setattr(SAVING, "_SHARD_BYTES", 500)
+    patch.setattr(CONTENTS, "_SHARD_BYTES", 500)
     patch.setattr(SAVING, "io_threads", lambda: 4)
     patch.setattr(SAVING, "start_thread", refuse)
     training.save(tmp_path / "one").wait()

@@ -82,10 +82,21 @@ def test_dpo_losses_that_compute_on_the_accelerators_device_are_refused(
         RoundPipeDPOTrainer(tiny_model(), ref_model=tiny_model(), **given)
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_several_machines_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnLoss(RoundPipeTrainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
     args = arguments(tmp_path)
     monkeypatch.setattr(type(args), "world_size", 2)
-    with pytest.raises(ConfigError, match="runs in one process, which uses all devices, but 2 processes were launched"):
+    with pytest.raises(ConfigError, match=r"has its own compute_loss\(\), and on 2 machines it cannot be told"):
+        OwnLoss(tiny_model(), args, train_dataset=token_rows(), roundpipe=options())
+    wrapped = wrap_model_to_roundpipe(tiny_model(), devices=["cpu"])
+    with pytest.raises(ConfigError, match="a model that was wrapped for one machine, but 2 processes"):
+        RoundPipeTrainer(wrapped, args, train_dataset=token_rows())
+    wrapped.close()
+    args.accelerator_config.split_batches = True
+    with pytest.raises(ConfigError, match="leave dispatch_batches and split_batches out"):
         RoundPipeTrainer(tiny_model(), args, train_dataset=token_rows(), roundpipe=options())
 
 

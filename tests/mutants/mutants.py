@@ -616,8 +616,8 @@ CHECKPOINTS = [
     mutant(
         "a folder gets its name before its manifest is written",
         "checkpoint/save.py",
-        "        write_synced(self._partial / MANIFEST, self._manifest().to_bytes())\n",
-        "        manifest = self._manifest().to_bytes()\n"
+        "        write_synced(self._partial / MANIFEST, self._manifest(parts).to_bytes())\n",
+        "        manifest = self._manifest(parts).to_bytes()\n"
         "        (self.folder.parent / 'spare').mkdir(exist_ok=True)\n"
         "        write_synced(self.folder.parent / 'spare' / MANIFEST, manifest)\n",
         SAVING,
@@ -639,14 +639,14 @@ CHECKPOINTS = [
     mutant(
         "ties of halved masters are not loaded",
         "checkpoint/load.py",
-        "reader.read_into(ties, master.halves.ties)",
+        "master.halves.ties.copy_(bits)",
         "pass",
         RESUME,
     ),
     mutant(
         "a resumed trainer makes its own number of microbatches",
         "integrations/trainer.py",
-        'self.set_num_microbatch(values["num_microbatch"])',
+        'self.set_num_microbatch(self._number_for_machines(values["num_microbatch"], values.get("machines", 1)))',
         "pass",
         "tests/integrations/test_trainer_resume.py",
     ),

@@ -159,7 +159,7 @@ class ModelEngine:
         self.group.show_newest()
         self.group.end_host_graphs()
 
-    @api_call(Scope.GROUP)
+    @api_call(Scope.GROUP, everywhere=True)
     def while_idle(self, work: Callable[[], _T]) -> _T:
         """Wait for everything, then return `work()`. No other call can begin meanwhile."""
         self.group.settle()

@@ -1,11 +1,12 @@
 """What a checkpoint holds: which tensors of a model and its optimizer are saved under which names, and all other state.
 
-`weights_of` and `capture` are called while nothing runs on the model. Knows no files.
+Also decides into which files the tensors go. `weights_of` and `capture` are called while nothing runs on the model.
 
 [Note: names in a checkpoint] The group "weights" has the keys of the state dict (of a PEFT model: those of its
 adapters, the base model is not saved). The group "optimizer" has the parameter's name behind a prefix:
 `state/exp_avg/NAME` for the optimizer's tensors, `master/NAME` for a master in full, `master.low/NAME` and
 `master.ties/NAME` for a halved master, whose high half is the weight. A master that equals its weight is not saved.
+
 """
 
 from __future__ import annotations
@@ -13,23 +14,45 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from roundpipe.api.group import Group
-from roundpipe.checkpoint.format import DTYPES
+from roundpipe.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    STATE_FILE,
+    FileEntry,
+    Piece,
+    TensorEntry,
+    entry_from_json,
+    shard_header,
+)
+from roundpipe.checkpoint.ranges import (
+    MASTER,
+    MASTER_LOW,
+    MASTER_TIES,
+    Home,
+    Kind,
+    Source,
+    kind_of,
+    place_of,
+    range_sources,
+)
 from roundpipe.devices import generator_states, set_generator_states
-from roundpipe.errors import CheckpointError, UsageError
-from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord
+from roundpipe.distributed.line import Payload
+from roundpipe.errors import CheckpointError, ConfigError
+from roundpipe.store import OptimizerCopy, ParameterRecord, Share
 from roundpipe.store.values import ShardedMaster
 
 STATE = "state/"
-MASTER, MASTER_LOW, MASTER_TIES = "master/", "master.low/", "master.ties/"
 _DEFAULT_ADAPTER = "default"
 
 
@@ -99,21 +122,6 @@ def description(model: nn.Module) -> dict[str, str]:
 # Capturing the state of a run.
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """One tensor to save. `layer`: the store and layer that must not change until the tensor is written."""
-
-    name: str
-    tensor: torch.Tensor
-    layer: tuple[LayerStore, int] | None = None
-    version: int | None = None  # version counter of the tensor, if only code of the user can change it
-
-    @property
-    def was_changed(self) -> bool:
-        """Whether the user has written into the tensor since it was captured."""
-        return self.version is not None and self.tensor._version != self.version
-
-
 @dataclasses.dataclass
 class Contents:
     """The state of a training run at one moment. The tensors share the memory that training uses."""
@@ -152,13 +160,24 @@ def capture(
     scheduler: HasState | None,
     scaler: HasState | None,
     extra: Any,
+    kinds: Sequence[str] | None = None,
 ) -> Contents:
-    """The state of a model whose group is idle. Copies small tensors and refers to large ones."""
+    """The state of a model whose group is idle. Copies small tensors and refers to large ones.
+
+    kinds: what `master_kinds` gives on each machine; None if this machine is alone.
+    """
     layers = _Layers(group)
+    share = None if kinds is None or group.machines is None else group.machines.share
     aliases: dict[str, str] = {}
     weights = group.lock.run_user_code(lambda: weights_of(model))  # models inside of it take part in state_dict()
     weight_sets = [(one, _weight_sources(one, layers, aliases)) for one in weights]
-    tensors = [source for store, layer in layers.in_order for source in _master_sources(store, layer.at_home)]
+    tensors: list[Source] = []
+    for at, (record, home) in enumerate(layers.homes.items()):
+        kind = Kind.of({each[at] for each in kinds or ()}, record)
+        if share is not None and kind in (Kind.HALVED, Kind.FULL):
+            tensors += range_sources(record, home, share, is_halved=kind is Kind.HALVED)
+        elif share is None or share.rank == 0:
+            tensors += _master_sources(record, home)
     values: dict[str, Any] = {
         "extra": extra,
         "random": random_states(),
@@ -167,12 +186,17 @@ def capture(
         "optimizer": None,
     }
     if optimizer is not None:
-        states, values["optimizer"] = _optimizer_state(optimizer, layers)
+        states, values["optimizer"] = _optimizer_state(optimizer, layers, share)
         tensors += states
         order = {home: position for position, home in enumerate(dict.fromkeys(layers.homes.values()))}
         tensors.sort(key=lambda source: len(order) if source.layer is None else order[source.layer])
     step, about = group.stepper.steps_issued, description(model)
     return Contents(weight_sets, tensors, aliases, values, step, about)
+
+
+def master_kinds(group: Group) -> str:
+    """How this machine holds each master: a character per parameter, in the order of the layers in a checkpoint."""
+    return "".join(kind_of(record).value for record in _Layers(group).homes)
 
 
 def _weight_sources(weights: WeightSet, layers: _Layers, aliases: dict[str, str]) -> list[Source]:
@@ -196,32 +220,29 @@ def _weight_sources(weights: WeightSet, layers: _Layers, aliases: dict[str, str]
     return [*(of_layers[record] for record in layers.homes if record in of_layers), *others]
 
 
-def _master_sources(store: LayerStore, records: list[ParameterRecord]) -> Iterator[Source]:
-    """What is needed besides the weights to restore masters bit for bit."""
-    for record in records:
-        master = record.master
-        if master is None:
-            continue
-        home = (store, record.home)
-        with master.lock:
-            halves = master.halves
-            if isinstance(halves, ShardedMaster):
-                raise UsageError(
-                    f"a checkpoint cannot be saved by one machine of {halves.share.size}: each has a part of the "
-                    f"optimizer's copies, of {record.name!r} for one. state_dict() after synchronize() has the weights."
-                )
-            if halves is not None and halves.weight is record.weights and record.weights.is_contiguous():
-                # Halves stay halves: joining them would need twice their memory.
-                for prefix, key in ((MASTER_LOW, "low"), (MASTER_TIES, "ties")):
-                    if key in vars(halves):
-                        yield Source(prefix + record.name, vars(halves)[key], home)
-                continue
-            values = master.values() if halves is None else halves.joined()
-        if values.dtype != record.weights.dtype or not torch.equal(values, record.weights):
-            yield Source(MASTER + record.name, values, home)
+def _master_sources(record: ParameterRecord, home: Home) -> Iterator[Source]:
+    """What is needed besides the weights to restore a master bit for bit."""
+    master = record.master
+    if master is None:
+        return
+    with master.lock:
+        halves = master.halves
+        if isinstance(halves, ShardedMaster):
+            return  # not updated on any machine yet: it equals the weight
+        if halves is not None and halves.weight is record.weights and record.weights.is_contiguous():
+            # Halves stay halves: joining them would need twice their memory.
+            for prefix, key in ((MASTER_LOW, "low"), (MASTER_TIES, "ties")):
+                if key in vars(halves):
+                    yield Source(prefix + record.name, vars(halves)[key], home)
+            return
+        values = master.values() if halves is None else halves.joined()
+    if values.dtype != record.weights.dtype or not torch.equal(values, record.weights):
+        yield Source(MASTER + record.name, values, home)
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, layers: _Layers) -> tuple[list[Source], dict[str, Any]]:
+def _optimizer_state(
+    optimizer: torch.optim.Optimizer, layers: _Layers, share: Share | None
+) -> tuple[list[Source], dict[str, Any]]:
     """The optimizer's tensors, and its options and numbers as plain values."""
     names, sources = names_in(optimizer, layers.homes), list[Source]()
     by_name = {record.name: home for record, home in layers.homes.items()}
@@ -238,9 +259,12 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, layers: _Layers) -> tuple
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 _check_kind(f"{key!r} of the optimizer's state of {name!r}", value)
+                place = None if share is None else place_of(value, param)
+                if share is not None and (not value.numel() if place is not None else share.rank > 0):
+                    continue  # another machine has the values
                 # A parameter that is not the model's can be updated at any time: its state is copied now.
                 tensor = value.detach() if home is not None else value.detach().cpu().clone()
-                sources.append(Source(f"{STATE}{key}/{name}", tensor, home, tensor._version))
+                sources.append(Source(f"{STATE}{key}/{name}", tensor, home, tensor._version, place))
             else:
                 is_tensor = isinstance(value, torch.Tensor)
                 numbers.setdefault(name, {})[key] = value.detach().clone() if is_tensor else copy.deepcopy(value)
@@ -310,3 +334,150 @@ def _set_numpy_state(saved: Any, generator: Callable[[Any], Any]) -> None:
 
             kind, keys, *rest = saved
             generator(numpy).set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+# The files of the tensors.
+
+_SHARD_BYTES = 2 << 30
+
+
+class Shard:
+    """One safetensors file to write."""
+
+    def __init__(self, group: str, name: str, sources: Sequence[Source], folder: str = "") -> None:
+        """`folder`: the beginning of the sources' names that the keys in the file do not have."""
+        self.group, self.name, self.sources = group, name, sources
+        self.header, self.offsets = shard_header(
+            [(one.name.removeprefix(folder), one.tensor.dtype, tuple(one.tensor.shape)) for one in sources]
+        )
+
+    def entries(self) -> Iterator[tuple[str, TensorEntry]]:
+        """The tensors of this shard for the manifest."""
+        for source, offset in zip(self.sources, self.offsets, strict=True):
+            tensor = source.tensor
+            place = source.range
+            start = 0 if place is None else place.start * tensor.itemsize
+            piece = Piece(self.name, offset, tensor.nbytes, start)
+            shape, stride = (tuple(tensor.shape), None) if place is None else (place.shape, place.stride)
+            yield source.name, TensorEntry(DTYPES[tensor.dtype], shape, (piece,), stride)
+
+
+def _cut(sources: Sequence[Source], limit_bytes: int | None) -> list[list[Source]]:
+    """Consecutive sources in lists of at most `limit_bytes`, or of one source."""
+    parts: list[list[Source]] = [[]]
+    size = 0
+    for source in sources:
+        if parts[-1] and limit_bytes is not None and size + source.tensor.nbytes > limit_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(source)
+        size += source.tensor.nbytes
+    return parts
+
+
+def shards_of(contents: Contents, share: Share) -> tuple[list[Shard], dict[str, str]]:
+    """The shards that this machine writes, in the order of writing, and the texts of index files by name.
+
+    All machines have all weights, so they write the shards of weights in turn.
+    """
+    shards: list[Shard] = []
+    indices: dict[str, str] = {}
+    for weights, sources in contents.weight_sets:
+        parts = _cut(sources, _SHARD_BYTES if weights.may_shard else None)
+        mine = [
+            Shard("weights", _shard_name(weights, i, len(parts)), part, weights.folder) for i, part in enumerate(parts)
+        ]
+        shards += [shard for i, shard in enumerate(mine) if i % share.size == share.rank]
+        if len(parts) > 1:
+            indices[f"{weights.folder}{weights.file}.safetensors.index.json"] = _index_of(mine)
+    parts = _cut(contents.optimizer_tensors, _SHARD_BYTES)
+    name = "optimizer" if share.size == 1 else f"optimizer-rank{share.rank:05}"
+    if parts[0]:
+        shards += [
+            Shard("optimizer", f"{name}-{i + 1:05}-of-{len(parts):05}.safetensors", part)
+            for i, part in enumerate(parts)
+        ]
+    return shards, indices if share.rank == 0 else {}
+
+
+def _shard_name(weights: WeightSet, index: int, count: int) -> str:
+    number = "" if count == 1 else f"-{index + 1:05}-of-{count:05}"
+    return f"{weights.folder}{weights.file}{number}.safetensors"
+
+
+def _index_of(shards: Sequence[Shard]) -> str:
+    """The index with which `from_pretrained` finds the tensors of several files."""
+    total = sum(source.tensor.nbytes for shard in shards for source in shard.sources)
+    weight_map = {source.name: shard.name for shard in shards for source in shard.sources}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+
+
+# What machines tell rank 0 for the manifest.
+
+
+def part_of(shards: Sequence[Shard], files: Mapping[str, FileEntry]) -> Payload:
+    """The files and tensors that one machine has written."""
+    return {
+        "files": {name: dataclasses.asdict(entry) for name, entry in files.items()},
+        "tensors": [
+            [shard.group, name, dataclasses.asdict(entry)] for shard in shards for name, entry in shard.entries()
+        ],
+    }
+
+
+def all_entries(shards: Sequence[Shard], parts: Sequence[Payload]) -> dict[str, dict[str, TensorEntry]]:
+    """The tensors in own shards and in the parts of other machines, by group and name. Joins pieces of a tensor."""
+    tensors: dict[str, dict[str, TensorEntry]] = {"weights": {}, "optimizer": {}}
+    for shard in shards:
+        tensors[shard.group].update(shard.entries())
+    for part in parts:
+        for group, name, data in part["tensors"]:
+            entry = entry_from_json(data)
+            known = tensors[group].get(name)
+            if known is not None and sum(piece.num_bytes for piece in known.pieces) >= known.num_bytes:
+                continue  # a parameter of one element: its machine cannot tell a range from the whole
+            if known is not None:
+                entry = dataclasses.replace(known, pieces=(*known.pieces, *entry.pieces))
+            tensors[group][name] = entry
+    return tensors
+
+
+def check_names(files: Mapping[str, str]) -> None:
+    """Refuse further files that would lie outside of the checkpoint or replace one of its files."""
+    for name in files:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts:
+            raise ConfigError(f"files has the name {name!r}, which does not lie inside of the checkpoint's folder.")
+        if path.suffix == ".safetensors" or str(path) in (MANIFEST, STATE_FILE):
+            raise ConfigError(f"files has the name {name!r}, which the checkpoint itself uses; choose another one.")
+
+
+# Configurations.
+
+
+def write_configuration(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Write what `from_pretrained` needs besides the weights."""
+    if is_adapter(model):
+        for adapter, config in model.peft_config.items():
+            _write_adapter_configuration(folder if adapter == "default" else folder / adapter, model, config)
+    elif hasattr(getattr(model, "config", None), "save_pretrained"):
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _write_adapter_configuration(folder: Path, model: Any, config: Any) -> None:
+    config = copy.copy(config)
+    config.inference_mode = True  # as peft saves it: who loads an adapter without saying so does not train it
+    base = model.get_base_model()
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    mapping = None
+    if config.task_type is None:
+        mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping)

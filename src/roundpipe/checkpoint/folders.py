@@ -12,16 +12,19 @@ import fcntl
 import glob
 import logging
 import os
+import secrets
 import shutil
 import time
 from pathlib import Path
 
-from roundpipe.checkpoint.format import MANIFEST, read_manifest, sync_folder
-from roundpipe.errors import CheckpointError
+from roundpipe.checkpoint.format import MANIFEST, read_manifest, sync_folder, write_synced
+from roundpipe.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("roundpipe")
 LATEST = "latest"
 PARTIAL, REPLACED, _REMOVED, _NEW_LINK = ".partial-", ".replaced-", ".removed-", ".new-"
+TOKEN = ".token"  # in a folder that several machines write: shows them that it is the same folder
+_SEEN_S = 5.0  # a new folder on a network is visible to all machines within this time
 _LINK_S = 60.0  # a link of a process that lives gets its name in less time
 
 
@@ -135,6 +138,30 @@ def make_partial(folder: Path) -> tuple[Path, int]:
         os.close(handle)
 
 
+def make_token(partial: Path) -> str:
+    """Write a random text into a new folder, by which other machines recognise it; returns the text."""
+    token = secrets.token_hex(16)
+    write_synced(partial / TOKEN, token.encode())
+    sync_folder(partial)
+    return token
+
+
+def see_token(partial: Path, token: str, folder: Path) -> None:
+    """Raise CheckpointError unless the folder that rank 0 has made for the checkpoint `folder` is visible here."""
+    deadline = time.monotonic() + _SEEN_S
+    while True:
+        with contextlib.suppress(OSError):
+            if (partial / TOKEN).read_text() == token:
+                return
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{folder.parent} on this machine is not the folder of that name on rank 0: {partial.name}, which rank "
+                "0 has made there, is not in it. Save into a folder that all machines share, such as one on a network "
+                "file system."
+            )
+        time.sleep(0.05)
+
+
 def _lock(handle: int) -> bool | None:
     """Lock a folder. Returns False if another process has locked it, None if the file system has no locks."""
     try:
@@ -144,6 +171,29 @@ def _lock(handle: int) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def check_target(target: Path) -> None:
+    """Raise before anything is written if the folder or `latest` are taken by something that is not a checkpoint."""
+    if target.name == LATEST:
+        raise ConfigError(f"{target} is the name of the link to the latest checkpoint; give the folder another name.")
+    link = target.parent / LATEST
+    try:
+        if target.is_symlink() or (target.exists() and not target.is_dir()):
+            raise CheckpointError(f"{target} exists and is not a folder; remove it, or save elsewhere.")
+        if target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir()):
+            raise CheckpointError(f"{target} has other content than a checkpoint; remove it, or save elsewhere.")
+        if link.exists() and not link.is_symlink():
+            raise CheckpointError(f"{link} exists and is not a link; move it away, or save elsewhere.")
+    except OSError as error:
+        raise not_written(target, error) from error
+
+
+def not_written(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} could not be written: {error}. Earlier checkpoints are unchanged; free space or mend "
+        "the permissions, then save again."
+    )
 
 
 def free_name(folder: Path, kind: str) -> Path:

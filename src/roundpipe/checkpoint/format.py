@@ -31,7 +31,8 @@ from roundpipe.errors import CheckpointError
 MANIFEST = "manifest.json"
 STATE_FILE = "state.json"
 FORMAT = "roundpipe-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of a checkpoint that one process has written
+SHARED_FORMAT_VERSION = 2  # of one that several machines have written: see [Note: names in a checkpoint]
 _CHUNK_BYTES = 4 << 20  # a chunk is hashed and written while it is in the processor's cache
 
 DTYPES = {
@@ -53,6 +54,11 @@ DTYPES = {
     torch.complex64: "C64",
 }
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def state_file(rank: int) -> str:
+    """The file with the state that belongs to one machine; that of rank 0 is part of STATE_FILE."""
+    return f"state-rank{rank:05}.json" if rank else STATE_FILE
 
 
 # Tensors as bytes.
@@ -87,11 +93,12 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint. Its bytes are in row-major order."""
+    """One tensor of a checkpoint. Its bytes are in row-major order, or in the order of a dense tensor with `stride`."""
 
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    stride: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -232,9 +239,11 @@ class Manifest:
     aliases: Mapping[str, str]  # keys of the state dict that share the tensor of another key
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, Mapping[str, TensorEntry]]  # by group ("weights", "optimizer") and name
+    machines: int = 1  # how many machines have written it
 
     def to_bytes(self) -> bytes:
-        body = {"format": FORMAT, "version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        version = FORMAT_VERSION if self.machines == 1 else SHARED_FORMAT_VERSION
+        body = {"format": FORMAT, "version": version, **dataclasses.asdict(self)}
         return json.dumps({"sha256": _body_digest(body), **body}, indent=1).encode()
 
 
@@ -253,10 +262,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a RoundPipe checkpoint; load a folder that save() wrote.")
-    if data.get("version") != FORMAT_VERSION:
+    if data.get("version") not in (FORMAT_VERSION, SHARED_FORMAT_VERSION):
         raise CheckpointError(
-            f"{path} has format version {data.get('version')!r}, this release reads version {FORMAT_VERSION}; install "
-            "the release that wrote it, or a newer one."
+            f"{path} has format version {data.get('version')!r}, this release reads version {FORMAT_VERSION} and "
+            f"{SHARED_FORMAT_VERSION}; install the release that wrote it, or a newer one."
         )
     digest = data.pop("sha256", None)
     if digest != _body_digest(data):
@@ -279,10 +288,7 @@ def _no_checkpoint(folder: Path) -> CheckpointError:
 
 def _parsed(data: Mapping[str, Any]) -> Manifest:
     tensors = {
-        group: {
-            name: TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(Piece(**piece) for piece in entry["pieces"]))
-            for name, entry in entries.items()
-        }
+        group: {name: entry_from_json(entry) for name, entry in entries.items()}
         for group, entries in data["tensors"].items()
     }
     return Manifest(
@@ -293,6 +299,18 @@ def _parsed(data: Mapping[str, Any]) -> Manifest:
         aliases=dict(data["aliases"]),
         files={name: FileEntry(**entry) for name, entry in data["files"].items()},
         tensors=tensors,
+        machines=int(data.get("machines", 1)),
+    )
+
+
+def entry_from_json(data: Mapping[str, Any]) -> TensorEntry:
+    """The entry that `dataclasses.asdict` has made `data` of."""
+    stride = data.get("stride")
+    return TensorEntry(
+        data["dtype"],
+        tuple(data["shape"]),
+        tuple(Piece(**piece) for piece in data["pieces"]),
+        None if stride is None else tuple(stride),
     )
 
 
@@ -306,6 +324,8 @@ def _check_paths(path: Path, manifest: Manifest) -> None:
         for name, entry in entries.items():
             if entry.dtype not in DTYPE_OF or any(size < 0 for size in entry.shape):
                 raise CheckpointError(f"{path}: tensor {name!r} has dtype {entry.dtype!r} and shape {entry.shape}.")
+            if entry.stride is not None and not _is_dense(entry.shape, entry.stride):
+                raise CheckpointError(f"{path}: tensor {name!r} of shape {entry.shape} has strides {entry.stride}.")
             covered = 0
             for piece in sorted(entry.pieces, key=lambda piece: piece.start):
                 file = manifest.files.get(piece.file)
@@ -317,6 +337,18 @@ def _check_paths(path: Path, manifest: Manifest) -> None:
                 covered += piece.num_bytes
             if covered != entry.num_bytes:
                 raise CheckpointError(f"{path}: {covered} of the {entry.num_bytes} bytes of {name!r} are in its files.")
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape and these strides fills a range of memory without gaps."""
+    if len(shape) != len(stride):
+        return False
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
@@ -358,6 +390,11 @@ def io_threads() -> int:
     return max(1, min(4, cores // 2))
 
 
+def has_order_of(entry: TensorEntry, tensor: torch.Tensor) -> bool:
+    """Whether the memory of a dense tensor has its elements in the order of the entry's bytes."""
+    return tensor.is_contiguous() if entry.stride is None else tuple(tensor.stride()) == entry.stride
+
+
 class Reader:
     """Reads ranges of tensors from the files of one checkpoint."""
 
@@ -374,16 +411,27 @@ class Reader:
         self._handles.clear()
 
     def read_into(self, entry: TensorEntry, target: torch.Tensor) -> None:
-        """Fill a tensor of the entry's shape and dtype, directly if it is contiguous."""
+        """Fill a tensor of the entry's shape and dtype, directly if its memory has the entry's order."""
         assert tuple(target.shape) == entry.shape
-        assert DTYPES[target.dtype] == entry.dtype
-        direct = target.is_contiguous() and target.device.type == "cpu"
-        plain = target if direct else torch.empty(entry.shape, dtype=target.dtype)
-        memory = raw_bytes(plain.detach())
-        for piece in entry.pieces:
-            self._read(piece, memory[piece.start : piece.start + piece.num_bytes])
+        direct = has_order_of(entry, target) and target.device.type == "cpu"
+        plain = target
+        if not direct:
+            stride = entry.stride or torch.empty(entry.shape, device="meta").stride()
+            plain = torch.empty_strided(entry.shape, stride, dtype=target.dtype)
+        self.read_range(entry, 0, plain.detach().as_strided((plain.numel(),), (1,)))
         if not direct:
             target.copy_(plain)
+
+    def read_range(self, entry: TensorEntry, start: int, target: torch.Tensor) -> None:
+        """Fill a flat tensor with consecutive elements of the entry, from element `start` on, in the entry's order."""
+        assert DTYPES[target.dtype] == entry.dtype
+        memory, first = raw_bytes(target), start * target.itemsize
+        for piece in entry.pieces:
+            low = max(piece.start, first)
+            high = min(piece.start + piece.num_bytes, first + len(memory))
+            if low < high:
+                part = Piece(piece.file, piece.offset + low - piece.start, high - low)
+                self._read(part, memory[low - first : high - first])
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The whole tensor in new memory."""

@@ -6,7 +6,9 @@ whatever ranges the manifest names.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +19,6 @@ import torch
 from roundpipe.api.group import Group
 from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import (
-    MASTER,
-    MASTER_LOW,
-    MASTER_TIES,
     STATE,
     HasState,
     check_random_states,
@@ -39,12 +38,29 @@ from roundpipe.checkpoint.format import (
     TensorEntry,
     from_json,
     read_manifest,
+    state_file,
     verify_files,
 )
+from roundpipe.checkpoint.ranges import (
+    MASTER,
+    MASTER_LOW,
+    MASTER_TIES,
+    RANGED_TIES,
+    read_own_range,
+    read_sharded,
+    read_ties,
+    ties_in,
+)
 from roundpipe.checkpoint.save import check_model
-from roundpipe.errors import CheckpointError, add_note
-from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord
+from roundpipe.checkpoint.together import outcome_of, together
+from roundpipe.distributed.line import Payload
+from roundpipe.distributed.machines import Machines
+from roundpipe.errors import CheckpointError, MachineError, add_note
+from roundpipe.optim.adam import divides_moments
+from roundpipe.optim.state_memory import moment_count, new_moment
+from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord, Share
 from roundpipe.store.host_memory import host_zeros_like, require_host_memory
+from roundpipe.store.values import ShardedMaster
 
 _MOST_NAMED = 5  # an error lists at most so many keys
 _ADVICE = "Nothing was loaded. Free memory, or train fewer parameters."
@@ -61,38 +77,97 @@ def load(
 ) -> Any:
     """Load a checkpoint into a model of the same architecture, and set all random number generators. Returns `extra`.
 
-    Training then continues bit for bit as after the save, on any number of devices. All files are verified first: if
+    Training then continues bit for bit as after the save, on any number of devices. With a process group, all machines
+    call this together; the number of machines that saved may be another one. All files are verified first: if
     the checkpoint is damaged or does not fit, a CheckpointError names the reason and nothing has changed. What is not
     given is not loaded; without an optimizer, masters that do not exist yet are made from the weights when needed.
 
     restore_rng: False leaves the random number generators as they are.
     """
     engine = check_model(model)._engine
-    path, manifest, values = _verified(folder)
+    small = [(name, part) for name, part in (("scheduler", scheduler), ("scaler", scaler)) if part is not None]
+    request = _Request(folder, model, optimizer, small, restore_rng)
+    machines = engine.group.machines
+    if machines is None:
+        verified = _verified(folder)
+        return engine.while_idle(lambda: request.restore(verified))
+    outcome: Callable[[], Any] = engine.while_idle(lambda: outcome_of(lambda: request.restore_together(machines)))
+    return outcome()
 
-    def restore() -> Any:
-        with Reader(path) as reader:
-            group = engine.group
-            plan = _Restoration(path, manifest, values, model, group, wants_masters=optimizer is not None)
-            plan.check_weights()
-            plan.check_masters()
-            if optimizer is not None:
-                plan.check_optimizer(optimizer)
-            pairs = [("scheduler", scheduler), ("scaler", scaler)]
-            _load_small([(name, part, values[name]) for name, part in pairs if part is not None], path)
-            try:
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The arguments of one call of `load`. Its methods are called while the model is idle."""
+
+    folder: str | os.PathLike[str]
+    model: ModelProxy
+    optimizer: torch.optim.Optimizer | None
+    small: Sequence[tuple[str, HasState]]
+    restore_rng: bool
+
+    def restore(self, verified: _Verified) -> Any:
+        """Load on this machine alone."""
+        plan, _ = self._checked(verified)
+        self._read(plan, verified)
+        return verified.values["extra"]
+
+    def restore_together(self, machines: Machines) -> Any:
+        """Load on all machines, after all of them have compared their files and the checkpoint with the model."""
+        found: list[tuple[_Verified, _Restoration, Undo]] = []
+
+        def check() -> Payload:
+            verified = _verified(self.folder, share=machines.share)
+            found.append((verified, *self._checked(verified)))
+            return {"checkpoint": verified.manifest.saved_at_ns, "step": verified.manifest.step}
+
+        what = "loading a checkpoint"
+        try:
+            _check_same(together(machines, what, check))
+        except BaseException:
+            for _, _, undo in found:
+                undo()
+            raise
+        verified, plan, _ = found[0]
+
+        def read() -> Payload:
+            self._read(plan, verified)
+            return {}
+
+        together(machines, f"{what}: reading", read)
+        return verified.values["extra"]
+
+    def _checked(self, verified: _Verified) -> tuple[_Restoration, Undo]:
+        plan = _Restoration(verified, self.model, self.model._engine.group, wants_masters=self.optimizer is not None)
+        plan.check_weights()
+        plan.check_masters()
+        if self.optimizer is not None:
+            plan.check_optimizer(self.optimizer)
+        return plan, _load_small([(name, part, verified.values[name]) for name, part in self.small], verified.path)
+
+    def _read(self, plan: _Restoration, verified: _Verified) -> None:
+        restore_rng = self.restore_rng
+        try:
+            with Reader(verified.path) as reader:
                 plan.read_weights(reader)
-                plan.read_masters(reader)
-                if optimizer is not None:
-                    plan.read_optimizer(reader, optimizer)
-            except BaseException as error:
-                add_note(error, f"parts of {path} are in the model already: load a checkpoint before you train on")
-                raise
+                plan.read_masters(reader, self.optimizer)
+                if self.optimizer is not None:
+                    plan.read_optimizer(reader, self.optimizer)
+        except BaseException as error:
+            add_note(error, f"parts of {verified.path} are in the model already: load a checkpoint before you train on")
+            raise
         if restore_rng:
-            set_random_states(values["random"])
-        return values["extra"]
+            set_random_states(verified.values["random"])
 
-    return engine.while_idle(restore)
+
+def _check_same(answers: Sequence[Payload]) -> None:
+    """Raise MachineError if machines load different checkpoints."""
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise MachineError(
+                rank,
+                f"rank {rank} loads another checkpoint than rank 0: that of step {answer['step']} instead of step "
+                f"{answers[0]['step']}, or another save of it. Give all machines the same folder.",
+            )
 
 
 def verify(folder: str | os.PathLike[str], names: Sequence[str] = ()) -> None:
@@ -100,10 +175,9 @@ def verify(folder: str | os.PathLike[str], names: Sequence[str] = ()) -> None:
     _verified_files(folder, names)
 
 
-def load_rng(folder: str | os.PathLike[str]) -> None:
-    """Set all random number generators to the state that a checkpoint holds."""
-    _, _, values = _verified(folder, only=(STATE_FILE,))
-    set_random_states(values["random"])
+def load_rng(folder: str | os.PathLike[str], rank: int = 0) -> None:
+    """Set all random number generators to the state that a checkpoint holds; `rank`: of this machine."""
+    set_random_states(_verified(folder, only=(STATE_FILE,), share=Share(rank, rank + 1)).values["random"])
 
 
 def _verified_files(folder: str | os.PathLike[str], names: Sequence[str]) -> tuple[Path, Manifest]:
@@ -117,25 +191,72 @@ def _verified_files(folder: str | os.PathLike[str], names: Sequence[str]) -> tup
     return path, manifest
 
 
-def _verified(folder: str | os.PathLike[str], only: Sequence[str] = ()) -> tuple[Path, Manifest, dict[str, Any]]:
-    """Read the manifest and the values of a checkpoint. First compare all files, or `only` some, with the manifest."""
-    path, manifest = _verified_files(folder, only)
-    if STATE_FILE not in manifest.files:
-        raise CheckpointError(f"{path / MANIFEST} does not list {STATE_FILE}.")
+@dataclasses.dataclass(frozen=True)
+class _Verified:
+    """A checkpoint whose files were compared with its manifest, and its values."""
+
+    path: Path
+    manifest: Manifest
+    values: dict[str, Any]
+
+
+def _verified(folder: str | os.PathLike[str], only: Sequence[str] = (), share: Share | None = None) -> _Verified:
+    """Read the manifest and the values of a checkpoint. First compare all files, or `only` some, with the manifest.
+
+    share: that of this machine in a process group. It has random states for itself, and need not read the files that
+    hold ranges of other machines alone: these compare them.
+    """
+    path = find(Path(folder))
+    manifest = read_manifest(path)
+    for name in only or (STATE_FILE,):
+        if name not in manifest.files:
+            raise CheckpointError(f"{path / MANIFEST} does not list {name}.")
+    own = STATE_FILE if share is None else state_file(share.rank)
+    own = own if own in manifest.files else STATE_FILE  # the checkpoint is of fewer machines
+    names = {*(only or manifest.files), own}
+    verify_files(path, manifest, sorted(names - (set() if share is None else _files_of_others(manifest, share))))
+    read = own
     try:
+        random = from_json(json.loads((path / own).read_bytes()))["random"]
+        check_random_states(random)
+        read = STATE_FILE
         values = from_json(json.loads((path / STATE_FILE).read_bytes()))
         _ = values["extra"], values["scheduler"], values["scaler"]
-        check_random_states(values["random"])
         if values["optimizer"] is not None:
             _ = values["optimizer"]["class"], values["optimizer"]["groups"], values["optimizer"]["numbers"]
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # RuntimeError includes RecursionError
-        raise CheckpointError(f"{path / STATE_FILE} does not have the expected content ({error!r}).") from error
-    return path, manifest, values
+        raise CheckpointError(f"{path / read} does not have the expected content ({error!r}).") from error
+    return _Verified(path, manifest, {**values, "random": random})
 
 
-def _load_small(parts: Iterable[tuple[str, HasState, Any]], path: Path) -> None:
-    """Load scheduler and scaler. If one refuses its state, those loaded before get their old state back."""
+def _files_of_others(manifest: Manifest, share: Share) -> set[str]:
+    """The files that hold no byte of this machine's ranges, only ranges of masters and moments of other machines."""
+    of_ranges, own = set[str](), set[str]()
+    for name, entry in manifest.tensors.get("optimizer", {}).items():
+        mine = share.range_of(math.prod(entry.shape))
+        size = DTYPE_OF[entry.dtype].itemsize
+        for piece in entry.pieces:
+            of_ranges.add(piece.file)
+            is_mine = piece.start < mine.stop * size and piece.start + piece.num_bytes > mine.start * size
+            if is_mine or name.startswith((MASTER_TIES, RANGED_TIES)):
+                own.add(piece.file)
+    return of_ranges - own
+
+
+Undo = Callable[[], None]
+
+
+def _load_small(parts: Iterable[tuple[str, HasState, Any]], path: Path) -> Undo:
+    """Load scheduler and scaler. If one refuses its state, those loaded before get their old state back.
+
+    Returns a function that gives all of them their old state back.
+    """
     undo: list[Callable[[], Any]] = []
+
+    def undo_all() -> None:
+        for restore in reversed(undo):
+            restore()
+
     for name, part, state in parts:
         before = part.state_dict()
         try:
@@ -147,11 +268,11 @@ def _load_small(parts: Iterable[tuple[str, HasState, Any]], path: Path) -> None:
             undo.append(lambda part=part, before=before: part.load_state_dict(before))  # type: ignore[misc]
             part.load_state_dict(state)
         except Exception as error:
-            for restore in reversed(undo):
-                restore()
+            undo_all()
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"the {name} refuses its state in {path}: {error}") from error
+    return undo_all
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -165,19 +286,19 @@ class _Restoration:
 
     def __init__(
         self,
-        path: Path,
-        manifest: Manifest,
-        values: Mapping[str, Any],
+        verified: _Verified,
         model: ModelProxy,
         group: Group,
         *,
         wants_masters: bool,
     ) -> None:
-        self._path, self._manifest, self._values, self._group = path, manifest, values, group
+        self._path, self._manifest, self._values = verified.path, verified.manifest, verified.values
+        self._group = group
         self._model = model.original_model
         self._wants_masters = wants_masters
-        self._weights = manifest.tensors.get("weights", {})
-        self._tensors = manifest.tensors.get("optimizer", {})
+        self._weights = self._manifest.tensors.get("weights", {})
+        self._tensors = self._manifest.tensors.get("optimizer", {})
+        self._ties = ties_in(self._tensors)
         self._records: dict[ParameterRecord, LayerStore] = {
             record: store for store in group.stores for record in store.parameters
         }
@@ -247,6 +368,12 @@ class _Restoration:
                 raise CheckpointError(
                     f"{prefix + record.name!r} has shape {list(entry.shape)} in {self._path} instead of {list(shape)}."
                 )
+        for start, bits in self._ties.get(record.name, ()):
+            if len(bits.shape) != 1 or not 0 <= start < count or bits.shape[0] > -(-(count - start) // 8):
+                raise CheckpointError(
+                    f"the range of {record.name!r} from value {start} on has {list(bits.shape)} bytes of "
+                    f"{MASTER_TIES.rstrip('/')} in {self._path}, of {count} values in all."
+                )
 
     def _reads_master(self, record: ParameterRecord) -> bool:
         return record.master is not None or (self._wants_masters and record.param.requires_grad)
@@ -273,13 +400,15 @@ class _Restoration:
                     f"given: {_listed(differing)} are in only one of them."
                 )
         params = {names[id(param)]: param for group in groups for param in group["params"]}
-        needed = 0
+        needed, ranged = 0, _ranged(optimizer)
         for name, entry in self._tensors.items():
             if name.startswith(STATE):
                 param = params.get(name.removeprefix(STATE).partition("/")[2])
                 if param is None:
                     raise CheckpointError(f"{self._path} has {name!r}, but the optimizer has no such parameter.")
-                needed += 0 if optimizer.state.get(param) else entry.num_bytes
+                if not optimizer.state.get(param):
+                    is_ranged = id(param) in ranged and entry.shape == tuple(param.shape)
+                    needed += entry.num_bytes // (param.share.size if is_ranged else 1)
         unknown = saved["numbers"].keys() - params.keys()
         if unknown:
             raise CheckpointError(f"{self._path} has a state of {_listed(unknown)}, which the optimizer does not have.")
@@ -316,28 +445,37 @@ class _Restoration:
             others = {name: reader.read(entry) for name, entry in self._others.items()}
             self._group.lock.run_user_code(lambda: self._model.load_state_dict(others, strict=False))
 
-    def read_masters(self, reader: Reader) -> None:
+    def read_masters(self, reader: Reader, optimizer: torch.optim.Optimizer | None) -> None:
+        whole = set[int]()  # masters that an optimizer of torch updates, on all machines
+        if self._group.machines is not None and optimizer is not None:
+            whole = {id(param) for group in optimizer.param_groups for param in group["params"]} - _ranged(optimizer)
         for record, store in self._records.items():
             low, full = self._tensors.get(MASTER_LOW + record.name), self._tensors.get(MASTER + record.name)
             if (low is None and full is None) or not self._reads_master(record):
                 continue
             master = store.masters.of(record)
-            if full is not None:
-                _set_values(master, reader.read(full))
-                continue
-            assert low is not None
-            ties = self._tensors.get(MASTER_TIES + record.name)
+            ties = self._ties.get(record.name, ())
             with master.lock:
+                if id(master) in whole:
+                    master.take_memory()
+                if isinstance(master.halves, ShardedMaster):
+                    read_sharded(reader, record.weights, master.halves, full, low, ties)
+                    continue
+                if full is not None:
+                    _set_values(master, reader.read(full))
+                    continue
+                assert low is not None
+                bits = read_ties(reader, ties, slice(0, record.weights.numel()))
                 if not isinstance(master.halves, HalvedMaster):
-                    saved = HalvedMaster(record.weights, reader.read(low), None if ties is None else reader.read(ties))
-                    saved.join_into(master.values())
+                    HalvedMaster(record.weights, reader.read(low), bits).join_into(master.values())
                     continue
                 reader.read_into(low, master.halves.low)
-                if ties is not None:
-                    reader.read_into(ties, master.halves.ties)
+                if bits is not None:
+                    master.halves.ties.copy_(bits)
 
     def read_optimizer(self, reader: Reader, optimizer: torch.optim.Optimizer) -> None:
         saved, names = self._values["optimizer"], names_in(optimizer, self._records)
+        ranged = _ranged(optimizer)
         params = {names[id(param)]: param for group in optimizer.param_groups for param in group["params"]}
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
@@ -349,14 +487,31 @@ class _Restoration:
         for name, entry in self._tensors.items():
             if name.startswith(STATE):
                 _, key, owner = name.split("/", 2)
-                state = optimizer.state[params[owner]]
+                state, param = optimizer.state[params[owner]], params[owner]
                 old = state.get(key)
+                if id(param) in ranged and entry.shape == tuple(param.shape) and DTYPES[param.dtype] == entry.dtype:
+                    if not isinstance(old, torch.Tensor) or old.shape != (moment_count(param),):
+                        old = state[key] = new_moment(param)
+                    with torch._C.DisableTorchFunctionSubclass():
+                        read_own_range(reader, entry, param, param.share, old)
+                    continue
                 if not isinstance(old, torch.Tensor) or old.shape != entry.shape or DTYPES[old.dtype] != entry.dtype:
                     old = state[key] = _memory_for(entry, params[owner])
                 reader.read_into(entry, old)
         order = getattr(optimizer, "_order_states", None)
         if order is not None:
             order()
+
+
+def _ranged(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of the masters of whose moments this machine has one range."""
+    return {
+        id(param)
+        for group in optimizer.param_groups
+        if divides_moments(optimizer, group)
+        for param in group["params"]
+        if isinstance(param, OptimizerCopy) and param.share is not None
+    }
 
 
 def _forget_missing(

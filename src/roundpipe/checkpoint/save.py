@@ -9,12 +9,14 @@ copy exists.
 manifest last. A rename then gives the folder its name, and only then `latest` changes and old checkpoints are removed.
 So a folder with its final name is always complete, and a process that is killed leaves the earlier checkpoints as they
 were.
+
+With a process group, all machines write into the folder that rank 0 has made. [Note: saving together] says how.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import dataclasses
 import hashlib
 import json
 import logging
@@ -25,49 +27,67 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from roundpipe.api.group import Group
 from roundpipe.api.proxy import ModelProxy
-from roundpipe.checkpoint.contents import Contents, HasState, Source, WeightSet, capture, is_adapter
+from roundpipe.checkpoint.contents import (
+    Contents,
+    HasState,
+    Shard,
+    all_entries,
+    capture,
+    check_names,
+    master_kinds,
+    part_of,
+    random_states,
+    shards_of,
+    write_configuration,
+)
 from roundpipe.checkpoint.folders import (
     LATEST,
     REPLACED,
+    TOKEN,
+    check_target,
     free_name,
     make_partial,
+    make_token,
+    not_written,
     point_to,
     prune,
     remove,
     remove_abandoned,
+    see_token,
 )
 from roundpipe.checkpoint.format import (
-    DTYPES,
     MANIFEST,
     STATE_FILE,
     FileEntry,
     Manifest,
-    Piece,
-    TensorEntry,
     chunks,
     file_entry,
     io_threads,
     make_synced,
     raw_bytes,
-    shard_header,
+    state_file,
     sync_folder,
     to_json,
     write_synced,
 )
+from roundpipe.checkpoint.ranges import Source
+from roundpipe.checkpoint.together import Progress, outcome_of, together
+from roundpipe.distributed.line import Payload
+from roundpipe.distributed.machines import Machines
 from roundpipe.errors import ArgumentTypeError, CheckpointError, ConfigError, add_note
 from roundpipe.monitor import THREAD_PREFIX, has_started, shielded, start_thread
-from roundpipe.store import LayerStore
+from roundpipe.store import LayerStore, Share
 from roundpipe.version import __version__
 
 logger = logging.getLogger("roundpipe")
-_SHARD_BYTES = 2 << 30
+_ALONE = Share(0, 1)
 _Layer = tuple[LayerStore, int]
 
 
@@ -100,6 +120,9 @@ def save(
     checkpoint. The parent folder's `latest` becomes a link to the checkpoint when it is complete. A failure of the
     background is raised by `wait()` of the result and by the next call of the model.
 
+    With a process group, all machines call this together, with the same folder on a file system that they share. Each
+    writes its part. `extra`, `tokenizer`, `files`, `keep` and `spare` of rank 0 count.
+
     extra: numbers, strings, tensors and lists, tuples and dicts of them; `load` returns it.
     tokenizer: saved with its `save_pretrained`, so that the folder loads with `from_pretrained`.
     files: names and texts of further small files.
@@ -110,124 +133,78 @@ def save(
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ConfigError(f"keep must be a number of checkpoints, 1 or more, or None to remove none, got {keep!r}.")
     target = Path(os.path.abspath(folder))
-    _check_target(target)
-    _check_names(files or {})
+    machines = engine.group.machines
+    if machines is None:
+        check_target(target)
+    check_names(files or {})
+    spared = frozenset(Path(os.path.abspath(each)) for each in spare)
 
-    def begin() -> PendingSave:
-        if engine.group.recovery.has_gradients():
+    request = _Request(model, target, optimizer, scheduler, scaler, extra, tokenizer, files or {}, keep, spared)
+    if machines is None:
+        return engine.while_idle(request.begin)
+    outcome: Callable[[], PendingSave] = engine.while_idle(lambda: outcome_of(lambda: request.begin_together(machines)))
+    return outcome()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """The arguments of one call of `save`. Its methods are called while the model is idle."""
+
+    model: ModelProxy
+    target: Path
+    optimizer: torch.optim.Optimizer | None
+    scheduler: HasState | None
+    scaler: HasState | None
+    extra: Any
+    tokenizer: Any
+    files: Mapping[str, str]
+    keep: int | None
+    spared: frozenset[Path]
+
+    def begin(self) -> PendingSave:
+        """Save on this machine alone."""
+        self._warn()
+        job = self._captured(None)
+        job.open(self.model.original_model, self.tokenizer, self.files)
+        return job
+
+    def begin_together(self, machines: Machines) -> PendingSave:
+        """Save on all machines: see [Note: saving together]."""
+        group, what = self.model._engine.group, f"saving the checkpoint {self.target.name}"
+        kinds = [each["kinds"] for each in together(machines, what, lambda: {"kinds": master_kinds(group)})]
+        if machines.share.rank == 0:
+            self._warn()
+        jobs: list[PendingSave] = []
+
+        def make() -> Payload:
+            jobs.append(self._captured(kinds))
+            return jobs[0].make_shared_folder()
+
+        try:
+            folder = together(machines, f"{what}: the folder", make)[0]
+            model = self.model.original_model
+            jobs[0].open_together(machines, what, folder, model, self.tokenizer, self.files)
+        except BaseException as error:
+            for job in jobs:
+                job.give_up(error)
+            raise
+        return jobs[0]
+
+    def _captured(self, kinds: Sequence[str] | None) -> PendingSave:
+        group = self.model._engine.group
+        contents = capture(
+            self.model.original_model, group, self.optimizer, self.scheduler, self.scaler, self.extra, kinds
+        )
+        return PendingSave(self.target, group, contents, self.keep, self.spared)
+
+    def _warn(self) -> None:
+        if self.model._engine.group.recovery.has_gradients():
             logger.warning(
                 "%s: gradients gathered since the last optimizer step are not part of the checkpoint %s; save after a "
                 "step to resume exactly.",
-                model.name,
-                target,
+                self.model.name,
+                self.target,
             )
-        contents = capture(model.original_model, engine.group, optimizer, scheduler, scaler, extra)
-        spared = frozenset(Path(os.path.abspath(each)) for each in spare)
-        job = PendingSave(target, engine.group, contents, keep, spared)
-        job.open(model.original_model, tokenizer, files or {})
-        return job
-
-    return engine.while_idle(begin)
-
-
-def _check_target(target: Path) -> None:
-    """Raise before anything is written if the folder or `latest` are taken by something that is not a checkpoint."""
-    if target.name == LATEST:
-        raise ConfigError(f"{target} is the name of the link to the latest checkpoint; give the folder another name.")
-    link = target.parent / LATEST
-    try:
-        if target.is_symlink() or (target.exists() and not target.is_dir()):
-            raise CheckpointError(f"{target} exists and is not a folder; remove it, or save elsewhere.")
-        if target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir()):
-            raise CheckpointError(f"{target} has other content than a checkpoint; remove it, or save elsewhere.")
-        if link.exists() and not link.is_symlink():
-            raise CheckpointError(f"{link} exists and is not a link; move it away, or save elsewhere.")
-    except OSError as error:
-        raise _not_written(target, error) from error
-
-
-def _check_names(files: Mapping[str, str]) -> None:
-    """Refuse further files that would lie outside of the checkpoint or replace one of its files."""
-    for name in files:
-        path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts:
-            raise ConfigError(f"files has the name {name!r}, which does not lie inside of the checkpoint's folder.")
-        if path.suffix == ".safetensors" or str(path) in (MANIFEST, STATE_FILE):
-            raise ConfigError(f"files has the name {name!r}, which the checkpoint itself uses; choose another one.")
-
-
-def _not_written(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {folder} could not be written: {error}. Earlier checkpoints are unchanged; free space or mend "
-        "the permissions, then save again."
-    )
-
-
-# Shards.
-
-
-class _Shard:
-    """One safetensors file to write."""
-
-    def __init__(self, group: str, name: str, sources: Sequence[Source], folder: str = "") -> None:
-        """`folder`: the beginning of the sources' names that the keys in the file do not have."""
-        self.group, self.name, self.sources = group, name, sources
-        self.header, self.offsets = shard_header(
-            [(one.name.removeprefix(folder), one.tensor.dtype, tuple(one.tensor.shape)) for one in sources]
-        )
-
-    def entries(self) -> Iterator[tuple[str, TensorEntry]]:
-        """The tensors of this shard for the manifest."""
-        for source, offset in zip(self.sources, self.offsets, strict=True):
-            tensor = source.tensor
-            piece = Piece(self.name, offset, tensor.nbytes)
-            yield source.name, TensorEntry(DTYPES[tensor.dtype], tuple(tensor.shape), (piece,))
-
-
-def _cut(sources: Sequence[Source], limit_bytes: int | None) -> list[list[Source]]:
-    """Consecutive sources in lists of at most `limit_bytes`, or of one source."""
-    parts: list[list[Source]] = [[]]
-    size = 0
-    for source in sources:
-        if parts[-1] and limit_bytes is not None and size + source.tensor.nbytes > limit_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(source)
-        size += source.tensor.nbytes
-    return parts
-
-
-def _shards_of(contents: Contents) -> tuple[list[_Shard], dict[str, str]]:
-    """The shards of a checkpoint in the order of writing, and the texts of index files by name."""
-    shards: list[_Shard] = []
-    indices: dict[str, str] = {}
-    for weights, sources in contents.weight_sets:
-        parts = _cut(sources, _SHARD_BYTES if weights.may_shard else None)
-        mine = [
-            _Shard("weights", _shard_name(weights, i, len(parts)), part, weights.folder) for i, part in enumerate(parts)
-        ]
-        shards += mine
-        if len(parts) > 1:
-            indices[f"{weights.folder}{weights.file}.safetensors.index.json"] = _index_of(mine)
-    parts = _cut(contents.optimizer_tensors, _SHARD_BYTES)
-    if parts[0]:
-        shards += [
-            _Shard("optimizer", f"optimizer-{i + 1:05}-of-{len(parts):05}.safetensors", part)
-            for i, part in enumerate(parts)
-        ]
-    return shards, indices
-
-
-def _shard_name(weights: WeightSet, index: int, count: int) -> str:
-    number = "" if count == 1 else f"-{index + 1:05}-of-{count:05}"
-    return f"{weights.folder}{weights.file}{number}.safetensors"
-
-
-def _index_of(shards: Sequence[_Shard]) -> str:
-    """The index with which `from_pretrained` finds the tensors of several files."""
-    total = sum(source.tensor.nbytes for shard in shards for source in shard.sources)
-    weight_map = {source.name: shard.name for shard in shards for source in shard.sources}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
 
 
 # Saving in the background.
@@ -245,7 +222,9 @@ class PendingSave:
         self._group: Group | None = group  # None after a success: this object must not keep the model's memory alive
         self._monitor, self._keep, self._spared = group.monitor, keep, spared
         self._contents = contents
-        self._shards, self._indices = _shards_of(contents)
+        self._share = _ALONE if group.machines is None else group.machines.share
+        self._progress: Progress | None = None  # with several machines, once the files are being written
+        self._shards, self._indices = shards_of(contents, self._share)
         self._left = Counter(source.layer for shard in self._shards for source in shard.sources)
         self._files: dict[str, FileEntry] = {}
         self._partial: Path | None = None  # the hidden folder, from its creation until it gets its final name
@@ -275,21 +254,9 @@ class PendingSave:
         thread: threading.Thread | None = None
         try:
             self._make_partial()
-            assert self._partial is not None
-            _write_configuration(self._partial, model, tokenizer)
-            for name, text in files.items():
-                self._write_small(name, text)
-            state = to_json(self._contents.values, "state")
-            self._write_small(STATE_FILE, json.dumps(state))
-            for name, text in self._indices.items():
-                self._write_small(name, text)
-            self._contents.values = {}
-            # Not a daemon: the interpreter waits for the checkpoint before it exits.
-            thread = threading.Thread(target=self._run, name=f"{THREAD_PREFIX}save", daemon=False)
-            self._set_held(True)
-            assert self._group is not None
-            self._group.pending_save = self
-            start_thread(thread)
+            self._write_small_files(model, tokenizer, files)
+            thread = self._thread()
+            self._start(thread)
         except BaseException as error:
             if thread is not None and has_started(thread):  # a Ctrl-C: the checkpoint is written nevertheless
                 raise
@@ -298,11 +265,99 @@ class PendingSave:
             shielded(lambda: self._end(explained, raises_here=True))
             raise explained  # noqa: B904 - `_explained` has set the cause
 
+    def make_shared_folder(self) -> Payload:
+        """Make the folder on rank 0; returns what the other machines need to find it."""
+        if self._share.rank:
+            return {}
+        with self._explaining():
+            check_target(self.folder)
+            self._make_partial()
+            assert self._partial is not None
+            return {"name": self._partial.name, "token": make_token(self._partial)}
+
+    def open_together(
+        self,
+        machines: Machines,
+        what: str,
+        folder: Payload,
+        model: torch.nn.Module,
+        tokenizer: Any,
+        files: Mapping[str, str],
+    ) -> None:
+        """As `open`, on all machines or on none. `folder`: what `make_shared_folder` gives on rank 0."""
+
+        def prepare() -> Payload:
+            with self._explaining():
+                partial = self.folder.parent / folder["name"]
+                if self._share.rank:
+                    see_token(partial, folder["token"], self.folder)
+                    self._partial = partial
+                    state = to_json({"random": random_states()}, "state")
+                    self._write_small(state_file(self._share.rank), json.dumps(state))
+                else:
+                    self._write_small_files(model, tokenizer, files)
+                self._make_subfolders()
+            return {}
+
+        def start(_: object) -> None:
+            assert machines.saves is not None
+            progress = Progress(machines.saves, self._monitor, self.folder.name)
+            progress.start()
+            with self._monitor:
+                if self.is_done:  # a Ctrl-C on this machine has ended the save
+                    progress.report_failure("it was interrupted")
+                    return
+                self._progress = progress
+            self._start(self._thread())
+
+        together(machines, what, prepare, start)
+
+    def give_up(self, error: BaseException) -> None:
+        """End a save that has failed on a machine before the files were being written."""
+        if self._progress is None and not self.is_done:
+            with self._monitor:
+                self.is_done = True
+            shielded(lambda: self._end(error, raises_here=True))
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turn failures of the file system inside the block into a CheckpointError."""
+        try:
+            yield
+        except OSError as error:
+            raise self._explained(error) from error
+
+    def _write_small_files(self, model: torch.nn.Module, tokenizer: Any, files: Mapping[str, str]) -> None:
+        assert self._partial is not None
+        write_configuration(self._partial, model, tokenizer)
+        for name, text in files.items():
+            self._write_small(name, text)
+        state = to_json(self._contents.values, "state")
+        self._write_small(STATE_FILE, json.dumps(state))
+        for name, text in self._indices.items():
+            self._write_small(name, text)
+        self._contents.values = {}
+
+    def _thread(self) -> threading.Thread:
+        # Not a daemon: the interpreter waits for the checkpoint before it exits.
+        return threading.Thread(target=self._run, name=f"{THREAD_PREFIX}save", daemon=False)
+
+    def _start(self, thread: threading.Thread) -> None:
+        self._set_held(True)
+        assert self._group is not None
+        self._group.pending_save = self
+        start_thread(thread)
+
     def _make_partial(self) -> None:
         parent = self.folder.parent
         make_synced(parent)
         remove_abandoned(parent)
-        needed = sum(source.tensor.nbytes for shard in self._shards for source in shard.sources)
+        # The ranges of the other machines are as large as that of this one.
+        needed = sum(
+            source.tensor.nbytes * (1 if source.range is None else self._share.size)
+            for shard in self._shards
+            for source in shard.sources
+        )
         free = shutil.disk_usage(parent).free
         if needed > free:
             raise CheckpointError(
@@ -314,6 +369,9 @@ class PendingSave:
             self._partial, self._lock = make_partial(self.folder)
 
         shielded(make)  # after a Ctrl-C in between, the folder would stay
+        self._make_subfolders()
+
+    def _make_subfolders(self) -> None:
         assert self._partial is not None
         for shard in self._shards:
             (self._partial / shard.name).parent.mkdir(exist_ok=True)
@@ -337,19 +395,41 @@ class PendingSave:
 
     def _run(self) -> None:
         error: BaseException | None = None
+        progress, parts = self._progress, list[Payload]()
         try:
             self._write_all(self._shards)
-            self._complete()
+            if progress is not None:
+                parts = progress.written(self._part())
+            if self._share.rank == 0:
+                self._complete(parts)
+            if progress is not None:
+                progress.complete()
         except BaseException as raised:
             error = self._explained(raised)
+            if progress is not None and raised is not progress.failure:
+                progress.failed(error)
         self._end(error)
 
-    def _write_all(self, shards: Sequence[_Shard]) -> None:
+    def _part(self) -> Payload:
+        """What rank 0 writes into the manifest of the files of this machine. Makes their names survive."""
+        assert self._partial is not None
+        if self._share.rank == 0:
+            return {}
+        state = state_file(self._share.rank)
+        self._files[state] = file_entry(self._partial / state)
+        for folder in {(self._partial / shard.name).parent for shard in self._shards}:
+            sync_folder(folder)
+        return part_of(self._shards, self._files)
+
+    def _write_all(self, shards: Sequence[Shard]) -> None:
         """Write all shards with a few threads; raises the first error after all threads have ended."""
         queue, errors = iter(shards), list[BaseException]()
 
         def work() -> None:
             while not errors:
+                if self._progress is not None and self._progress.failure is not None:
+                    errors.append(self._progress.failure)
+                    return
                 with self._monitor:
                     shard = next(queue, None)
                 if shard is None:
@@ -374,7 +454,7 @@ class PendingSave:
         if errors:
             raise errors[0]
 
-    def _write_shard(self, shard: _Shard) -> None:
+    def _write_shard(self, shard: Shard) -> None:
         assert self._partial is not None
         path, digest, size = self._partial / shard.name, hashlib.sha256(), 0
         with open(path, "xb", buffering=0) as file:
@@ -417,12 +497,22 @@ class PendingSave:
                 store.held.discard(layer_id)
                 self._monitor.changed()
 
-    def _complete(self) -> None:
-        """Write the manifest, give the folder its name, then replace `latest` and remove old checkpoints."""
+    def _complete(self, parts: Sequence[Payload]) -> None:
+        """Write the manifest, give the folder its name, then replace `latest` and remove old checkpoints.
+
+        parts: what the machines have written, by rank; empty if this machine is alone.
+        """
         assert self._partial is not None
+        for part in parts[1:]:
+            self._files.update({name: FileEntry(**entry) for name, entry in part["files"].items()})
+        (self._partial / TOKEN).unlink(missing_ok=True)
         present = {path.relative_to(self._partial).as_posix(): path for path in self._partial.rglob("*")}
-        for name in self._files.keys() - present.keys():
-            raise CheckpointError(f"{self._partial / name} was removed while the checkpoint was being written.")
+        for name, entry in self._files.items():
+            # The list of a folder on a network may be old: ask for the file itself.
+            if name not in present and not (self._partial / name).exists():
+                raise CheckpointError(f"{self._partial / name} was removed while the checkpoint was being written.")
+            if (self._partial / name).stat().st_size != entry.num_bytes:
+                raise CheckpointError(f"{self._partial / name} was changed while the checkpoint was being written.")
         for name, path in present.items():
             if path.is_dir():
                 sync_folder(path)
@@ -430,25 +520,23 @@ class PendingSave:
                 with open(path, "rb") as file:  # another library may have written it
                     os.fsync(file.fileno())
                 self._files[name] = file_entry(path)
-        write_synced(self._partial / MANIFEST, self._manifest().to_bytes())
+        write_synced(self._partial / MANIFEST, self._manifest(parts).to_bytes())
         sync_folder(self._partial)
         self._take_name(self._partial)
         point_to(self.folder.parent / LATEST, self.folder.name)
         if self._keep is not None:
             prune(self.folder.parent, self._keep, self._spared | {self.folder})
 
-    def _manifest(self) -> Manifest:
-        tensors: dict[str, dict[str, TensorEntry]] = {"weights": {}, "optimizer": {}}
-        for shard in self._shards:
-            tensors[shard.group].update(shard.entries())
+    def _manifest(self, parts: Sequence[Payload]) -> Manifest:
         return Manifest(
             saved_at_ns=time.time_ns(),
             step=self._contents.step,
-            versions=_versions(),
+            versions={"torch": str(torch.__version__), "python": platform.python_version(), "roundpipe": __version__},
             model=self._contents.model,
             aliases=self._contents.aliases,
             files=self._files,
-            tensors=tensors,
+            tensors=all_entries(self._shards, parts[1:]),
+            machines=self._share.size,
         )
 
     def _take_name(self, partial: Path) -> None:
@@ -472,7 +560,7 @@ class PendingSave:
         """The error to raise: failures of the file system become a CheckpointError."""
         if not isinstance(error, OSError):
             return error
-        explained = _not_written(self.folder, error)
+        explained = not_written(self.folder, error)
         if self._is_named:
             explained = CheckpointError(
                 f"the checkpoint {self.folder} is complete, but the work after it failed: {error}. The link "
@@ -488,7 +576,7 @@ class PendingSave:
         """
         try:
             self._set_held(False)
-            if self._partial is not None:
+            if self._partial is not None and self._share.rank == 0:
                 shutil.rmtree(self._partial, ignore_errors=True)
             if self._lock is not None:
                 os.close(self._lock)
@@ -510,36 +598,3 @@ class PendingSave:
             self._monitor.changed()
         if error is not None and group.is_closed:  # no later call can raise it
             logger.error("a checkpoint failed after its model was closed", exc_info=error)
-
-
-def _versions() -> dict[str, str]:
-    """The releases that wrote the checkpoint, for people who read the manifest."""
-    return {"torch": str(torch.__version__), "python": platform.python_version(), "roundpipe": __version__}
-
-
-def _write_configuration(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Write what `from_pretrained` needs besides the weights."""
-    if is_adapter(model):
-        for adapter, config in model.peft_config.items():
-            _write_adapter_configuration(folder if adapter == "default" else folder / adapter, model, config)
-    elif hasattr(getattr(model, "config", None), "save_pretrained"):
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        config.dtype = str(model.dtype).removeprefix("torch.")
-        config.save_pretrained(folder)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _write_adapter_configuration(folder: Path, model: Any, config: Any) -> None:
-    config = copy.copy(config)
-    config.inference_mode = True  # as peft saves it: who loads an adapter without saying so does not train it
-    base = model.get_base_model()
-    if config.base_model_name_or_path is None:
-        config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
-    mapping = None
-    if config.task_type is None:
-        mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
-    config.save_pretrained(str(folder), auto_mapping_dict=mapping)

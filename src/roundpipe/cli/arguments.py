@@ -100,7 +100,7 @@ class LoraSettings:
 class TrainSettings:
     """The settings of a run, checked as far as possible without data and model.
 
-    resume: None to start anew; "" for the newest checkpoint of `out`; else a folder.
+    resume: None to start anew; "" for the newest checkpoint of `out`; "auto" for it if there is one; else a folder.
     dtype: of the weights; None for bfloat16 on GPUs and float32 on virtual devices.
     roundpipe: keyword arguments of RoundPipeOptions.
     sft: keyword arguments of trl.SFTConfig.
@@ -182,7 +182,9 @@ def _add_own_options(parser: _Parser) -> None:
     run.add_argument("--lora", type=int, metavar="R", help="train a LoRA adapter of rank R")
     run.add_argument("--full", action="store_true", help="train all weights (default)")
     run.add_argument("--init", action="store_true", help="random weights from the model's config, seeded by --seed")
-    run.add_argument("--resume", nargs="?", const="", metavar="DIR", help="go on from a checkpoint; default: newest")
+    run.add_argument(
+        "--resume", nargs="?", const="", metavar="DIR", help="go on from a checkpoint; default: newest; auto: if any"
+    )
     run.add_argument("--dry-run", action="store_true", help="check all settings, data, memory and disk; train nothing")
     data = parser.add_argument_group("data")
     data.add_argument("--seq-len", type=int, help="tokens of the longest sequence (1024)")

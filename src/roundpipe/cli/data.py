@@ -5,6 +5,7 @@ TRL tokenizes and masks; this module masks itself only for chat templates that T
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -335,7 +336,29 @@ def _trl_preparation(
     config = copy.copy(config)
     config.max_length, config.shuffle_dataset, config.assistant_only_loss = None, False, asks_assistant
     prepare: Any = SFTTrainer._prepare_dataset
-    return lambda dataset: prepare(trainer, dataset, tokenizer, config, False, None, "the")
+
+    def prepared(dataset: Any) -> Any:
+        with _waits_for_no_process():
+            return prepare(trainer, dataset, tokenizer, config, False, None, "the")
+
+    return prepared
+
+
+@contextlib.contextmanager
+def _waits_for_no_process() -> Iterator[None]:
+    """Inside the block accelerate takes this process for the only one.
+
+    Each machine prepares its data. TRL would wait for the other machines, which may have failed before.
+    """
+    from accelerate.state import PartialState  # type: ignore[import-untyped]
+    from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+
+    state = PartialState()
+    kind, state.distributed_type = state.distributed_type, DistributedType.NO
+    try:
+        yield
+    finally:
+        state.distributed_type = kind
 
 
 def _first_failing(dataset: Any, prepare: Callable[[Any], Any]) -> int | None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from roundpipe.cli.arguments import TrainSettings, option
 from roundpipe.cli.data import DataStatistics, TokenRows, check_tokens, read_rows, tokenize
+from roundpipe.cli.launch import is_first
 from roundpipe.devices import DeviceSpec, open_devices, parse_devices
 from roundpipe.errors import ConfigError, HostMemoryError
 from roundpipe.split.discovery import block_paths
@@ -32,7 +33,9 @@ _TOKENIZER_NAMES = ("token", "vocab", "spiece", "sentencepiece", "spm", "merges"
 
 
 def say(text: str = "") -> None:
-    """Write a line to stdout, unless its reader has gone: that must not fail a run."""
+    """Write a line to stdout, unless its reader has gone: that must not fail a run. Only rank 0 of a run writes."""
+    if not is_first():
+        return
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -56,9 +59,10 @@ class Prepared:
     dtype: torch.dtype
     num_microbatch: int
     total_steps: int
+    num_machines: int
 
 
-def prepare(settings: TrainSettings) -> Prepared:
+def prepare(settings: TrainSettings, num_machines: int) -> Prepared:
     """Check options, tokenizer and data, and tokenize the data. Loads no weights."""
     _check_out(settings.out)
     read = {"train": read_rows(settings.data, "--data", settings.text_rows)}
@@ -82,7 +86,7 @@ def prepare(settings: TrainSettings) -> Prepared:
         )
     specs = parse_devices(settings.roundpipe.get("devices"))
     batch = sft_config.per_device_train_batch_size
-    total_steps = _total_steps(sft_config, counts["train"].rows)
+    total_steps = _total_steps(sft_config, counts["train"].rows, num_machines)
     _check_optimizer(sft_config, total_steps)
     return Prepared(
         model_config=model_config,
@@ -96,6 +100,7 @@ def prepare(settings: TrainSettings) -> Prepared:
         dtype=getattr(torch, settings.dtype or ("float32" if specs[0].kind == "cpu" else "bfloat16")),
         num_microbatch=min(settings.roundpipe.get("num_microbatch", len(specs) + 1), batch),
         total_steps=total_steps,
+        num_machines=num_machines,
     )
 
 
@@ -223,15 +228,16 @@ def _check_reporting(sft_config: Any) -> None:
             )
 
 
-def _total_steps(sft_config: Any, rows: int) -> int:
+def _total_steps(sft_config: Any, rows: int, num_machines: int) -> int:
     """Optimizer steps of the run, as transformers' Trainer counts them."""
     if sft_config.max_steps > 0:
         return int(sft_config.max_steps)
-    batch: int = sft_config.per_device_train_batch_size
+    batch: int = sft_config.per_device_train_batch_size * num_machines
     accumulated: int = sft_config.gradient_accumulation_steps
     batches = rows // batch if sft_config.dataloader_drop_last else math.ceil(rows / batch)
     if not batches:
-        raise ConfigError(f"--data has {rows} rows, less than one batch of {batch}; lower --batch.")
+        of = "" if num_machines == 1 else f" ({batch // num_machines} on each of {num_machines} machines)"
+        raise ConfigError(f"--data has {rows} rows, less than one batch of {batch}{of}; lower --batch.")
     epochs: float = sft_config.num_train_epochs
     return math.ceil(epochs * max(math.ceil(batches / accumulated), 1))
 
@@ -313,13 +319,14 @@ def memory_needs(settings: TrainSettings, prepared: Prepared) -> Needs:
             raise ConfigError(f"--lora: peft cannot make the adapter: {one_line(error)}") from error
     optim_dtype = getattr(torch, settings.roundpipe.get("optim_dtype", "float32"))
     # REGISTER: what moving the weights needs depends on their memory, and this model has none. Wrapping counts it.
-    host = training_memory([model], optim_dtype, PinMode.REGISTER)
+    host = training_memory([model], optim_dtype, PinMode.REGISTER, num_machines=prepared.num_machines)
     second = host.pop(SECOND_WEIGHTS)
     if settings.roundpipe["is_async"]:
         host[SECOND_WEIGHTS] = second
     trainable = [p for p in model.parameters() if p.requires_grad]
     trained_bytes = sum(p.nbytes for p in trainable)
-    checkpoint = trained_bytes + host["optimizer copies"] + host["optimizer state (Adam)"]
+    of_machine = host["optimizer copies"] + host["optimizer state (Adam)"]
+    checkpoint = trained_bytes + of_machine * prepared.num_machines
     count = _checkpoints_to_come(settings, prepared)
     return Needs(
         host={name: size for name, size in host.items() if size},
@@ -373,7 +380,10 @@ def report_dry_run(settings: TrainSettings, prepared: Prepared, needs: Needs, ch
         "parameters": f"{needs.parameters:,}, of which {needs.trainable:,} are trained",
         "starts from": checkpoint or "the beginning",
         "sequence length": config.max_length,
-        "sequences per step": config.per_device_train_batch_size * config.gradient_accumulation_steps,
+        "machines": prepared.num_machines,
+        "sequences per step": config.per_device_train_batch_size
+        * config.gradient_accumulation_steps
+        * prepared.num_machines,
         "steps": prepared.total_steps,
         "learning rate": f"{config.learning_rate:g}, {settings.sft['lr_scheduler_type']}",
         "steps are": "stale" if settings.roundpipe["is_async"] else "exact",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import logging
 import math
@@ -25,7 +26,9 @@ from torch import nn
 
 from roundpipe.checkpoint import latest, verify
 from roundpipe.cli.arguments import TrainSettings, option
+from roundpipe.cli.launch import Launch, is_restart
 from roundpipe.cli.preparation import (
+    Needs,
     Prepared,
     lora_config,
     memory_needs,
@@ -49,6 +52,7 @@ _STATE_FILE = "trainer_state.json"  # in every checkpoint of a trainer
 SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
 _STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 _NOT_KEPT = ("resume", "dry_run")
+_OF_MACHINE = ("model", "data", "eval_data", "output_dir", "devices", "pin_model", "wait_limit", "no_view", "resume")
 # Options that do not change the numbers of a run, so that a resumed run may have others.
 _HARMLESS = {
     "output_dir", "devices", "save_steps", "save_total_limit", "eval_data", "eval_steps", "wait_limit", "no_view",
@@ -60,30 +64,78 @@ _OF_OPTIMIZER = ("lr", "weight-decay", "adam-beta1", "adam-beta2", "adam-epsilon
 
 def run(settings: TrainSettings) -> int:
     """Do what the settings ask for. Returns the exit code of the command."""
-    if not settings.dry_run and (settings.out / _LOCK_FILE).exists():
-        with _held(settings.out):
-            pass  # refuses at once what it would refuse below, where the data is prepared
-    checkpoint = starting_point(settings)
-    prepared = prepare(settings)
-    needs = memory_needs(settings, prepared)
+    with Launch.joined() as launch:
+        if launch.size > 1:
+            # accelerate then exchanges its metrics in host memory. RoundPipe trains on the GPUs all the same.
+            settings = dataclasses.replace(settings, sft={**settings.sft, "use_cpu": True})
+        return _run(settings, launch)
+
+
+def _run(settings: TrainSettings, launch: Launch) -> int:
+    """As `run`, on one of the machines of the run."""
+
+    def look() -> Path | None:
+        if not launch.is_first:
+            return None
+        if not settings.dry_run and (settings.out / _LOCK_FILE).exists():
+            with _held(settings.out):
+                pass  # refuses at once what it would refuse below, where the data is prepared
+        return starting_point(settings)
+
+    def check() -> tuple[Prepared, Needs]:
+        prepared = prepare(settings, launch.size)
+        return prepared, memory_needs(settings, prepared)
+
+    checkpoint = launch.together("looking for checkpoints", look)
+    prepared, needs = launch.together("preparing the run", check)
+    launch.require_equal(_equal_settings(settings, prepared))
     if settings.dry_run:
         report_dry_run(settings, prepared, needs, checkpoint)
-    needs.require(settings)
+    launch.together("checking the memory", lambda: needs.require(settings))
     if settings.dry_run:
         say("dry run: all checks passed; nothing was trained")
         return 0
-    settings.out.mkdir(parents=True, exist_ok=True)
-    with _held(settings.out), _wait_limit(settings.wait_limit_s):
-        checkpoint = starting_point(settings)  # again: another process may have trained there until now
-        if checkpoint is not None:
-            say(f"the run goes on from {checkpoint}")
-            _warn_of_changes(settings, prepared)
-        return _train(settings, prepared, checkpoint)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_wait_limit(settings.wait_limit_s))
+
+        def begin() -> str | None:
+            if not launch.is_first:
+                return None
+            settings.out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_held(settings.out))
+            checkpoint = starting_point(settings)  # again: another process may have trained there until now
+            if checkpoint is not None:
+                say(f"the run goes on from {checkpoint}")
+                _warn_of_changes(settings, prepared)
+            return None if checkpoint is None else str(checkpoint)
+
+        found = launch.of_first(launch.together("starting", begin))
+        return _train(settings, prepared, None if found is None else _here(Path(found), settings), launch)
+
+
+def _here(checkpoint: Path, settings: TrainSettings) -> Path:
+    """The checkpoint that rank 0 has found: on this machine, --out may have another path."""
+    beside = settings.out / checkpoint.name
+    return beside if beside.is_dir() else checkpoint
+
+
+def _equal_settings(settings: TrainSettings, prepared: Prepared) -> dict[str, Any]:
+    """What must be equal on all machines. Paths may differ, and the number of devices."""
+    given = {name: value for name, value in settings.given.items() if name not in _OF_MACHINE}
+    return {
+        **{option(name): value for name, value in given.items()},
+        "the tokens of --data": prepared.train.digest()[:12],
+        "the tokens of --eval-data": None if prepared.evaluation is None else prepared.evaluation.digest()[:12],
+        "the dtype of the weights": prepared.dtype,
+        "the config of the model": hashlib.sha256(prepared.model_config.to_json_string().encode()).hexdigest()[:12],
+    }
 
 
 def starting_point(settings: TrainSettings) -> Path | None:
     """The checkpoint from which the run goes on; None to start anew. Refuses to start over existing checkpoints."""
     newest = latest(settings.out) if settings.out.is_dir() else None
+    if settings.resume == "auto" or (is_restart() and not settings.resume):
+        return newest
     if settings.resume is None:
         if newest is not None:
             raise ConfigError(
@@ -168,10 +220,12 @@ def _require_all_weights(settings: TrainSettings, report: Mapping[str, Any]) -> 
             )
 
 
-def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None) -> int:
-    trainer = _new_trainer(settings, prepared)
+def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None, launch: Launch) -> int:
+    model = launch.together("loading the model", lambda: _load_model(settings, prepared))
+    trainer = _new_trainer(settings, prepared, model)
+    del model
     stop = StopSignals()
-    trainer.add_callback(_run_callback(settings, prepared, stop))
+    trainer.add_callback(_run_callback(settings, prepared, stop, launch))
     try:
         with stop.caught(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -207,7 +261,7 @@ def _save_final_model(trainer: Any, out: Path) -> None:
         raise RunFailure(f"the final model could not be written into {out}: {one_line(error)}") from error
 
 
-def _new_trainer(settings: TrainSettings, prepared: Prepared) -> Any:
+def _new_trainer(settings: TrainSettings, prepared: Prepared, model: nn.Module) -> Any:
     from roundpipe.integrations import RoundPipeOptions
 
     options = dict(settings.roundpipe, num_microbatch=prepared.num_microbatch)
@@ -217,7 +271,7 @@ def _new_trainer(settings: TrainSettings, prepared: Prepared) -> Any:
     config = dataclasses.replace(prepared.sft_config, chat_template_path=None, model_init_kwargs=None)
     with plain_output():
         trainer = _trainer_class()(
-            model=_load_model(settings, prepared),
+            model=model,
             args=config,
             train_dataset=prepared.train.dataset,
             eval_dataset=None if prepared.evaluation is None else prepared.evaluation.dataset,
@@ -249,7 +303,9 @@ def _trainer_class() -> Any:
         def _split_further(self, error: torch.OutOfMemoryError) -> None:
             used, most = self.roundpipe.num_microbatch, self.args.per_device_train_batch_size
             # With accumulation, the failed call may have been one of several whose gradients add up.
-            if self.fixes_microbatches or used >= most or self.args.gradient_accumulation_steps > 1:
+            # On several machines, the others have failed with this one.
+            is_part = self.args.gradient_accumulation_steps > 1 or self.args.world_size > 1
+            if self.fixes_microbatches or used >= most or is_part:
                 raise DeviceError(
                     f"a step with {used} microbatches of {math.ceil(most / used)} sequences does not fit into device "
                     f"memory ({one_line(error)}). Raise --num-microbatch up to --batch {most}, lower --seq-len, or "
@@ -303,20 +359,26 @@ class StopSignals:
                 signal.signal(signum, handler)
 
 
-def _run_callback(settings: TrainSettings, prepared: Prepared, stop: StopSignals) -> Any:
+def _run_callback(settings: TrainSettings, prepared: Prepared, stop: StopSignals, launch: Launch) -> Any:
     from transformers import TrainerCallback
 
     class RunCallback(TrainerCallback):
-        """Keeps the options of the run. Saves and ends the training after the step in which a signal has come."""
+        """Keeps the options of the run. Saves and ends the training after the step in which a signal has come.
+
+        A signal on one machine ends the training on all, after the same step.
+        """
 
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            _write_settings(settings, prepared)  # not before: the checkpoint, if any, fits to them
+            if launch.is_first:
+                _write_settings(settings, prepared)  # not before: the checkpoint, if any, fits to them
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             stop.has_begun = True
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if stop.signum is not None:
+            signals = [signum for signum in launch.gathered(stop.signum) if signum is not None]
+            if signals:
+                stop.signum = signals[0]
                 control.should_save = control.should_training_stop = True
 
     return RunCallback()

@@ -41,13 +41,14 @@ _has_said_alone: list[None] = []  # one entry once the log says that a model tra
 
 
 class Machines:
-    """The machines that train one group of models together. `calls` and `steps` are None until `open`."""
+    """The machines that train one group of models together. The lines are None until `open`."""
 
     def __init__(self, process_group: dist.ProcessGroup, name: str, monitor: Monitor) -> None:
         self.process_group = process_group
         self.share = Share(dist.get_rank(process_group), dist.get_world_size(process_group))
         self.calls: Line | None = None
         self.steps: Line | None = None
+        self.saves: Line | None = None  # of checkpoints that are written in the background
         self.exchange: Exchange | None = None
         self.is_told = False  # whether all machines know of the failure of the present call
         self._name, self._monitor = name, monitor
@@ -117,7 +118,7 @@ class Machines:
         ranks = dist.get_process_group_ranks(self.process_group)
         timeout = _timeout_of(self.process_group)
         lines = []
-        for name in ("calls", "steps"):
+        for name in ("calls", "steps", "saves"):
             group_name = dist.distributed_c10d._process_group_name(ranks, use_hashed_name=True)
             default = dist.distributed_c10d._get_default_store()
             store = dist.distributed_c10d.PrefixStore(f"roundpipe/{group_name}", default)
@@ -137,7 +138,7 @@ class Machines:
                 raise MachineError(None, f"the machines cannot connect for {self._name} within {limit}.")
             group = ticket.wait()
             lines.append(Line(group, store, f"machines-{name}", self._monitor, timeout))
-        self.calls, self.steps = lines
+        self.calls, self.steps, self.saves = lines
 
     def _wait_for_keys(self, store: Any, key: str, timeout: datetime.timedelta, complaint: str) -> None:
         """Set this machine's key and wait for those of all machines. Raises MachineError if one is missing."""
@@ -157,7 +158,7 @@ class Machines:
     def close(self, reason: str) -> None:
         """End the lines. The other machines raise an error if they go on using the model."""
         self._closing = reason
-        for line in (self.calls, self.steps):
+        for line in (self.calls, self.steps, self.saves):
             if line is not None:
                 line.close(reason)
 
@@ -199,12 +200,12 @@ class Machines:
     @property
     def sent_bytes(self) -> int:
         """Bytes that this machine has sent so far, headers included."""
-        return sum(line.sent_bytes for line in (self.calls, self.steps) if line is not None)
+        return sum(line.sent_bytes for line in (self.calls, self.steps, self.saves) if line is not None)
 
     @property
     def received_bytes(self) -> int:
         """Bytes that this machine has received so far, headers included."""
-        return sum(line.received_bytes for line in (self.calls, self.steps) if line is not None)
+        return sum(line.received_bytes for line in (self.calls, self.steps, self.saves) if line is not None)
 
 
 def _start(ticket: Ticket[Any], name: str) -> None:

@@ -35,16 +35,15 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx
 from roundpipe.devices import parse_devices
 from roundpipe.errors import CheckpointError, ConfigError, NonFiniteError, UsageError
+from roundpipe.integrations.machines import MachinesMixin
 from roundpipe.integrations.run_view import RunViewCallback
 from roundpipe.integrations.stepped_optimizer import SteppedOptimizer, give_optimizer, put_masters_into
 from roundpipe.optim import Adam, AdamW
 from roundpipe.optim.gradients import clip_grad_norm_
 
 logger = logging.getLogger("roundpipe")
-_HOST = torch.device("cpu")
 _FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
 _ARGUMENTS_NAME = "training_args.json"
-_Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ class _KeepsGradients:
         pass
 
 
-class RoundPipeMixin(_Base):  # type: ignore[misc]
+class RoundPipeMixin(MachinesMixin):
     """Put before Trainer or a subclass of it: the model then trains through RoundPipe.
 
     The constructor takes the arguments of the other class and `roundpipe`, the options. The model may be plain or
@@ -169,6 +168,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             devices=options.devices,
             pin_model=options.pin_model,
             model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
+            process_group=self.process_group if trains else None,
         )
         self._wrapped_models.append(wrapper)
         return wrapper
@@ -221,10 +221,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
             if is_set:
                 raise ConfigError(f"{type(self).__name__} does not support {name}={is_set!r}; use {advice}.")
         if args.world_size > 1:
-            raise ConfigError(
-                f"{type(self).__name__} runs in one process, which uses all devices, but {args.world_size} processes "
-                "were launched; start the script with python instead of torchrun or accelerate launch."
-            )
+            self.check_machines()
 
     # What Trainer does with the model.
 
@@ -246,9 +243,6 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         """Copy a dict, as Trainer does, because compute_loss() may change it. Tensors stay in host memory."""
         return copy.copy(data) if isinstance(data, Mapping) else data
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        return super()._get_num_items_in_batch(batch_samples, _HOST)
-
     # Forward and backward pass.
 
     def training_step(
@@ -258,11 +252,13 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         if self._trains_in_one_call(num_items_in_batch):
             loss = self._forward_backward(inputs, num_items_in_batch)
         else:
-            loss = super().training_step(self.model, inputs, num_items_in_batch)
+            loss = self.plain_training_step(inputs, num_items_in_batch)
         if self.roundpipe.nonfinite != "off" and not bool(loss.isfinite()):
             self._handle_loss(float(loss), inputs)
-        tokens = inputs.get("input_ids")
-        self.run_view.note_loss(loss, tokens.numel() if isinstance(tokens, torch.Tensor) else None)
+        tokens, number = inputs.get("input_ids"), None
+        if isinstance(tokens, torch.Tensor):
+            number = int(self.summed_over_machines(torch.tensor(tokens.numel())))
+        self.run_view.note_loss(loss, number)
         return loss.to(self.args.device)
 
     def _trains_in_one_call(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
@@ -456,6 +452,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         """What the run needs to go on besides the state of Trainer, and is not in any other file."""
         return {
             "num_microbatch": None if self._given is not None else self.roundpipe.num_microbatch,
+            "machines": self.args.world_size,
             "loss_since_log": self._tr_loss.cpu(),
             "loss_until_log": self._total_loss_scalar,
             "logged_step": self._globalstep_last_logged,
@@ -495,7 +492,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
         self._loss_sums = values
         self._grad_norms = values["grad_norms"]
         if values["num_microbatch"] is not None and not self.fixes_microbatches and self._given is None:
-            self.set_num_microbatch(values["num_microbatch"])
+            self.set_num_microbatch(self._number_for_machines(values["num_microbatch"], values.get("machines", 1)))
 
     def _restore_loss_sums(self) -> None:
         """Let the next logged loss be the mean since the last one that was logged, as in an uninterrupted run."""
@@ -507,7 +504,7 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            load_rng(checkpoint)
+            load_rng(checkpoint, self.args.process_index)
 
     def _load_best_model(self) -> None:
         logger.info("loading the best model: %s", self.state.best_model_checkpoint)
@@ -516,6 +513,10 @@ class RoundPipeMixin(_Base):  # type: ignore[misc]
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.model.synchronize()  # the last step is done and the last checkpoint is complete, or this raises
         return super()._finalize_training(*args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        self.model.synchronize()  # on all machines; rank 0 then writes the weights
+        super().save_model(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write model, tokenizer and arguments. Unlike Trainer, writes the arguments as JSON: no file is a pickle."""

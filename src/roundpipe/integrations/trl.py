@@ -70,21 +70,44 @@ class RoundPipeSFTTrainer(_TrlMixin, SFTTrainer):  # type: ignore[misc]
     def _forward_backward(self, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """Let TRL compute the loss and its metrics, from outputs whose gradients are computed already."""
 
+        losses: list[torch.Tensor] = []
+
         def run(**kwargs: Any) -> Any:
             kwargs["num_items_in_batch"] = num_items_in_batch
             with self.accelerator.autocast():
-                return self.model.forward_backward(input_kwargs=kwargs, return_outputs=True)[1]
+                loss, outputs = self.model.forward_backward(input_kwargs=kwargs, return_outputs=True)
+            losses.append(loss)
+            return outputs
 
         self.begin_training_step()
         with self.compute_loss_context_manager():
             loss: torch.Tensor = self.compute_loss(run, self._prepare_inputs(inputs), False, num_items_in_batch)
-        return loss.detach()
+        # On several machines, TRL's loss is that of this machine's rows.
+        return loss.detach() if self.args.world_size == 1 else losses[0].detach()
+
+    def _computes_known_loss(self) -> bool:
+        return type(self).compute_loss is SFTTrainer.compute_loss
+
+    def _computes_loss_itself(self) -> bool:
+        """True unless forward_backward() computes the loss: TRL computes it from the log-probabilities of labels."""
+        return self.is_predicting or not self._trains_in_one_call(1)
+
+    def _weight_of_mean(self, inputs: dict[str, Any]) -> torch.Tensor:
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
+        number: torch.Tensor = (labels != -100).sum()
+        return number.float().cpu()
 
 
 class RoundPipeDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]
     """TRL's DPOTrainer over a RoundPipe. The reference model is wrapped, too."""
 
     ref_model: Any
+
+    def _computes_known_loss(self) -> bool:
+        return type(self).compute_loss is DPOTrainer.compute_loss
+
+    def _computes_loss_itself(self) -> bool:
+        return True
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -125,6 +125,12 @@ def _is_for_kernel(optimizer: torch.optim.Optimizer, group: _Group) -> bool:
     return getattr(optimizer, "grad_scale", None) is None and getattr(optimizer, "found_inf", None) is None
 
 
+def divides_moments(optimizer: torch.optim.Optimizer, group: _Group) -> bool:
+    """Whether each of several machines has a range of the moments of a group: the kernel updates the group."""
+    is_ours = isinstance(optimizer, _FusedByDefault)
+    return is_ours and _is_for_kernel(optimizer, group) and one_pass_kernel() is not None
+
+
 def _rule(optimizer: torch.optim.Optimizer, group: _Group, step: int, factors: tuple[float, ...]) -> AdamRule:
     beta1, beta2 = group["betas"]
     return AdamRule(

@@ -73,7 +73,7 @@ class HalvedMaster:
             lower = self.low[piece].to(torch.int32) & 0xFFFF
             went_up, is_tie = lower > _HALF, lower == _HALF
             if is_tie.any():
-                went_up |= is_tie & _unpacked(self.ties[start // 8 : (start + _CHUNK) // 8])[: len(lower)]
+                went_up |= is_tie & unpacked_bits(self.ties[start // 8 : (start + _CHUNK) // 8])[: len(lower)]
             upper = (weight[piece].to(torch.int32) & 0xFFFF) - went_up.to(torch.int32)
             torch.bitwise_or(upper << 16, lower, out=bits[piece])
 
@@ -93,18 +93,18 @@ class HalvedMaster:
             if not torch.where(is_tie, went_up | (rise == 0), rise == (lower < 0)).all():
                 return False
             if (is_tie & went_up).any():
-                other.ties[start // 8 : (start + _CHUNK) // 8] = _packed(is_tie & went_up)
+                other.ties[start // 8 : (start + _CHUNK) // 8] = packed_bits(is_tie & went_up)
         self.become(self.weight)
         vars(self).update(vars(other))
         return True
 
 
-def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+def unpacked_bits(packed: torch.Tensor) -> torch.Tensor:
     """The bits of a uint8 tensor as booleans, the lowest bit of each byte first."""
     return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
 
 
-def _packed(flags: torch.Tensor) -> torch.Tensor:
+def packed_bits(flags: torch.Tensor) -> torch.Tensor:
     """Booleans as bits of a uint8 tensor, the lowest bit of each byte first."""
     whole = torch.zeros(-(-len(flags) // 8) * 8, dtype=torch.uint8)
     whole[: len(flags)] = flags

@@ -1,0 +1,207 @@
+"""Ranges of masters and moments: those that one machine writes, and those that it reads from a checkpoint of any kind.
+
+Knows no optimizer and no model; reads files through a Reader.
+
+[Note: ranges of machines] With a process group, every machine saves its range of masters and moments as one piece of
+the tensor NAME; the manifest joins the pieces, so a reader sees whole tensors. The ranges of a weight whose memory is
+not in row-major order are saved in the order of its memory, which the manifest names. `master.ties` has one bit per
+value, and ranges do not begin at bytes. So each machine has a tensor for itself: `master.ties.START/NAME`, where START
+is the number of the range's first value. Tensors that all machines have in full are saved by rank 0, files of weights
+by all machines in turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe.checkpoint.format import Reader, TensorEntry, has_order_of
+from roundpipe.errors import CheckpointError
+from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord, Share
+from roundpipe.store.values import ShardedMaster, flat, packed_bits, unpacked_bits
+
+MASTER, MASTER_LOW, MASTER_TIES, RANGED_TIES = "master/", "master.low/", "master.ties/", "master.ties."
+Home = tuple[LayerStore, int]
+Ties = Sequence[tuple[int, TensorEntry]]  # numbers of first values, and the packed bits from there on
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Where a flat tensor lies in a whole tensor: from element `start` on, in the order of `stride` if it is given."""
+
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, share: Share, whole: torch.Tensor) -> Range:
+        """This machine's range of a tensor with the shape and memory order of `whole`."""
+        stride = None if whole.is_contiguous() else tuple(whole.stride())
+        return cls(share.range_of(whole.numel()).start, tuple(whole.shape), stride)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One tensor to save. `layer`: the store and layer that must not change until the tensor is written."""
+
+    name: str
+    tensor: torch.Tensor
+    layer: tuple[LayerStore, int] | None = None
+    version: int | None = None  # version counter of the tensor, if only code of the user can change it
+    range: Range | None = None  # given if other machines have the rest of the tensor
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the user has written into the tensor since it was captured."""
+        return self.version is not None and self.tensor._version != self.version
+
+
+# Writing.
+
+
+class Kind(enum.Enum):
+    """How a machine holds the values of a master; the values are what machines send each other."""
+
+    EQUAL = "-"  # there is no master, or its values are those of the weight
+    HALVED = "h"  # its range, in halves
+    FULL = "f"  # its range, as float32 values
+    WHOLE = "w"  # all values
+
+    @classmethod
+    def of(cls, found: set[str], record: ParameterRecord) -> Kind:
+        """How all machines save a master, from how each of them holds it. EQUAL and WHOLE are saved by one machine."""
+        kinds = {cls(each) for each in found}
+        if len(kinds) <= 1 and not kinds & {cls.HALVED, cls.FULL}:
+            return kinds.pop() if kinds else cls.EQUAL
+        is_halved = kinds <= {cls.HALVED, cls.EQUAL} and record.weights.is_contiguous()
+        return cls.HALVED if is_halved else cls.FULL
+
+
+def kind_of(record: ParameterRecord) -> Kind:
+    master = record.master
+    if master is None:
+        return Kind.EQUAL
+    with master.lock:
+        halves = master.halves
+        if halves is None or isinstance(halves, HalvedMaster):
+            if master.share is None:
+                return Kind.WHOLE
+            values = master.values() if halves is None else halves.joined()
+            return Kind.EQUAL if torch.equal(values, record.weights.to(values.dtype)) else Kind.WHOLE
+        if halves.is_complete:
+            return Kind.EQUAL
+        own = halves.own_values()
+        if isinstance(own, HalvedMaster):
+            return Kind.HALVED
+        is_equal = torch.equal(own, flat(record.weights)[_range_in(record, halves.share)].to(own.dtype))
+        return Kind.EQUAL if is_equal else Kind.FULL
+
+
+def _range_in(record: ParameterRecord, share: Share) -> slice:
+    return share.range_of(record.weights.numel())
+
+
+def range_sources(record: ParameterRecord, home: Home, share: Share, *, is_halved: bool) -> Iterator[Source]:
+    """This machine's range of a master: see [Note: ranges of machines]."""
+    master, place = record.master, Range.of(share, record.weights)
+    if master is None or not share.count_of(record.weights.numel()):
+        return
+    with master.lock:
+        halves = master.halves
+        own = halves.own_values() if isinstance(halves, ShardedMaster) else None
+        if is_halved:
+            assert isinstance(own, HalvedMaster)
+            low = own.low if "low" in vars(own) else torch.zeros(own.weight.numel(), dtype=torch.int16)
+            place = dataclasses.replace(place, shape=(record.weights.numel(),))
+            yield Source(MASTER_LOW + record.name, low, home, range=place)
+            if "ties" in vars(own):
+                yield Source(f"{RANGED_TIES}{place.start}/{record.name}", own.ties, home)
+            return
+        if own is None:
+            whole = halves.joined() if isinstance(halves, HalvedMaster) else master.values()
+            own = flat(whole)[_range_in(record, share)]
+        yield Source(MASTER + record.name, own.joined() if isinstance(own, HalvedMaster) else own, home, range=place)
+
+
+def place_of(state: torch.Tensor, param: Any) -> Range | None:
+    """The range of a tensor of an optimizer's state in the whole one; None if this machine has the whole one."""
+    if not isinstance(param, OptimizerCopy) or param.share is None:
+        return None
+    if state.shape != (param.share.count_of(param.numel()),):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return Range.of(param.share, param)
+
+
+# Reading.
+
+
+def ties_in(tensors: Mapping[str, TensorEntry]) -> dict[str, list[tuple[int, TensorEntry]]]:
+    """The ties of all masters in a checkpoint, by name of the parameter."""
+    found: dict[str, list[tuple[int, TensorEntry]]] = {}
+    for name, entry in tensors.items():
+        if name.startswith(MASTER_TIES):
+            found.setdefault(name.removeprefix(MASTER_TIES), []).append((0, entry))
+        elif name.startswith(RANGED_TIES):
+            start, _, owner = name.removeprefix(RANGED_TIES).partition("/")
+            if not start.isdecimal():
+                raise CheckpointError(f"a checkpoint has the tensor {name!r}, whose name does not begin with a number.")
+            found.setdefault(owner, []).append((int(start), entry))
+    return found
+
+
+def read_ties(reader: Reader, ties: Ties, values: slice) -> torch.Tensor | None:
+    """The packed bits of a range of values; None if all are 0."""
+    bits = torch.zeros(values.stop - values.start, dtype=torch.bool)
+    for first, entry in ties:
+        start, stop = max(first, values.start), min(first + 8 * entry.shape[0], values.stop)
+        if start < stop:
+            bits[start - values.start : stop - values.start] |= unpacked_bits(reader.read(entry))[
+                start - first : stop - first
+            ]
+    return packed_bits(bits) if bits.any() else None
+
+
+def read_own_range(reader: Reader, entry: TensorEntry, whole: torch.Tensor, share: Share, target: torch.Tensor) -> None:
+    """Fill a flat tensor with this machine's range of an entry, in the memory order of `whole`, a dense tensor."""
+    mine = share.range_of(whole.numel())
+    if has_order_of(entry, whole):
+        reader.read_range(entry, mine.start, target)
+        return
+    ordered = torch.empty_strided(whole.shape, whole.stride(), dtype=target.dtype)
+    reader.read_into(entry, ordered)
+    target.copy_(flat(ordered)[mine])
+
+
+def read_sharded(
+    reader: Reader,
+    weights: torch.Tensor,
+    master: ShardedMaster,
+    full: TensorEntry | None,
+    low: TensorEntry | None,
+    ties: Ties,
+) -> None:
+    """Set this machine's range of a master whose weight was read already: from float32 values or from low halves."""
+    mine = master.share.range_of(weights.numel())
+    if full is None and weights.is_contiguous():
+        own = master.own_values()
+        if isinstance(own, HalvedMaster) and low is not None:
+            reader.read_range(low, mine.start, own.low)
+            bits = read_ties(reader, ties, mine)
+            if bits is not None:
+                own.ties.copy_(bits)
+            return
+    # Memory of which only this machine's range is used, so the system provides pages for this range alone.
+    values = torch.empty_strided(weights.shape, weights.stride(), dtype=torch.float32)
+    if full is not None:
+        read_own_range(reader, full, weights, master.share, flat(values)[mine])
+    else:
+        assert low is not None
+        plain = weights.contiguous()  # low halves are saved in row-major order
+        bits = read_ties(reader, ties, slice(0, weights.numel()))
+        values.copy_(HalvedMaster(plain, reader.read(low), bits).joined())
+    master.take(values)
