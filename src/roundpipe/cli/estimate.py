@@ -247,7 +247,7 @@ def _verdict(found: Estimate, work: Work, machine: Machine, *, is_full: bool) ->
     verdict = f"fits: the plan reserves {reserved / 1e9:.1f} of the {limit / 1e9:.1f} GB that plans may use on a device"
     if machine.ram_bytes is None:
         return verdict
-    return f"{verdict}; {(machine.ram_bytes - sum(found.host.values())) / 1e9:.1f} GB of host memory are left"
+    return f"{verdict},\n{(machine.ram_bytes - sum(found.host.values())) / 1e9:.1f} GB of host memory are left"
 
 
 def _host_verdict(found: Estimate, ram_bytes: int, lora: str) -> str:
