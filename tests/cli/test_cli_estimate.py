@@ -57,7 +57,7 @@ def test_a_model_of_94_layers_on_eight_gaming_gpus(capsys: pytest.CaptureFixture
     assert found["fits"]
     assert found["parameters"] > 235e9
     assert found["host_bytes"]["weights"] == pytest.approx(2 * found["parameters"], rel=1e-3)
-    assert sum(found["device_bytes"].values()) < 24e9
+    assert sum(found["device_bytes"].values()) <= found["device_reserved_bytes"] <= found["device_limit_bytes"] < 24e9
     assert found["plan"]["bwd_plan"][0][1] == 96
     assert found["seconds"]["step"] >= max(found["seconds"]["compute"], found["seconds"]["link"])
     assert not as_json(capsys, "qwen3-235b-a22b", *machine, "--ram", "256")["fits"]

@@ -273,6 +273,7 @@ def as_json(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         "microbatches": found.num_microbatch,
         "host_bytes": dict(found.host),
         "device_bytes": dict(found.device),
+        "device_reserved_bytes": found.forecast.peak_bytes,
         "device_limit_bytes": machine.plan_bytes,
         "plan": {name: [[r.start, r.stop] for r in getattr(plan, name)] for name in ("fwd_plan", "bwd_plan")},
         "tail": found.forecast.tail,
