@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _EXTRAS:
             raise
-        return _complain(f"{error.name} is not installed; run: pip install 'roundpipe[train]'", _MISTAKE)
+        extra = "transformers" if words[0] == "estimate" else "train"
+        return _complain(f"{error.name} is not installed; run: pip install 'roundpipe[{extra}]'", _MISTAKE)
     except (NonFiniteError, StallError, RunFailure, MachineError) as error:
         hint = "" if settings is None else f"\n{how_to_resume(settings)}"
         return _complain(f"{_with_notes(error)}{hint}", _FAILED)

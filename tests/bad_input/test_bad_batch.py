@@ -10,7 +10,8 @@ import torch
 from bad_input_scene import BATCH, NUM_MICROBATCH, Scene, notes_of, raising, refused
 from torch import nn
 
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from helpers_tiny_hf import tiny_model
+from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.errors import ArgumentTypeError, ConfigError, MergeError, SplitError, UsageError
 from roundpipe.microbatch import Chunk, Reducer, Replicate
 
@@ -73,6 +74,18 @@ def test_inputs_of_different_batch_size(scene: Scene) -> None:
 def test_a_label_of_the_wrong_length(scene: Scene) -> None:
     with refused(SplitError, "args[0]", "(6, 4)", "label", "(5, 2)", "split_label"):
         scene.forward_backward(label=scene.y[:5])
+
+
+@pytest.mark.parametrize("num_microbatch", [1, NUM_MICROBATCH])
+def test_a_label_of_the_wrong_length_for_a_model_split_at_its_blocks(num_microbatch: int) -> None:
+    config = RoundPipeRunConfig(num_microbatch=num_microbatch)
+    ids = torch.zeros(6, 4, dtype=torch.long)
+    with wrap_model_to_roundpipe(tiny_model(), devices=["cpu"] * 2, model_run_config=config) as model:
+        for label in (torch.zeros(5), {"classes": torch.zeros(12, 2)}):
+            with refused(SplitError, "kwargs['input_ids']", "(6, 4)", "label", "split_label", "Replicate"):
+                model.forward_backward(
+                    input_kwargs={"input_ids": ids}, label=label, loss_fn=raising(AssertionError("the loss runs"))
+                )
 
 
 def test_an_empty_batch(scene: Scene) -> None:

@@ -75,6 +75,22 @@ def test_the_prompt_has_a_loss_if_the_user_asks_for_it(tmp_path: Path) -> None:
     assert pieces(tokens.dataset[0], tokenizer) == [("abc xy" + EOS, True)]
 
 
+def test_a_warning_about_prompts_that_join_their_completions_comes_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL's text quotes the end of each prompt, so it has a warning for every row."""
+    tokenizer = new_tokenizer()
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    pairs = [("k", "p"), ("k", "v"), ("q", "z"), ("w", "b")]
+    content["model"]["merges"] = [list(pair) for pair in pairs]
+    content["model"]["vocab"] |= {"".join(pair): 1000 + number for number, pair in enumerate(pairs)}
+    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(content))
+    rows = [{"prompt": f"x{left}", "completion": f"{right}y"} for left, right in pairs]
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", *rows), tokenizer)
+    assert [record.getMessage().count("not a prefix") for record in caplog.records] == [1]
+    assert pieces(tokens.dataset[3], tokenizer) == [("x", False), ("wby" + EOS, True)]
+
+
 def test_prompt_and_completion_may_be_messages(tmp_path: Path) -> None:
     tokenizer = new_tokenizer(PLAIN_TEMPLATE)
     tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"prompt": CHAT[:1], "completion": CHAT[1:2]}), tokenizer)

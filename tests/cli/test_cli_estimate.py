@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from helpers_tiny_hf import tiny_model
 from roundpipe.__main__ import main
-from roundpipe.cli.estimate import load_on_paper
+from roundpipe.cli.estimate import _EXAMPLE, load_on_paper
 from roundpipe.estimate.figures import SHAPES
 
 BILLIONS = {
@@ -55,7 +57,7 @@ def test_a_model_of_94_layers_on_eight_gaming_gpus(capsys: pytest.CaptureFixture
     assert found["fits"]
     assert found["parameters"] > 235e9
     assert found["host_bytes"]["weights"] == pytest.approx(2 * found["parameters"], rel=1e-3)
-    assert sum(found["device_bytes"].values()) < 24e9
+    assert sum(found["device_bytes"].values()) <= found["device_reserved_bytes"] <= found["device_limit_bytes"] < 24e9
     assert found["plan"]["bwd_plan"][0][1] == 96
     assert found["seconds"]["step"] >= max(found["seconds"]["compute"], found["seconds"]["link"])
     assert not as_json(capsys, "qwen3-235b-a22b", *machine, "--ram", "256")["fits"]
@@ -83,13 +85,30 @@ def test_the_text_has_every_part_and_the_verdict(capsys: pytest.CaptureFixture[s
         "bound by",
     ):
         assert part in out
-    assert out.splitlines()[-1].startswith("fits: ")
+    verdict, left = out.splitlines()[-2:]
+    assert re.fullmatch(r"fits: the plan reserves [\d.]+ of the 23\.2 GB that plans may use on a device,", verdict)
+    assert re.fullmatch(r"[\d.]+ GB of host memory are left", left)
     code, out, _ = answer(capsys, "qwen3-8b", "--devices", "1x24GB", "--ram", "64")
     assert code == 1
-    assert "DOES NOT FIT: training this model does not fit into host memory" in out
+    (needed,) = re.findall(r"needed in all +([\d.]+) GB", out)
+    assert f"DOES NOT FIT into host memory: {float(needed) - 64:.1f} GB are missing. Use --lora R" in out
     code, out, _ = answer(capsys, "qwen3-8b", "--devices", "1x2GB", "--ram", "640")
     assert code == 1
-    assert "DOES NOT FIT into device memory" in out
+    assert "DOES NOT FIT into device memory: with one layer per stage the plan reserves" in out
+    assert "more microbatches" not in out  # every sequence is one
+
+
+def test_the_example_of_the_help_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = answer(capsys, *shlex.split(_EXAMPLE)[2:])
+    assert code == 0
+    assert "8.19 billion parameters, 8.19 billion trained" in out
+
+
+def test_small_numbers_are_readable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = answer(capsys, str(folder), "--devices", "1x24GB", "--ram", "8", "--batch", "1", "--seq-len", "32")
+    assert re.search(r"3 blocks, 0\.\d+ million parameters, 0\.\d+ million trained", out)
+    assert "1 sequence of 32 tokens, exact steps, 1 microbatch (chosen)" in out
+    assert "1 stage: 0 forward" in out
 
 
 @pytest.mark.parametrize(
@@ -97,6 +116,7 @@ def test_the_text_has_every_part_and_the_verdict(capsys: pytest.CaptureFixture[s
     [
         (("nothing-here", "--devices", "1x24GB"), "no such shape; the shapes are: qwen3-0.6b"),
         (("qwen3-8b", "--devices", "1x24TB"), "--devices 1x24TB: unknown"),
+        (("gpt2", "--devices", "1x24GB"), "A name on the hub has its owner before a slash"),
         (("./no/such/folder", "--devices", "1x24GB"), "there is no folder or file ./no/such/folder"),
     ],
 )
@@ -133,3 +153,18 @@ def test_a_config_that_is_no_causal_language_model_is_refused(
     assert "cannot make a model of" in err
     (tmp_path / "config.json").write_text("{")
     assert answer(capsys, str(tmp_path), "--devices", "1x24GB")[0] == 2
+
+
+def test_a_name_that_is_no_folder_and_not_on_the_hub_is_explained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(name: str) -> None:
+        raise OSError(f"cannot reach the hub for {name}\nmore")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
+    code, _, err = answer(capsys, "runs/nothing", "--devices", "1x24GB")
+    assert code == 2
+    assert (
+        "runs/nothing: there is no such folder or file, and from the hub: cannot reach the hub for runs/nothing\n"
+        in err
+    )

@@ -1,7 +1,7 @@
 """Checkpoints of training runs: `save`, `load`, and `latest` to find the newest one.
 
 A checkpoint is a folder. Its weights load with `from_pretrained`; the rest resumes the run bit for bit, in a new
-process and on any number of devices.
+process and, with the same num_microbatch, on any number of devices.
 """
 
 from roundpipe.checkpoint.folders import latest

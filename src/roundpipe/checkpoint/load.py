@@ -77,10 +77,11 @@ def load(
 ) -> Any:
     """Load a checkpoint into a model of the same architecture, and set all random number generators. Returns `extra`.
 
-    Training then continues bit for bit as after the save, on any number of devices. With a process group, all machines
-    call this together; the number of machines that saved may be another one. All files are verified first: if
-    the checkpoint is damaged or does not fit, a CheckpointError names the reason and nothing has changed. What is not
-    given is not loaded; without an optimizer, masters that do not exist yet are made from the weights when needed.
+    Training then continues bit for bit as after the save, with the same num_microbatch on any number of devices. With a
+    process group, all machines call this together; the number of machines that saved may be another one. All files are
+    verified first: if the checkpoint is damaged or does not fit, a CheckpointError names the reason and nothing has
+    changed. What is not given is not loaded; without an optimizer, masters that do not exist yet are made from the
+    weights when needed.
 
     restore_rng: False leaves the random number generators as they are.
     """

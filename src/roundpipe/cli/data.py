@@ -310,7 +310,8 @@ def tokenize(rows: Rows, tokenizer: Any, config: Any, *, assistant_only: bool | 
         _warn_of_untrained_stop(tokenizer, template)
     prepare = _trl_preparation(rows.format, tokenizer, config, template, asks_assistant=asks_assistant)
     try:
-        dataset = prepare(rows.dataset)
+        with _each_warning_once():
+            dataset = prepare(rows.dataset)
     except Exception as error:
         row = _first_failing(rows.dataset, prepare)
         if row is None:
@@ -359,6 +360,28 @@ def _waits_for_no_process() -> Iterator[None]:
         yield
     finally:
         state.distributed_type = kind
+
+
+@contextlib.contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Drop a warning of TRL inside the block if an earlier one began with the same sentence.
+
+    TRL logs a warning once per text, but a text that quotes the row differs from row to row.
+    """
+    shown: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        sentence = record.getMessage().partition(". ")[0]
+        is_first = sentence not in shown
+        shown.add(sentence)
+        return is_first
+
+    trl_logger = logging.getLogger("trl.trainer.sft_trainer")
+    trl_logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        trl_logger.removeFilter(is_new)
 
 
 def _first_failing(dataset: Any, prepare: Callable[[Any], Any]) -> int | None:

@@ -279,7 +279,7 @@ def _rows_of_host(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "NUMA", ", ".join(nodes) or "not reported"
     yield "C compiler", optimizer.compiler or "none"
     yield "optimizer kernel", _kernel_in_words(optimizer)
-    works = {True: "work", False: "crash", None: "not known: the trial did not end"}[products.work]
+    works = {True: "works", False: "crashes", None: "not known: the trial did not end"}[products.work]
     level = "" if products.level_set is None else f" with {instruction_sets.VARIABLE}={products.level_set}"
     yield "bf16 on the CPU", f"{works}{level}"
     yield "disk", f"{_size(machine.disk_free_bytes)} free in {machine.folder}"

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from roundpipe.devices import device_count, gpu_facts
 from roundpipe.errors import ConfigError
-from roundpipe.estimate.estimate import Estimate, Machine, Work, estimate
+from roundpipe.estimate.estimate import SAVED_INPUTS, Estimate, Machine, Work, estimate
 from roundpipe.estimate.figures import SHAPES, DeviceFigures, gpu_named, parse_gpus
 from roundpipe.estimate.layer_costs import PaperModel, add_adapters, causal_lm_on_paper
 from roundpipe.plan import TaskKind
@@ -28,7 +28,7 @@ from roundpipe.store.host_memory import available_host_bytes, memory_table
 _DONE, _DOES_NOT_FIT = 0, 1
 _INDENT = " " * 11
 _SMALLEST_ROW = 500_000  # bytes; a smaller part would be printed as 0.000 GB
-_EXAMPLE = "roundpipe estimate qwen3-8b --devices 1x24GB --ram 128 --batch 16 --seq-len 4096 --full"
+_EXAMPLE = "roundpipe estimate qwen3-8b --devices 1x24GB --ram 160 --batch 16 --seq-len 4096 --full"
 # Rate of the optimizer's kernel in training with 14 threads of a server; on the idle machine it is 1.5 times as high.
 _PARAMETERS_PER_S = 4e9
 _NETWORK_GBITS = 25.0
@@ -58,18 +58,31 @@ def parser() -> argparse.ArgumentParser:
         description="Estimate a training step: memory, plan, time, and what bounds it. Needs neither the weights nor "
         f"the machine. Exit code 1: it does not fit. Example: {_EXAMPLE}",
     )
-    parser.add_argument("model", metavar="MODEL", help=f"a model folder, a config.json, or one of: {', '.join(SHAPES)}")
-    parser.add_argument("--devices", help="GPUs: 2xRTX4090, 1x24GB, 1xH200:24GB; default: those of this machine")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"a model folder, a config.json, a name on the hub (Qwen/Qwen3-8B), or one of: {', '.join(SHAPES)}",
+    )
+    parser.add_argument(
+        "--devices", help="GPUs: 2xRTX4090, 1x24GB or 1x24GiB, 1xH200:24GB; default: those of this machine"
+    )
     parser.add_argument("--ram", type=_positive, metavar="GB", help="host memory; default: what is available here")
     parser.add_argument("--batch", type=_count, default=16, help="sequences per step and machine (default 16)")
     parser.add_argument("--seq-len", type=_count, default=4096, help="tokens per sequence (default 4096)")
     trained = parser.add_mutually_exclusive_group()
     trained.add_argument("--full", action="store_true", help="train all parameters (the default)")
-    trained.add_argument("--lora", type=_count, metavar="R", help="train adapters of rank R on all linear layers")
+    trained.add_argument(
+        "--lora", type=_count, metavar="R", help="train adapters of rank R on the linear layers of the blocks"
+    )
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("--exact", action="store_true", help="exact steps (the default)")
     steps.add_argument("--stale", action="store_true", help="asynchronous steps, one update old")
-    parser.add_argument("--microbatches", type=_count, metavar="M", help="default: the fastest number that fits")
+    parser.add_argument(
+        "--microbatches",
+        type=_count,
+        metavar="M",
+        help="at most one per sequence; default: the fastest number that fits",
+    )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the weights"
     )
@@ -122,7 +135,8 @@ def load_on_paper(model: str, dtype: torch.dtype, lora_rank: int | None) -> Pape
     is_hub_name = model.count("/") == 1 and not model.startswith((".", "/"))
     if not (is_shape or Path(model).exists() or is_hub_name):
         raise ConfigError(
-            f"there is no folder or file {model}, and no such shape; the shapes are: {', '.join(SHAPES)}."
+            f"there is no folder or file {model}, and no such shape; the shapes are: {', '.join(SHAPES)}. A name on "
+            "the hub has its owner before a slash, such as Qwen/Qwen3-8B."
         )
     with _without_warnings():
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -136,7 +150,9 @@ def load_on_paper(model: str, dtype: torch.dtype, lora_rank: int | None) -> Pape
             with torch.device("meta"):
                 network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot make a model of {model}: {str(error).strip().partition(chr(10))[0]}") from error
+            nowhere = "" if is_shape or Path(model).exists() else "there is no such folder or file, and from the hub: "
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"cannot make a model of {model}: {nowhere}{reason}") from error
     if lora_rank is not None:
         add_adapters(network, lora_rank)
     return causal_lm_on_paper(network)
@@ -165,22 +181,20 @@ def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
     kind = "exact" if work.is_exact else "stale"
     limit = machine.plan_bytes
     host_bytes = sum(found.host.values())
-    visible = {name: size for name, size in found.host.items() if size >= _SMALLEST_ROW}
-    host_rows = visible | {"needed in all": host_bytes}
+    host_rows = _visible(found.host) | {"needed in all": host_bytes}
     if machine.ram_bytes is not None:
         host_rows |= {"available": machine.ram_bytes, "left": machine.ram_bytes - host_bytes}
     lines = [
-        f"model      {model}: {len(paper.blocks)} blocks, {total / 1e9:.2f} billion parameters, "
-        f"{trained / 1e9:.3g} trained",
-        f"step       {work.batch} sequences of {work.length} tokens, {kind} steps, {found.num_microbatch} microbatches"
-        f"{' (chosen)' if work.num_microbatch is None else ''}",
+        f"model      {model}: {len(paper.blocks)} blocks, {_amount(total)} parameters, {_amount(trained)} trained",
+        f"step       {_counted(work.batch, 'sequence')} of {work.length} tokens, {kind} steps, "
+        f"{_counted(found.num_microbatch, 'microbatch', 'es')}{' (chosen)' if work.num_microbatch is None else ''}",
         f"machine    {_in_words(machine)}",
         "",
         "host memory" if machine.network is None else "host memory of each machine",
         memory_table(host_rows),
         "",
         "memory of each device, at its peak",
-        memory_table(dict(found.device) | {"in all": found.device_bytes, "plans may use": limit}),
+        memory_table(_visible(found.device) | {"in all": found.device_bytes, "plans may use": limit}),
         "",
         f"plan       {_plan_in_words(found)}",
         f"time       {found.step_s:.3g} s a step, {_tokens_per_s(work, machine, found):,.0f} tokens/s",
@@ -188,7 +202,7 @@ def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         f"bound by {found.bound.value}",
         *_network_in_words(machine, found),
         "",
-        _verdict(found, limit),
+        _verdict(found, work, machine, is_full=trained == total),
     ]
     return "\n".join(lines) + "\n"
 
@@ -207,6 +221,18 @@ def _network_in_words(machine: Machine, found: Estimate) -> list[str]:
     ]
 
 
+def _visible(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size >= _SMALLEST_ROW}
+
+
+def _amount(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
 def _in_words(machine: Machine) -> str:
     gpu: DeviceFigures = machine.gpu
     several = "" if machine.network is None else f"{machine.num_machines} machines, each "
@@ -221,23 +247,41 @@ def _plan_in_words(found: Estimate) -> str:
     counts = {kind: sum(task.kind is kind for task in found.forecast.tasks) for kind in TaskKind}
     fused = next(task for task in found.forecast.tasks if task.kind is TaskKind.FUSED).layers
     text = (
-        f"{len(found.forecast.tasks)} stages: {counts[TaskKind.FORWARD]} forward, layers {fused.start} to "
+        f"{_counted(len(found.forecast.tasks), 'stage')}: {counts[TaskKind.FORWARD]} forward, layers {fused.start} to "
         f"{fused.stop - 1} fused, {counts[TaskKind.BACKWARD]} backward with recomputation"
     )
     tail = found.forecast.tail
     return f"{text}\n{_INDENT}the last {tail} microbatches run backward layer by layer" if tail > 1 else text
 
 
-def _verdict(found: Estimate, limit: int) -> str:
-    if found.refusal is not None:
-        return f"DOES NOT FIT: {found.refusal}"
+def _verdict(found: Estimate, work: Work, machine: Machine, *, is_full: bool) -> str:
+    """Whether the step fits, and by how much. The tables above the verdict have the parts."""
+    reserved, limit = found.forecast.peak_bytes, machine.plan_bytes
+    lora = "--lora R, " if is_full else ""
+    if found.refusal is not None and machine.ram_bytes is not None:
+        return _host_verdict(found, machine.ram_bytes, lora)
     if not found.forecast.fits:
-        missing = found.forecast.peak_bytes - limit
+        more = "more microbatches, " if found.num_microbatch < work.batch else ""
         return (
-            f"DOES NOT FIT into device memory: {missing / 1e9:.1f} GB are missing with one layer per stage. Use "
-            "shorter sequences, more microbatches, or a GPU with more memory."
+            f"DOES NOT FIT into device memory: with one layer per stage the plan reserves {reserved / 1e9:.1f} GB, "
+            f"{(reserved - limit) / 1e9:.1f} GB more than plans may use. Use shorter sequences, {more}{lora}or a GPU "
+            "with more memory."
         )
-    return f"fits: {(limit - found.forecast.peak_bytes) / 1e9:.1f} GB of device memory are not needed"
+    verdict = f"fits: the plan reserves {reserved / 1e9:.1f} of the {limit / 1e9:.1f} GB that plans may use on a device"
+    if machine.ram_bytes is None:
+        return verdict
+    return f"{verdict},\n{(machine.ram_bytes - sum(found.host.values())) / 1e9:.1f} GB of host memory are left"
+
+
+def _host_verdict(found: Estimate, ram_bytes: int, lora: str) -> str:
+    """The verdict for too little host memory, with advice in options of this command; `refusal` has wrapping's."""
+    needed, inputs = sum(found.host.values()), found.host.get(SAVED_INPUTS, 0)
+    if needed - inputs <= ram_bytes:
+        return f"DOES NOT FIT: {found.refusal}"
+    return (
+        f"DOES NOT FIT into host memory: {(needed - ram_bytes) / 1e9:.1f} GB are missing. Use {lora}a smaller model, "
+        "or a machine with more memory."
+    )
 
 
 def as_json(model: str, paper: PaperModel, work: Work, machine: Machine, found: Estimate) -> str:
@@ -252,6 +296,7 @@ def as_json(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         "microbatches": found.num_microbatch,
         "host_bytes": dict(found.host),
         "device_bytes": dict(found.device),
+        "device_reserved_bytes": found.forecast.peak_bytes,
         "device_limit_bytes": machine.plan_bytes,
         "plan": {name: [[r.start, r.stop] for r in getattr(plan, name)] for name in ("fwd_plan", "bwd_plan")},
         "tail": found.forecast.tail,

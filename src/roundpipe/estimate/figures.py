@@ -67,7 +67,7 @@ GPUS: Mapping[str, DeviceFigures] = {
         _figures("H200", 140, 673, 50, 3650, 52),
     )
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gb|g)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g)", re.IGNORECASE)
 
 
 def parse_gpus(text: str) -> tuple[DeviceFigures, int]:
@@ -79,15 +79,16 @@ def parse_gpus(text: str) -> tuple[DeviceFigures, int]:
         raise ConfigError(f"--devices {text}: there must be at least one device.")
     name, _, limit = kind.strip().partition(":")
     size = _SIZE.fullmatch(limit or name)
-    if (limit and size is None) or (size is None and _key(name) not in GPUS):
+    if (limit and size is None) or ((limit or size is None) and _key(name) not in GPUS):
         raise ConfigError(
             f"--devices {text}: unknown. Give a number and a GPU (2xRTX4090), a number and a memory size (1x24GB), or "
-            f"a GPU with limited memory (1xH200:24GB). GPUs: {', '.join(GPUS)}."
+            f"a GPU with another memory size (1xH200:24GB). GPUs: {', '.join(GPUS)}."
         )
-    figures = GPUS[_key(name)] if not size or limit else gpu_with(float(size[1]) * 1e9)
-    if size is not None:
-        figures = dataclasses.replace(figures, memory_bytes=min(int(float(size[1]) * 1e9), figures.memory_bytes))
-    return figures, int(number)
+    if size is None:
+        return GPUS[_key(name)], int(number)
+    memory_bytes = int(float(size[1]) * (GIB if size[2].lower() == "gib" else 10**9))
+    figures = GPUS[_key(name)] if limit else gpu_with(memory_bytes)
+    return dataclasses.replace(figures, memory_bytes=memory_bytes), int(number)
 
 
 def _key(name: str) -> str:

@@ -157,6 +157,14 @@ class ModelInputSplit(CountedSplit):
         pieces = split_model_inputs(kwargs, num_microbatch, self._config)
         return [args] * len(pieces), pieces
 
+    def batch_tensor(self, kwargs: Mapping[str, Any]) -> tuple[str, Tensor] | None:
+        try:
+            size = _batch_size(kwargs)
+        except SplitError:  # one microbatch takes any inputs; for several, `split_model_inputs` raises it
+            return None
+        tensors = ((name, kwargs[name]) for name in (*BATCH_NAMES, *kwargs) if isinstance(kwargs.get(name), Tensor))
+        return next(((name, tensor) for name, tensor in tensors if tensor.dim() > 0 and len(tensor) == size), None)
+
     def rows(self, kwargs: Mapping[str, Any], count: int) -> tuple[int, ...]:
         return (1,) if count == 1 else even_sizes(_batch_size(kwargs), count)
 

@@ -171,6 +171,13 @@ class CountedSplit(abc.ABC):
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatch: int) -> Any: ...
 
     @abc.abstractmethod
+    def batch_tensor(self, kwargs: Mapping[str, Any]) -> tuple[str, torch.Tensor] | None:
+        """Return the name and value of an argument with one entry per row of the batch; None if there is none.
+
+        The label of the call must have as many rows.
+        """
+
+    @abc.abstractmethod
     def rows(self, kwargs: Mapping[str, Any], count: int) -> Rows:
         """Return how many rows each microbatch has if the call is split into `count` microbatches."""
 
@@ -206,6 +213,9 @@ def split_call(
         specs["label"] = split_label
     trees = {part: RuledTree.of(values[part], spec, part) for part, spec in specs.items()}
     leaves = [leaf for tree in trees.values() for leaf in tree.leaves]
+    if isinstance(split_input, CountedSplit) and (found := split_input.batch_tensor(values["kwargs"])) is not None:
+        # Stands for all inputs: it is compared with the label, and says how many microbatches the inputs can fill.
+        leaves.insert(0, RuledLeaf(f"kwargs[{found[0]!r}]", found[1], Rule.AUTO))
 
     count = _natural_count(leaves, num_microbatch)
     # Split functions take precedence: the other parts of the call are split into the number that the functions return.

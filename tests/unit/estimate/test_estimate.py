@@ -200,9 +200,14 @@ def test_descriptions_of_gpus() -> None:
     assert (limited.name, limited.memory_bytes, count) == ("H200", 24 * 10**9, 1)
     sized, count = parse_gpus("4x24GB")
     assert (sized.name, sized.memory_bytes, count) == ("RTX4090", 24 * 10**9, 4)
+    sized, _ = parse_gpus("1x24GiB")
+    assert sized.memory_bytes == GPUS["RTX4090"].memory_bytes
+    larger, _ = parse_gpus("1x192GB")
+    assert (larger.name, larger.memory_bytes) == ("H200", 192 * 10**9)  # never less than what was asked for
+    assert parse_gpus("RTX4090:48GB")[0].memory_bytes == 48 * 10**9
     assert gpu_with(80 * 2**30).name == "H100"
     assert gpu_named("NVIDIA H200", 149 * 10**9).memory_bytes == 149 * 10**9
     assert gpu_named("Unheard-of GPU", 24 * 2**30).name == "RTX4090"
-    for wrong in ("24TB", "0xRTX4090", "2xGTX", "H200:much", ""):
+    for wrong in ("24TB", "0xRTX4090", "2xGTX", "2xGTX:24GB", "H200:much", ""):
         with pytest.raises(ConfigError, match="--devices"):
             parse_gpus(wrong)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from roundpipe.errors import SplitError
-from roundpipe.microbatch import RoundPipePackedData
-from roundpipe.microbatch.hf_inputs import split_model_inputs
+from roundpipe.microbatch import Replicate, RoundPipePackedData, split_call
+from roundpipe.microbatch.hf_inputs import ModelInputSplit, split_model_inputs
 
 IMAGE, VIDEO, AUDIO, WORD = 1, 2, 3, 7
 CONFIG = SimpleNamespace(image_token_id=IMAGE, video_token_id=VIDEO, audio_token_index=AUDIO)
@@ -410,3 +410,40 @@ def test_an_unclear_batch_size_is_refused() -> None:
         SplitError, match=r"from left of shape \(4, 2\), right of shape \(5, 2\): their first dimensions"
     ):
         split_model_inputs({"left": torch.zeros(4, 2), "right": torch.zeros(5, 2)}, 2, None)
+
+
+class TestLabelBesideInputs:
+    """The label of a call has one row per sample, like the inputs that the model's split recognizes."""
+
+    def labels(self, kwargs: dict[str, Any], label: Any, num_microbatch: int = 2, **options: Any) -> list[Any]:
+        split = split_call(
+            (), kwargs, label, num_microbatch=num_microbatch, split_input=ModelInputSplit(CONFIG), **options
+        )
+        return list(split.labels)
+
+    @pytest.mark.parametrize("num_microbatch", [1, 2, 9])
+    def test_other_numbers_of_rows_are_refused_with_both_names(self, num_microbatch: int) -> None:
+        for kwargs in ({"input_ids": IDS}, {"points": torch.zeros(3, 4)}):
+            (name,) = kwargs
+            with pytest.raises(
+                SplitError, match=rf"kwargs\['{name}'\] of shape .* has 3 .*, label of shape \(4,\) has 4"
+            ):
+                self.labels(kwargs, torch.zeros(4), num_microbatch)
+
+    def test_a_label_with_a_row_per_sample_follows_the_samples_not_the_items(self) -> None:
+        images = {"image_grid_thw": torch.tensor([[1, 1, 3], [1, 1, 5]]), "pixel_values": torch.zeros(8, 2)}
+        first, second = self.labels({"input_ids": IDS, **images}, torch.arange(3))
+        assert (first.tolist(), second.tolist()) == ([0, 1], [2])
+
+    def test_a_label_with_one_row_goes_to_every_microbatch(self) -> None:
+        label = torch.zeros(1, 5)
+        assert all(piece is label for piece in self.labels({"input_ids": IDS}, label, 3))
+        assert len(self.labels({"input_ids": IDS}, label, 3)) == 3
+
+    def test_a_replicated_label_may_have_any_number_of_rows(self) -> None:
+        table = torch.zeros(50, 2)
+        assert all(piece is table for piece in self.labels({"input_ids": IDS}, table, split_label=Replicate))
+
+    def test_one_microbatch_takes_any_label_if_the_batch_size_is_unclear(self) -> None:
+        label = torch.zeros(9)
+        assert self.labels({"left": torch.zeros(4, 2), "right": torch.zeros(5, 2)}, label, 1)[0].shape == (9,)
