@@ -13,7 +13,7 @@ from machine_training import MICROBATCHES, ROWS, WIDTH, part
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from roundpipe import RoundPipe, RoundPipeRunConfig, checkpoint, optim
+from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, checkpoint, optim, wrap_model_to_roundpipe
 from roundpipe.checkpoint import PendingSave, folders
 from roundpipe.store import HalvedMaster
 from roundpipe.store.values import ShardedMaster
@@ -21,7 +21,11 @@ from roundpipe.store.values import ShardedMaster
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training. `kind`: "full", "frozen" or "transposed" (a weight whose memory is not in row-major order)."""
+    """One training.
+
+    kind: "full", "frozen", "tied", "transposed" (a weight whose memory is not in row-major order) or "auto" (part by
+        part).
+    """
 
     dtype: torch.dtype = torch.bfloat16
     is_async: bool = False
@@ -55,7 +59,23 @@ def network(run: Run) -> nn.Sequential:
     if run.kind == "transposed":
         model[2][0].weight = nn.Parameter(model[2][0].weight.detach().t().contiguous().t())
         assert not model[2][0].weight.is_contiguous()
+    if run.kind == "tied":
+        model[3][0].weight = model[0][0].weight
     return model
+
+
+class Parts(nn.Module):
+    """A model that is no sequence: its forward runs on the host and calls its parts."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.scale = nn.Parameter(torch.ones(3, dtype=layers[0][0].weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale.sum()
 
 
 class Training:
@@ -64,18 +84,23 @@ class Training:
     def __init__(self, rank: int, size: int, run: Run, *, has_group: bool = True) -> None:
         config = RoundPipeRunConfig(num_microbatch=MICROBATCHES // size)
         self.rank, self.size, self.run = rank, size, run
-        self.model = RoundPipe(
-            network(run),
-            optim_dtype=torch.float32,
-            name="net",
-            model_run_config=config,
-            devices=["cpu"] * 2,
-            process_group=dist.group.WORLD if has_group else None,
-        )
+        options: dict[str, Any] = {
+            "optim_dtype": torch.float32,
+            "name": "net",
+            "model_run_config": config,
+            "devices": ["cpu"] * 2,
+            "process_group": dist.group.WORLD if has_group else None,
+        }
+        self.model: Any
+        if run.kind == "auto":
+            self.model = wrap_model_to_roundpipe(Parts(network(run)), **options)
+            assert isinstance(self.model, AutoRoundPipe)
+        else:
+            self.model = RoundPipe(network(run), **options)
         module, _, name = run.optimizer.rpartition(".")
         make = getattr(torch.optim if module else optim, name)
-        options = {"momentum": 0.9} if name == "SGD" else {}
-        self.optimizer = make(self.model.optim_parameters(), lr=0.02, **options)
+        momentum = {"momentum": 0.9} if name == "SGD" else {}
+        self.optimizer = make(self.model.optim_parameters(), lr=0.02, **momentum)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
         self.step = 0
         torch.manual_seed(100 + rank)  # every machine has other random numbers
@@ -87,7 +112,12 @@ class Training:
             generator = torch.Generator().manual_seed(1000 + self.step)
             x, y = (torch.randn(ROWS, WIDTH, generator=generator).to(self.run.dtype) for _ in range(2))
             x, y = part(x, self.rank, self.size), part(y, self.rank, self.size)
-            losses.append(float(self.model.forward_backward((x,), label=y, loss_fn=squared)))
+            if self.run.kind == "auto":
+                loss = squared(self.model(x), y)
+                loss.backward()
+                losses.append(float(loss))
+            else:
+                losses.append(float(self.model.forward_backward((x,), label=y, loss_fn=squared)))
             self.model.step(self.step_fn, self.run.is_async)
             self.step += 1
         return losses

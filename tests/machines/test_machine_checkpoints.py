@@ -35,6 +35,9 @@ RUNS = {
     "frozen part": Run(kind="frozen"),
     "not row-major": Run(kind="transposed"),
     "optimizer of torch": Run(optimizer="torch.SGD"),
+    "float16": Run(dtype=torch.float16),
+    "tied": Run(kind="tied", is_async=True),
+    "part by part": Run(kind="auto"),
 }
 SAVED = [*(("exact", size) for size in (1, 2, 3)), *((name, size) for name in list(RUNS)[1:] for size in (2, 3))]
 

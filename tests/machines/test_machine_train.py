@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,25 @@ def test_a_signal_on_one_machine_stops_all_after_the_step_and_the_run_goes_on(
     assert [each["code"] for each in resumed] == [0, 0], resumed[0]["err"]
     assert all(torch.equal(weights(parted)[name], value) for name, value in weights(whole).items())
     assert [row["step"] for row in read_metrics(parted / METRICS_FILE) if row["type"] == "train"] == [1, 2, 3, 4]
+
+
+def test_a_machine_that_dies_ends_the_run_on_all_and_a_restart_goes_on_from_the_checkpoint(
+    pool: MachinePool, folder: Path, tmp_path: Path
+) -> None:
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    line = ["--save-steps", "1", "--keep", "10"]
+    run(pool, 2, words(folder, whole, *line, size=2))
+    outcomes = pool.run(
+        2, command, words(folder, parted, *line, size=2), (), None, (1, 3, int(signal.SIGKILL)), timeout_s=20
+    )
+    assert outcomes[1].died
+    assert outcomes[0].error is None, outcomes[0].notes
+    assert outcomes[0].value["code"] == 1
+    assert re.search("is lost|has ended", outcomes[0].value["err"]), outcomes[0].value["err"]
+    assert latest(parted) in (parted / "checkpoint-1", parted / "checkpoint-2")
+    again = run(pool, 2, words(folder, parted, *line, size=2), more=(), variables={"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert [each["code"] for each in again] == [0, 0], again[0]["err"]
+    assert all(torch.equal(weights(parted)[name], value) for name, value in weights(whole).items())
 
 
 def test_a_restarted_run_goes_on_by_itself(pool: MachinePool, folder: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from roundpipe.cli.preparation import (
     report_dry_run,
     say,
 )
-from roundpipe.errors import CheckpointError, ConfigError, DeviceError
+from roundpipe.errors import CheckpointError, ConfigError, DeviceError, MachineError
 from roundpipe.monitor import WAIT_LIMIT_VARIABLE
 from roundpipe.report.metrics import replace_file
 
@@ -221,7 +221,8 @@ def _require_all_weights(settings: TrainSettings, report: Mapping[str, Any]) -> 
 
 
 def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None, launch: Launch) -> int:
-    model = launch.together("loading the model", lambda: _load_model(settings, prepared))
+    with plain_output():
+        model = launch.together("loading the model", lambda: _load_model(settings, prepared))
     trainer = _new_trainer(settings, prepared, model)
     del model
     stop = StopSignals()
@@ -236,6 +237,10 @@ def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None,
         if not stop.has_begun:
             raise  # the checkpoint to resume from is at fault
         raise RunFailure(one_line(error)) from error
+    except RuntimeError as error:
+        if launch.size > 1 and "gloo" in str(error).lower():  # of a collective beside those of the model
+            raise MachineError(None, f"another machine of the run is lost ({one_line(error)[:200]})") from error
+        raise
     finally:
         trainer.run_view.close()  # before the last words of the run
         trainer.model.close()

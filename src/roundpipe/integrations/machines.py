@@ -16,7 +16,7 @@ shorter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils.data import BatchSampler
 from transformers import Trainer
 
 from roundpipe.api.proxy import ModelProxy
+from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 
 _HOST = torch.device("cpu")
@@ -96,8 +97,9 @@ class MachinesMixin(_Base):  # type: ignore[misc]
         return number
 
     def _computes_loss_itself(self) -> bool:
-        """Whether the trainer computes the loss from outputs, so that it is one of this machine's rows."""
-        return self.label_smoother is not None or self.compute_loss_func is not None
+        """Whether the loss is computed on the host, so that it is one of this machine's rows."""
+        is_own = self.label_smoother is None and self.compute_loss_func is None and isinstance(self.model, RoundPipe)
+        return not is_own
 
     def _weight_of_mean(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The weight of a loss that is a mean over this machine's rows, in the mean over the rows of all machines."""
@@ -161,6 +163,13 @@ class MachinesMixin(_Base):  # type: ignore[misc]
 
 
 # Rows.
+
+
+def num_labels(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The number of labels that count in a loss of next tokens, in host memory."""
+    labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
+    number: torch.Tensor = (labels != -100).sum()
+    return number.cpu()
 
 
 class SharedBatches:

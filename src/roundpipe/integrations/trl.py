@@ -22,6 +22,7 @@ from trl.trainer.utils import use_adapter
 from roundpipe.api.proxy import ModelProxy
 from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
+from roundpipe.integrations.machines import num_labels
 from roundpipe.integrations.trainer import RoundPipeMixin
 
 logger = logging.getLogger("roundpipe")
@@ -93,9 +94,7 @@ class RoundPipeSFTTrainer(_TrlMixin, SFTTrainer):  # type: ignore[misc]
         return self.is_predicting or not self._trains_in_one_call(1)
 
     def _weight_of_mean(self, inputs: dict[str, Any]) -> torch.Tensor:
-        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
-        number: torch.Tensor = (labels != -100).sum()
-        return number.float().cpu()
+        return num_labels(inputs).float()
 
 
 class RoundPipeDPOTrainer(_TrlMixin, DPOTrainer):  # type: ignore[misc]
