@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, clip_grad_norm_, optim
+from roundpipe.api import engine, loss_weights
+from roundpipe.runtime.rng import draw_call_seed
 
 WIDTH = 12
 ROWS = 24  # divisible by 1, 2, 3, 4 machines and by their microbatches
@@ -142,3 +145,68 @@ def train(rank: int, size: int, case: Case, has_group: bool = True) -> dict[str,
         machines = model._engine.group.machines
         sent = None if machines is None else machines.sent_bytes
     return {"losses": losses, "weights": weights, "norms": norms, "sent": sent}
+
+
+def reference_of_ranges(rank: int, size: int, case: Case, num_machines: int) -> dict[str, Any]:
+    """The training of `train` on `num_machines` machines, computed by one that plays all of them in turn.
+
+    The gradients of the machines' parts are added in float32, in the order of ranks, and Adam updates float32 masters.
+    """
+    torch.manual_seed(5)
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES // num_machines)
+    model = RoundPipe(network(case), name="net", model_run_config=config, devices=["cpu"] * 2, optim_dtype=case.dtype)
+    with model:
+        params = list(model.model.parameters())
+        masters = [nn.Parameter(param.detach().float()) for param in params]
+        optimizer = optimizer_of(case, masters)
+        losses: list[float] = []
+        weights = [param.detach().clone() for param in params]  # those of the next call
+        for step in range(case.num_steps):
+            sums: list[list[Tensor]] = []
+            seeds: dict[int, int] = {}
+            totals = [0.0] * case.calls_per_step
+            for machine in range(num_machines):
+                for call in range(case.calls_per_step):
+                    generator = torch.Generator().manual_seed(100 * step + call)
+                    x = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
+                    y = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
+                    x, y = part(x, machine, num_machines), part(y, machine, num_machines)
+                    seed = seeds.setdefault(call, 0) or draw_call_seed()
+                    seeds[call] = seed
+                    with numbered(seed, machine * MICROBATCHES // num_machines):
+                        totals[call] += model.forward_backward((x,), label=y, loss_fn=loss_fn).item()
+                model.synchronize()
+                sums.append([param.grad.float() for param in params if param.grad is not None])
+                model.zero_grad()
+            losses += totals
+            for master, *parts in zip(masters, *sums, strict=True):
+                master.grad = parts[0].clone()
+                for further in parts[1:]:
+                    master.grad.add_(further)
+            if case.clip:
+                nn.utils.clip_grad_norm_(masters, 0.5)
+            optimizer.step()
+            new = [master.detach().to(case.dtype) for master in masters]
+            with torch.no_grad():
+                for param, value in zip(params, weights if case.is_async else new, strict=True):
+                    param.copy_(value)
+            weights = new
+        names = [name for name, _ in model.model.named_parameters()]
+    return {"losses": losses, "weights": dict(zip(names, weights, strict=True))}
+
+
+@contextlib.contextmanager
+def numbered(seed: int, first_microbatch: int) -> Iterator[None]:
+    """Inside, calls have this seed, and their microbatches are numbered from `first_microbatch` on."""
+    real = loss_weights.WholeBatch
+
+    class Numbered(real):  # type: ignore[misc, valid-type]
+        def call_seed(self) -> int:
+            self.first_microbatch = first_microbatch
+            return seed
+
+    engine.WholeBatch = Numbered  # type: ignore[misc, attr-defined]
+    try:
+        yield
+    finally:
+        engine.WholeBatch = real  # type: ignore[misc, attr-defined]

@@ -16,6 +16,7 @@ Knows bytes and ranks; never models, weights or steps.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import threading
 from collections import deque
@@ -36,6 +37,7 @@ _LENGTH_BYTES = 8
 _LONGEST_REASON = 2000  # characters
 _JOIN_S = 2.0
 _KEY_OF_LOSS = "lost"
+_TAG, _TAG_OF_NOTHING = 0, 1  # of all messages, and of a message that no machine sends
 
 
 class Ticket(Generic[T]):
@@ -177,8 +179,10 @@ class Line:
         """Close all connections. The other machines then raise an error with this machine's rank and `reason`."""
         with contextlib.suppress(Exception):
             self._store.set(_closing_key(self.rank), reason)
+        # gloo closes all connections of a group when a wait times out; `abort` of the group leaves them open.
         with contextlib.suppress(Exception):
-            self._group._get_backend(torch.device("cpu")).abort()
+            nothing = self._group.recv([torch.empty(1)], self.others[0], _TAG_OF_NOTHING)
+            nothing.wait(datetime.timedelta(milliseconds=1))
 
     def trade(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor], what: str) -> None:
         """Send a tensor to each of some machines, and fill a tensor with what each of some machines sends.
@@ -189,9 +193,9 @@ class Line:
             raise MachineError(None, self._dead)
         pending = []
         for rank, tensor in receives.items():
-            pending.append((rank, self._started(rank, lambda r=rank, t=tensor: self._group.recv([t], r, 0))))  # type: ignore[misc]
+            pending.append((rank, self._started(rank, lambda r=rank, t=tensor: self._group.recv([t], r, _TAG))))  # type: ignore[misc]
         for rank, tensor in sends.items():
-            pending.append((rank, self._started(rank, lambda r=rank, t=tensor: self._group.send([t], r, 0))))  # type: ignore[misc]
+            pending.append((rank, self._started(rank, lambda r=rank, t=tensor: self._group.send([t], r, _TAG))))  # type: ignore[misc]
         for rank, work in pending:
             with self._monitor.announced(f"rank {rank}: {what}"):
                 try:

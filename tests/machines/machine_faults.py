@@ -1,0 +1,247 @@
+"""Trainings on several machines in which one machine fails in a chosen place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from machine_training import WIDTH, part
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from roundpipe import RoundPipe, RoundPipeRunConfig, clip_grad_norm_, optim
+from roundpipe.distributed import exchange as exchange_module
+
+BAD_RANK = 1
+
+
+class Boom(Exception):
+    """The injected fault."""
+
+
+class Faults:
+    """Decides where this machine fails. Armed for one call or step at a time."""
+
+    place = ""
+
+    @classmethod
+    def at(cls, place: str) -> None:
+        if cls.place == place:
+            cls.place = ""
+            if place.endswith("interrupt"):
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(1)
+            raise Boom(place)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        Faults.at("backward")
+        return gradients[0]
+
+
+class Faulty(nn.Module):
+    """A layer that can fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Faults.at("forward")
+        return _Backward.apply(self.linear(x)).tanh()
+
+
+class Training:
+    """A model in training on one machine of several."""
+
+    def __init__(self, rank: int, size: int, *, is_async: bool, plain: bool = False, clips: bool = False) -> None:
+        torch.manual_seed(11)
+        layers = [Faulty(), *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))]
+        self.rank, self.size, self.is_async, self.plain = rank, size, is_async, plain
+        self.model = RoundPipe(
+            nn.Sequential(*layers).to(torch.bfloat16),
+            optim_dtype=torch.float32,
+            name="net",
+            model_run_config=RoundPipeRunConfig(num_microbatch=2),
+            devices=["cpu"] * 2,
+            process_group=dist.group.WORLD,
+        )
+        self.clips = clips
+        self.optimizer = optim.AdamW(self.model.optim_parameters(), lr=0.01)
+        self.batch = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+
+    def loss_fn(self, output: Tensor, label: Tensor) -> Tensor:
+        Faults.at("loss_fn")
+        return ((output - label) ** 2).float().sum()
+
+    def step_fn(self) -> None:
+        Faults.at("step_fn")
+        if self.clips:
+            clip_grad_norm_(self.model, 1.0)
+        self.optimizer.step()
+        Faults.at("step_fn after the update")
+        self.optimizer.zero_grad()
+
+    def iteration(self) -> float:
+        """One call and one step; returns the loss."""
+        x = part(self.batch, self.rank, self.size)
+        Faults.at("between calls")
+        Faults.at("between calls interrupt")
+        if self.plain:
+            loss = self.loss_fn(self.model(x), x.flip(0))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            loss = self.model.forward_backward((x,), label=x.flip(0), loss_fn=self.loss_fn)
+            Faults.at("before the step")
+            self.model.step(self.step_fn, self.is_async)
+        return float(loss)
+
+    def weights(self) -> Tensor:
+        """All weights, flat."""
+        self.model.synchronize()
+        return torch.cat([param.detach().float().flatten().clone() for param in self.model.model.parameters()])
+
+
+def _arm_exchange() -> None:
+    """Let the exchange of gradients fail before its header."""
+    real = exchange_module._packed
+
+    def packed(*args: Any) -> Any:
+        Faults.at("exchange")
+        return real(*args)
+
+    exchange_module._packed = packed
+
+
+def fail_once(
+    rank: int, size: int, place: str, is_async: bool, warm_up: int, plain: bool = False, clips: bool = False
+) -> dict[str, Any]:
+    """Train, fail on one machine in one iteration, and go on; returns what this machine has seen.
+
+    warm_up: number of iterations before; after one, exact steps overlap with the backward pass.
+    """
+    if exchange_module._packed.__name__ == "_packed":
+        _arm_exchange()
+    training = Training(rank, size, is_async=is_async, plain=plain, clips=clips)
+    seen: list[tuple[str, str, int | None, str]] = []
+    with training.model:
+        for _ in range(warm_up):
+            training.iteration()
+        before = training.weights()
+        if rank == BAD_RANK:
+            Faults.place = place
+        try:
+            training.iteration()
+            training.model.synchronize()  # a failure in the background appears at the latest here
+        except (Exception, KeyboardInterrupt) as error:
+            notes = "\n".join(getattr(error, "__notes__", ()))
+            seen.append((type(error).__name__, str(error), getattr(error, "rank", None), notes))
+        if is_async and seen and place.startswith("step_fn"):
+            assert Faults.place == ""
+        Faults.place = ""
+        failed = training.weights()
+        training.model.zero_grad()
+        losses = [training.iteration() for _ in range(2)]
+        after = training.weights()
+    return {"seen": seen, "before": before, "failed": failed, "after": after, "losses": losses}
+
+
+def end_between_calls(rank: int, size: int, place: str) -> None:
+    """One machine raises outside of any call, which ends its process or at least closes its model."""
+    training = Training(rank, size, is_async=False)
+    with training.model:
+        training.iteration()
+        if rank == BAD_RANK:
+            Faults.place = place
+        training.iteration()
+
+
+# Calls that differ.
+
+
+def differing_calls(rank: int, size: int, kind: str) -> list[tuple[str, str, int | None]]:
+    """One machine makes another call than the others; returns the errors."""
+    training = Training(rank, size, is_async=kind == "version")
+    errors = []
+    x = part(training.batch, rank, size)
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "kind": (lambda: training.model.forward_backward((x,), label=x, loss_fn=training.loss_fn), training.iteration),
+        "step": (lambda: training.model.step(training.step_fn, is_async=True), lambda: training.model(x)),
+        "gradient": (
+            lambda: next(training.model.optim_parameters()).grad,
+            lambda: training.model.step(lambda: None, False),
+        ),
+        "write": (lambda: training.model(x), lambda: training.model(x)),
+        "version": (training.model.synchronize, lambda: None),
+        "close": (training.model.close, training.iteration),
+    }
+    with training.model:
+        training.iteration()
+        if kind == "write" and rank == BAD_RANK:
+            with torch.no_grad():
+                next(training.model.model.parameters()).add_(1)
+        if kind == "kind":
+            calls["kind"] = (lambda: training.model(x), calls["kind"][0])
+        for _ in range(2):
+            try:
+                calls[kind][0 if rank == BAD_RANK else 1]()
+                if kind != "close" or rank != BAD_RANK:
+                    training.iteration()
+            except Exception as error:
+                errors.append((type(error).__name__, str(error), getattr(error, "rank", None)))
+                break
+    return errors
+
+
+def train_until_killed(rank: int, size: int, is_async: bool, num_iterations: int) -> list[float]:
+    """Train for ever, or until another machine is lost."""
+    training = Training(rank, size, is_async=is_async, clips=is_async)
+    with training.model:
+        return [training.iteration() for _ in range(num_iterations)]
+
+
+def wait_for_a_sleeper(rank: int, size: int) -> None:
+    """One machine does nothing for longer than the timeout."""
+    training = Training(rank, size, is_async=False)
+    with training.model:
+        training.iteration()
+        if rank == BAD_RANK:
+            time.sleep(12)
+        training.iteration()
+
+
+def interrupt(rank: int, size: int) -> Any:
+    """Ctrl-C on one machine while it waits for the others."""
+    training = Training(rank, size, is_async=False)
+    with training.model:
+        training.iteration()
+        before = training.weights()
+        if rank == BAD_RANK:
+            threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        elif rank == 0:
+            time.sleep(1.5)
+        try:
+            training.iteration()
+            error = None
+        except (Exception, KeyboardInterrupt) as raised:
+            error = (type(raised).__name__, str(raised), getattr(raised, "rank", None))
+        if error is None:
+            try:
+                training.iteration()
+            except Exception as raised:
+                error = (type(raised).__name__, str(raised), getattr(raised, "rank", None))
+        training.iteration()
+        return error, before, training.weights()

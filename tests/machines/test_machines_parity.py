@@ -1,0 +1,123 @@
+"""Several machines give the numbers of one machine that runs all their microbatches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from machine_training import Case, reference_of_ranges, train
+
+from helpers_machines import MachinePool, values
+
+pytestmark = pytest.mark.timeout(120)
+
+F64 = torch.float64
+BF16 = {"dtype": torch.bfloat16, "optim_dtype": torch.float32}
+# In float64 a sum in another order differs by rounding alone, so a wrong factor or a missing part shows.
+EXACT_CASES = {
+    "float64": Case(dtype=F64),
+    "dropout": Case(dtype=F64, dropout=0.3),
+    "stale": Case(dtype=F64, is_async=True, dropout=0.3),
+    "accumulation": Case(dtype=F64, calls_per_step=2),
+    "clipping": Case(dtype=F64, clip="ours"),
+    "torch's clipping": Case(dtype=F64, clip="torch's"),
+    "scaler": Case(dtype=F64, scaler=True),
+    "mean": Case(dtype=F64, loss_reduction="mean"),
+    "tied": Case(dtype=F64, tied=True),
+    "frozen": Case(dtype=F64, frozen=True),
+    "unused": Case(dtype=F64, unused=True),
+    "foreign optimizer": Case(dtype=F64, optimizer="torch.SGD"),
+    "plain loop": Case(dtype=F64, loop="plain"),
+    "plain loop, clipping": Case(dtype=F64, loop="plain", clip="ours", calls_per_step=2),
+    "plain loop, torch's clipping": Case(dtype=F64, loop="plain", clip="torch's"),
+}
+# The divided path: float32 masters that the kernel updates.
+DIVIDED_CASES = {
+    "float32": Case(),
+    "dropout": Case(dropout=0.3),
+    "stale": Case(is_async=True, dropout=0.3),
+    "accumulation": Case(calls_per_step=2),
+    "clipping": Case(clip="ours"),
+    "torch's clipping": Case(clip="torch's", is_async=True),
+    "scaler": Case(scaler=True),
+    "mean": Case(loss_reduction="mean"),
+    "tied": Case(tied=True),
+    "frozen": Case(frozen=True),
+    "unused": Case(unused=True),
+    "Adam": Case(optimizer="Adam"),
+    "plain loop": Case(loop="plain"),
+    "plain loop, clipping": Case(loop="plain", clip="ours"),
+    "plain loop, torch's clipping": Case(loop="plain", clip="torch's", calls_per_step=2),
+}
+BF16_CASES = {
+    "exact": Case(**BF16),
+    "stale": Case(**BF16, is_async=True),
+    "dropout": Case(**BF16, dropout=0.3),
+    "accumulation": Case(**BF16, calls_per_step=2),
+    "clipping": Case(**BF16, clip="ours"),
+}
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def trained(pool: MachinePool, size: int, case: Case) -> dict[str, object]:
+    """The result of a training; checks that all machines have the same one."""
+    first, *others = values(pool.run(size, train, case))
+    for other in others:
+        assert all(torch.equal(other["weights"][name], first["weights"][name]) for name in first["weights"])
+        assert other["norms"] == first["norms"]
+        assert case.loop == "plain" or other["losses"] == first["losses"]
+    return first
+
+
+@pytest.mark.parametrize("name", EXACT_CASES)
+def test_losses_and_weights_in_float64(pool: MachinePool, name: str) -> None:
+    case = EXACT_CASES[name]
+    alone = values(pool.run(1, train, case, False))[0]
+    for size in (2, 3, 4) if name in ("float64", "dropout") else (3,):
+        together = trained(pool, size, case)
+        assert largest_difference(alone["weights"], together["weights"]) < 1e-12
+        if case.loop == "step":
+            assert together["losses"] == pytest.approx(alone["losses"], rel=1e-13)
+        assert together["norms"] == pytest.approx(alone["norms"], rel=1e-13)
+
+
+@pytest.mark.parametrize("name", DIVIDED_CASES)
+def test_divided_masters_in_float32(pool: MachinePool, name: str) -> None:
+    case = DIVIDED_CASES[name]
+    alone = values(pool.run(1, train, case, False))[0]
+    for size in (2, 3, 4) if name in ("float32", "stale") else (3,):
+        together = trained(pool, size, case)
+        assert largest_difference(alone["weights"], together["weights"]) < 3e-7, "weights are below 1"
+        if case.loop == "step":
+            assert together["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        assert together["norms"] == pytest.approx(alone["norms"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", BF16_CASES)
+def test_bfloat16_equals_a_reference_that_sums_in_the_order_of_ranks(pool: MachinePool, name: str) -> None:
+    case = BF16_CASES[name]
+    for size in (2, 3, 4) if name == "exact" else (3,):
+        together = trained(pool, size, case)
+        reference = values(pool.run(1, reference_of_ranges, case, size))[0]
+        assert together["losses"] == pytest.approx(reference["losses"], rel=1e-6)
+        if case.clip:  # a norm is a sum over ranges, so the factor differs in its last bit
+            assert largest_difference(together["weights"], reference["weights"]) <= 2**-8
+        else:
+            assert largest_difference(together["weights"], reference["weights"]) == 0.0
+
+
+@pytest.mark.parametrize("case", [Case(), Case(**BF16, is_async=True, dropout=0.3), Case(loop="plain", clip="ours")])
+def test_a_group_of_one_has_the_bits_of_no_group(pool: MachinePool, case: Case) -> None:
+    (alone,), (group,) = (values(pool.run(1, train, case, has_group)) for has_group in (False, True))
+    assert group["losses"] == alone["losses"]
+    assert largest_difference(group["weights"], alone["weights"]) == 0.0
+    assert group["sent"] is None, "it opens no connection"
+
+
+@pytest.mark.parametrize("case", [Case(**BF16, dropout=0.3), Case(is_async=True, clip="ours")])
+def test_a_repeated_run_has_the_same_bits(pool: MachinePool, case: Case) -> None:
+    first, second = (trained(pool, 3, case) for _ in range(2))
+    assert first["losses"] == second["losses"]
+    assert largest_difference(first["weights"], second["weights"]) == 0.0
