@@ -14,13 +14,14 @@ out. Every process has one thread for kernels.
   computing: here the processes have few cores, and computation would compete with the exchange for them, as it does
   not on machines whose GPUs compute.
 * memory: host memory of each of four machines after exact steps with bfloat16 weights, against 2 + 2 + 10 / 4 bytes per
-  parameter. Virtual devices hold their buffers in host memory, too, so each stage has one layer.
+  parameter. Virtual devices hold their buffers in host memory, too: here in shared memory, which is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import gc
@@ -46,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from virtual_network import PORT, Network, Place, Processes, loopback, unavailable
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe.devices.virtual import VirtualDevice, poisoned
 from roundpipe.distributed.exchange import Exchange
 from roundpipe.optim import Adam
 from roundpipe.optim.native.kernel import OnePassKernel
@@ -57,6 +59,8 @@ PRELOAD = ("torch", "torch.distributed", "roundpipe")
 GROUP_TIMEOUT_S = 60.0
 CALL_S = 120.0  # limit of one measurement
 NUM_OPENING_STEPS = 5
+HOST_KINDS = ("RssAnon",)
+_M_MMAP_THRESHOLD = -3  # of mallopt
 BYTES_PER_WEIGHT = 2
 MBIT = 1e6
 # Relative to the balanced rate.
@@ -313,6 +317,13 @@ def close_training(rank: int, size: int) -> None:
     gc.collect()
 
 
+def return_freed_memory() -> None:
+    """Let the C library give freed memory back to the system at once, so that it is not counted."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
     """Bytes of one process beyond what it had before the model was made."""
@@ -321,16 +332,30 @@ class HostMemory:
     steady_bytes: int
 
 
+def allocate_devices_in_shared_memory() -> None:
+    """Tell the buffers of virtual devices from host memory: afterwards RssAnon does not contain them."""
+
+    def empty(device: VirtualDevice, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, _: Any) -> Tensor:
+        count = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        storage = torch.UntypedStorage._new_shared(max(1, count) * dtype.itemsize, device="cpu")
+        return poisoned(torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(stride)))
+
+    VirtualDevice.device_empty_strided = empty  # type: ignore[method-assign, assignment]
+
+
 def measure_memory(rank: int, size: int, work: Work, places: Sequence[Place], port: int, num_steps: int) -> HostMemory:
+    allocate_devices_in_shared_memory()
     open_training(rank, size, SMALL_WORK, places, port)  # imports everything and starts every kind of thread
     _trainings.pop().model.close()
     gc.collect()
-    before_bytes = anonymous_bytes()
-    peak = HostMemoryPeak()
+    return_freed_memory()
+    before_bytes = anonymous_bytes(HOST_KINDS)
+    peak = HostMemoryPeak(HOST_KINDS)
     _trainings.append(Training(rank, size, work, places[rank], has_group=True))
     for _ in range(num_steps):
         _trainings[0].step(is_async=False)
-    steady_bytes = anonymous_bytes() - before_bytes
+    return_freed_memory()
+    steady_bytes = anonymous_bytes(HOST_KINDS) - before_bytes
     return HostMemory(peak.close(), steady_bytes)
 
 
