@@ -71,10 +71,12 @@ class MachinePool:
         limit_s: float = RUN_S,
         timeout_s: float = GROUP_TIMEOUT_S,
         kill: tuple[int, float] | None = None,
+        marker: str = "",
     ) -> list[Outcome]:
         """Run `function(rank, size, *args)` on `size` machines; returns an outcome for each.
 
-        timeout_s: of the process group. `kill`: (rank, seconds): SIGKILL for this rank so long after the start.
+        timeout_s: of the process group. `kill`: (rank, seconds): SIGKILL for this rank so long after the start, or
+        after the file `marker` exists.
         """
         while len(self._workers) < size:
             self._workers.append(self._started())
@@ -85,15 +87,17 @@ class MachinePool:
         for rank, (_, connection) in enumerate(used):
             connection.send_bytes(_packed((rank, data)))
         try:
-            return self._collected(used, time.monotonic() + limit_s, kill)
+            return self._collected(used, time.monotonic() + limit_s, kill, marker)
         except BaseException:
             self.close()
             raise
 
     def _collected(
-        self, used: Sequence[tuple[Any, Connection]], deadline: float, kill: tuple[int, float] | None
+        self, used: Sequence[tuple[Any, Connection]], deadline: float, kill: tuple[int, float] | None, marker: str
     ) -> list[Outcome]:
         outcomes: list[Outcome | None] = [None] * len(used)
+        while marker and not os.path.exists(marker) and time.monotonic() < deadline:
+            time.sleep(0.01)
         killed_at = None if kill is None else time.monotonic() + kill[1]
         while None in outcomes:
             now = time.monotonic()

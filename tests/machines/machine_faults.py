@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import distributed as dist
 
 from roundpipe import RoundPipe, RoundPipeRunConfig, clip_grad_norm_, optim
 from roundpipe.distributed import exchange as exchange_module
+from roundpipe.optim.native.kernel import OnePassKernel
 
 BAD_RANK = 1
 
@@ -28,10 +28,20 @@ class Faults:
     """Decides where this machine fails. Armed for one call or step at a time."""
 
     place = ""
+    skips = 0  # so many times the place is passed first
+
+    @classmethod
+    def arm(cls, place: str) -> None:
+        """Fail at `place`; "3 exchange" fails there at the fourth time."""
+        number, _, name = place.partition(" ")
+        cls.place, cls.skips = (name, int(number)) if number.isdigit() else (place, 0)
 
     @classmethod
     def at(cls, place: str) -> None:
         if cls.place == place:
+            cls.skips -= 1
+            if cls.skips >= 0:
+                return
             cls.place = ""
             if place.endswith("interrupt"):
                 signal.raise_signal(signal.SIGINT)
@@ -115,15 +125,20 @@ class Training:
         return torch.cat([param.detach().float().flatten().clone() for param in self.model.model.parameters()])
 
 
-def _arm_exchange() -> None:
-    """Let the exchange of gradients fail before its header."""
-    real = exchange_module._packed
+def _make_places() -> None:
+    """Let exchanges fail before their headers, and the kernel before it updates a layer."""
+    real_packed, real_adam = exchange_module._packed, OnePassKernel.adam
 
     def packed(*args: Any) -> Any:
         Faults.at("exchange")
-        return real(*args)
+        return real_packed(*args)
+
+    def adam(self: OnePassKernel, parameters: Any) -> None:
+        Faults.at("kernel")
+        real_adam(self, parameters)
 
     exchange_module._packed = packed
+    OnePassKernel.adam = adam  # type: ignore[method-assign]
 
 
 def fail_once(
@@ -134,7 +149,7 @@ def fail_once(
     warm_up: number of iterations before; after one, exact steps overlap with the backward pass.
     """
     if exchange_module._packed.__name__ == "_packed":
-        _arm_exchange()
+        _make_places()
     training = Training(rank, size, is_async=is_async, plain=plain, clips=clips)
     seen: list[tuple[str, str, int | None, str]] = []
     with training.model:
@@ -142,16 +157,14 @@ def fail_once(
             training.iteration()
         before = training.weights()
         if rank == BAD_RANK:
-            Faults.place = place
+            Faults.arm(place)
         try:
             training.iteration()
             training.model.synchronize()  # a failure in the background appears at the latest here
         except (Exception, KeyboardInterrupt) as error:
             notes = "\n".join(getattr(error, "__notes__", ()))
             seen.append((type(error).__name__, str(error), getattr(error, "rank", None), notes))
-        if is_async and seen and place.startswith("step_fn"):
-            assert Faults.place == ""
-        Faults.place = ""
+        assert rank != BAD_RANK or Faults.place == "", "the fault was not reached"
         failed = training.weights()
         training.model.zero_grad()
         losses = [training.iteration() for _ in range(2)]
@@ -172,45 +185,55 @@ def end_between_calls(rank: int, size: int, place: str) -> None:
 # Calls that differ.
 
 
-def differing_calls(rank: int, size: int, kind: str) -> list[tuple[str, str, int | None]]:
-    """One machine makes another call than the others; returns the errors."""
-    training = Training(rank, size, is_async=kind == "version")
-    errors = []
-    x = part(training.batch, rank, size)
-    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "kind": (lambda: training.model.forward_backward((x,), label=x, loss_fn=training.loss_fn), training.iteration),
-        "step": (lambda: training.model.step(training.step_fn, is_async=True), lambda: training.model(x)),
-        "gradient": (
-            lambda: next(training.model.optim_parameters()).grad,
-            lambda: training.model.step(lambda: None, False),
-        ),
-        "write": (lambda: training.model(x), lambda: training.model(x)),
-        "version": (training.model.synchronize, lambda: None),
-        "close": (training.model.close, training.iteration),
-    }
-    with training.model:
+def differing_calls(rank: int, size: int, kind: str) -> tuple[str, str, int | None]:
+    """One machine does something else than the others; returns the error."""
+    training = Training(rank, size, is_async=kind == "versions")
+    model, x = training.model, part(training.batch, rank, size)
+    is_bad = rank == BAD_RANK
+
+    def backward() -> Any:
+        return model.forward_backward((x,), label=x, loss_fn=training.loss_fn)
+
+    with model:
         training.iteration()
-        if kind == "write" and rank == BAD_RANK:
-            with torch.no_grad():
-                next(training.model.model.parameters()).add_(1)
-        if kind == "kind":
-            calls["kind"] = (lambda: training.model(x), calls["kind"][0])
-        for _ in range(2):
-            try:
-                calls[kind][0 if rank == BAD_RANK else 1]()
-                if kind != "close" or rank != BAD_RANK:
-                    training.iteration()
-            except Exception as error:
-                errors.append((type(error).__name__, str(error), getattr(error, "rank", None)))
-                break
-    return errors
+        try:
+            if kind == "kinds of calls":
+                model(x) if is_bad else backward()
+            elif kind == "kinds of steps":
+                backward()
+                model.step(training.step_fn, is_async=is_bad)
+            elif kind == "gradients":
+                backward()
+                if is_bad:
+                    next(model.optim_parameters()).grad
+                model.step(training.step_fn, is_async=False)
+            elif kind == "writes":
+                if is_bad:
+                    with torch.no_grad():
+                        next(model.model.parameters()).add_(1)
+                backward()
+            elif kind == "versions":
+                if is_bad:
+                    model.synchronize()
+                backward()
+            elif kind == "closing":
+                if is_bad:
+                    model.close()
+                else:
+                    backward()
+        except Exception as error:
+            return type(error).__name__, str(error), getattr(error, "rank", None)
+    return "nothing", "", None
 
 
-def train_until_killed(rank: int, size: int, is_async: bool, num_iterations: int) -> list[float]:
-    """Train for ever, or until another machine is lost."""
+def train_until_killed(rank: int, size: int, is_async: bool, marker: str) -> None:
+    """Train until another machine is lost. Makes the file `marker` when training has begun."""
     training = Training(rank, size, is_async=is_async, clips=is_async)
     with training.model:
-        return [training.iteration() for _ in range(num_iterations)]
+        while True:
+            training.iteration()
+            if rank == 0:
+                open(marker, "w").close()
 
 
 def wait_for_a_sleeper(rank: int, size: int) -> None:
@@ -219,7 +242,7 @@ def wait_for_a_sleeper(rank: int, size: int) -> None:
     with training.model:
         training.iteration()
         if rank == BAD_RANK:
-            time.sleep(12)
+            time.sleep(7)
         training.iteration()
 
 

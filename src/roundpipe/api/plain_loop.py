@@ -18,6 +18,7 @@ the optimizer made before it raised stay, and gradients stay until they are clea
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,8 @@ from roundpipe.store import LayerRecord, LayerStore, OptimizerCopy, ParameterRec
 from roundpipe.store.adopt import owner_of
 from roundpipe.store.master import GradientSource
 from roundpipe.store.update import SharedSums
+
+logger = logging.getLogger("roundpipe")
 
 
 class PlainLoop:
@@ -88,7 +91,11 @@ class PlainLoop:
 
     def _view_layer(self, store: LayerStore, layer: LayerRecord) -> None:
         exchange = self._group.stepper.exchange
-        sums: GradientSource = store.gradients if exchange is None else SharedSums(store, layer.layer_id, exchange)
+        sums: GradientSource = (
+            store.gradients
+            if exchange is None
+            else SharedSums(store, layer.layer_id, exchange, self._group.recovery.drop_generation)
+        )
         for record in layer.at_home:
             # With several machines, one of the others may have a gradient that this one lacks.
             has_gradient = record.gathered is not None or (exchange is not None and record.param.requires_grad)
@@ -207,7 +214,7 @@ class PlainLoop:
             self._own = own
             return
         group.expect_step(is_exact=True)
-        self._step = step = HandedStep(group.monitor)
+        self._step = step = HandedStep(group.monitor, fails_with_work=group.machines is not None)
         if group.machines is None:
             group.stepper.hand_over(step)
         else:
@@ -260,7 +267,13 @@ class PlainLoop:
                 )
         if self._calls or self._own or self._step is not None:
             self._calls.clear()
-            self._end_step()
+            try:
+                self._end_step()
+            except Exception as error:
+                if self._group.machines is None:
+                    raise
+                # No machine publishes a step that has raised on one of them, and the user has seen the exception.
+                logger.info("a step that had raised has ended on all machines: %s", error)
 
 
 class _StepCall:

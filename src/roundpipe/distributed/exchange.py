@@ -7,6 +7,9 @@ never optimizers.
 [Note: failed steps] Once a machine has told its failure, or has learnt of one, all further exchanges of the step raise
 without sending anything. `failed` then makes the weights equal on all machines again: if some machines have updated
 their range of a layer, all machines complete this layer's weights. So a layer is updated on all machines or on none.
+
+[Note: outside of steps] Code outside of a step may read gradients, too. These exchanges use the line of calls: a
+machine that calls the model instead then finds the difference. On another line, both would wait for each other.
 """
 
 from __future__ import annotations
@@ -44,9 +47,12 @@ class _Scratch:
 class Exchange:
     """The exchanges of optimizer steps on one line. Implements StepExchange of the store."""
 
-    def __init__(self, line: Line, share: Share) -> None:
+    def __init__(self, line: Line, share: Share, outside: Exchange | None = None) -> None:
+        """`outside`: carries out exchanges while no step runs, see [Note: outside of steps]; None: this one does."""
         self.share = share
         self._line = line
+        self._outside = outside
+        self._is_in_step = False
         self._sent, self._received = _Scratch(), _Scratch()
         self._step = 0
         self._failure: BaseException | None = None  # why the exchanges of this step raise
@@ -55,7 +61,11 @@ class Exchange:
 
     def begin(self, step: int) -> None:
         """Begin step number `step`. All exchanges of the step before are over."""
-        self._step, self._failure = step, None
+        self._step, self._failure, self._is_in_step = step, None, True
+
+    def end(self) -> None:
+        """End the step: exchanges from now on are outside of steps."""
+        self._is_in_step = False
 
     def meet(self, what: str) -> None:
         """Wait until all machines are at the same place of the step; raises MachineError if one has failed."""
@@ -97,6 +107,8 @@ class Exchange:
         may_overwrite: bool,
     ) -> Ticket[_Sources]:
         """Begin to exchange gradients; see StepExchange."""
+        if self._outside is not None and not self._is_in_step:
+            return self._outside.fetch(what, records, landed, may_overwrite=may_overwrite)
         names = zlib.crc32("\n".join(record.name for record in records).encode())
         return self._submit(
             f"{what} (parameters {names:08x})", lambda name: self._fetch(name, records, landed(), may_overwrite)
@@ -104,18 +116,22 @@ class Exchange:
 
     def gather(self, what: str, memories: Sequence[torch.Tensor]) -> Ticket[None]:
         """Begin to complete tensors with the ranges of the other machines; see StepExchange."""
+        if self._outside is not None and not self._is_in_step:
+            return self._outside.gather(what, memories)
         return self._submit(what, lambda name: self._gather(name, memories))
 
     def numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:
         """The numbers of all machines, by rank."""
+        if self._outside is not None and not self._is_in_step:
+            return self._outside.numbers(what, values)
         ticket = self._submit(what, lambda name: self._line.agree(name, {"numbers": list(values)}))
         return [payload["numbers"] for payload in ticket.wait()]
 
     def _submit(self, what: str, work: Callable[[str], T]) -> Ticket[T]:
-        name = f"optimizer step {self._step}: {what}"
+        name = what if self._outside is None else f"optimizer step {self._step}: {what}"
 
         def carry_out() -> T:
-            if self._failure is not None:
+            if self._failure is not None and self._outside is not None:
                 raise self._failure
             try:
                 return work(name)

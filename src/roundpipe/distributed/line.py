@@ -86,13 +86,18 @@ class Ticket(Generic[T]):
 class Line:
     """One machine's end of a line. `rank` and `size` are those of the process group of the user."""
 
-    def __init__(self, group: dist.ProcessGroup, store: Any, name: str, monitor: Monitor) -> None:
-        """`group`: a gloo group that nothing else uses. `store`: shared by all machines, for reasons of failures."""
+    def __init__(
+        self, group: dist.ProcessGroup, store: Any, name: str, monitor: Monitor, timeout: datetime.timedelta
+    ) -> None:
+        """`group`: a gloo group that nothing else uses. `store`: shared by all machines, for reasons of failures.
+
+        timeout: a machine that does not answer for so long is lost.
+        """
         self.rank, self.size = group.rank(), group.size()
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self.sent_bytes = self.received_bytes = 0
         self._group, self._store = group, store
-        self._name, self._monitor = name, monitor
+        self._monitor, self._timeout = monitor, timeout
         self._tickets: deque[Ticket[Any]] = deque()
         self._slot = 0
         self._dead: str | None = None  # why the line cannot be used any more
@@ -199,7 +204,7 @@ class Line:
         for rank, work in pending:
             with self._monitor.announced(f"rank {rank}: {what}"):
                 try:
-                    work.wait()
+                    work.wait(self._timeout)
                 except RuntimeError as error:
                     raise self._lost(rank, str(error)) from None
         self.sent_bytes += sum(tensor.nbytes for tensor in sends.values())

@@ -10,8 +10,10 @@ compared again.
 
 from __future__ import annotations
 
+import datetime
 import logging
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -30,6 +32,9 @@ logger = logging.getLogger("roundpipe")
 T = TypeVar("T")
 Values = Sequence[tuple[str, torch.Tensor]]  # tensors with their names
 
+_CONNECT = datetime.timedelta(seconds=30)  # machines that are all there connect within this time
+_ALIVE = datetime.timedelta(seconds=5)  # if they do not, all that are alive notice it within this time
+_POLL_S = 0.01
 _TELL_S = 1.0  # a failed call waits at most this long until the other machines know of the failure
 _CHUNK = 1 << 20  # elements of a checksum that are multiplied at a time
 _has_said_alone: list[None] = []  # one entry once the log says that a model trains alone
@@ -98,25 +103,43 @@ class Machines:
                 replaced(names)
 
         self.calls.call(compare, f"the other machines to compare the weights of {self._name}")
-        self.exchange = Exchange(self.steps, self.share)
+        self.exchange = Exchange(self.steps, self.share, outside=Exchange(self.calls, self.share))
 
     def _connect(self) -> None:
+        """Make the lines. Waits until all machines are here first, because gloo would not tell which one is missing."""
         ranks = dist.get_process_group_ranks(self.process_group)
         timeout = _timeout_of(self.process_group)
         lines = []
         for name in ("calls", "steps"):
-            try:
-                group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-            except RuntimeError as error:
-                raise MachineError(
-                    None,
-                    f"the machines could not connect for {self._name}: {str(error).splitlines()[0]}. All machines of "
-                    "the process group must wrap the same models in the same order, and call them.",
-                ) from None
+            group_name = dist.distributed_c10d._process_group_name(ranks, use_hashed_name=True)
             default = dist.distributed_c10d._get_default_store()
-            store = dist.distributed_c10d.PrefixStore(f"roundpipe/{group.group_name}", default)
-            lines.append(Line(group, store, f"machines-{name}", self._monitor))
+            store = dist.distributed_c10d.PrefixStore(f"roundpipe/{group_name}", default)
+            self._wait_for_keys(store, "here", timeout, f"has not wrapped and called {self._name}")
+            try:
+                group = dist.new_group(
+                    ranks, timeout=min(timeout, _CONNECT), backend="gloo", use_local_synchronization=True
+                )
+            except RuntimeError as error:
+                # All machines get this error, if they are alive.
+                self._wait_for_keys(store, "alive", _ALIVE, f"has ended while {self._name} connected")
+                raise MachineError(None, f"the machines cannot connect for {self._name}: {error}") from None
+            lines.append(Line(group, store, f"machines-{name}", self._monitor, timeout))
         self.calls, self.steps = lines
+
+    def _wait_for_keys(self, store: Any, key: str, timeout: datetime.timedelta, complaint: str) -> None:
+        """Set this machine's key and wait for those of all machines. Raises MachineError if one is missing."""
+        store.set(f"{key}/{self.share.rank}", "1")
+        deadline = time.monotonic() + timeout.total_seconds()
+        for rank in range(self.share.size):
+            with self._monitor.announced(f"rank {rank}, which {complaint}"):
+                while not store.check([f"{key}/{rank}"]):
+                    if time.monotonic() > deadline or self._closing:
+                        raise MachineError(
+                            rank,
+                            f"rank {rank} {complaint} within {timeout.total_seconds():.0f} s. All machines of the "
+                            "process group must wrap the same models in the same order, and make the same calls.",
+                        )
+                    time.sleep(_POLL_S)
 
     def close(self, reason: str) -> None:
         """End the lines. The other machines raise an error if they go on using the model."""
@@ -171,12 +194,13 @@ class Machines:
         return sum(line.received_bytes for line in (self.calls, self.steps) if line is not None)
 
 
-def _timeout_of(process_group: dist.ProcessGroup) -> Any:
-    """The timeout of the user's group; None, the default of torch, if the group does not tell."""
+def _timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
+    """The timeout of the user's group; the default of torch if the group does not tell."""
     try:
-        return process_group._get_backend(torch.device("cpu")).options._timeout
+        timeout: datetime.timedelta = process_group._get_backend(torch.device("cpu")).options._timeout
+        return timeout
     except (RuntimeError, AttributeError):  # a group of NCCL alone
-        return None
+        return dist.distributed_c10d.default_pg_timeout
 
 
 # Making weights equal.

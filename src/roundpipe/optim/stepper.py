@@ -47,6 +47,9 @@ class MachineSteps(StepExchange, Protocol):
     def begin(self, step: int) -> None:
         """Begin a step."""
 
+    def end(self) -> None:
+        """The step is over: exchanges from now on are outside of steps."""
+
     def meet(self, what: str) -> None:
         """Wait until all machines are at the same place of the step; raises MachineError if one has failed."""
 
@@ -57,15 +60,18 @@ class MachineSteps(StepExchange, Protocol):
 class HandedStep:
     """A step whose body runs on the thread that made this object; see [Note: handed steps]."""
 
-    def __init__(self, monitor: Monitor) -> None:
+    def __init__(self, monitor: Monitor, *, fails_with_work: bool = False) -> None:
+        """`fails_with_work`: the step fails as soon as work of the caller raises, so that other machines learn it."""
         self.thread = threading.get_ident()
+        self._fails_with_work = fails_with_work
         self.error: BaseException | None = None
         self.is_open = False  # whether the gradients have landed and the caller may run the body
         self.is_over = False  # whether the optimizer thread has finished the step
         self._monitor = monitor
         self._has_ended = False  # whether the caller has run the body
         self._is_abandoned = False  # whether the step must end because the model is being closed
-        self._work: Callable[[], object] | None = None  # a function that the optimizer thread runs for the caller
+        # A function that the optimizer thread runs for the caller; returns its error, if any.
+        self._work: Callable[[], BaseException | None] | None = None
 
     # Called on the caller's thread.
 
@@ -90,11 +96,12 @@ class HandedStep:
         """Run `work` on the optimizer thread, where no signal handler can interrupt it; returns its result."""
         done: list[tuple[T | None, BaseException | None]] = []
 
-        def run() -> None:
+        def run() -> BaseException | None:
             try:
                 done.append((work(), None))
             except BaseException as error:
                 done.append((None, error))
+            return done[0][1]
 
         with self._monitor:
             self._work = run
@@ -116,10 +123,12 @@ class HandedStep:
             self.is_open = True
             self._monitor.changed()
         while (work := self._next_work()) is not None:
-            work()
+            error = work()
             with self._monitor:
                 self._monitor.changed()
             del work
+            if error is not None and self._fails_with_work:
+                raise error
         if self._is_abandoned:
             raise StepAbandoned
 
@@ -425,6 +434,8 @@ class Stepper:
             )
             raise
         finally:
+            if self.exchange is not None:
+                self.exchange.end()
             if not job.is_async:
                 self._publish_late(job.number)
 

@@ -346,8 +346,12 @@ class SharedSums:
     The sums of each machine stay as they are: a later call adds to them, and a step exchanges them again.
     """
 
-    def __init__(self, store: LayerStore, layer_id: int, exchange: StepExchange) -> None:
+    def __init__(
+        self, store: LayerStore, layer_id: int, exchange: StepExchange, failed: Callable[[BaseException], None]
+    ) -> None:
+        """`failed`: called with the error of an exchange that has failed."""
         self.exchange = exchange
+        self._failed = failed
         self._gradients = store.gradients
         records = [record for record in store.layers[layer_id].at_home if record.master is not None]
         gathered = {record: record.gathered for record in records if record.gathered is not None}
@@ -365,9 +369,13 @@ class SharedSums:
 
     def sources_of(self, record: ParameterRecord) -> list[torch.Tensor] | None:
         """The gradients of all machines in this machine's range. The first call for a layer exchanges them."""
-        if self._fetched is None:
-            self._fetched = self._fetch()
-        return self._fetched.wait().get(record)
+        try:
+            if self._fetched is None:
+                self._fetched = self._fetch()
+            return self._fetched.wait().get(record)
+        except BaseException as error:
+            self._failed(error)
+            raise
 
     def release(self, record: ParameterRecord) -> None:
         """Drop this machine's sum, because `.grad` of the master has replaced the sum of all machines."""
