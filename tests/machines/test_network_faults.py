@@ -206,7 +206,7 @@ def test_scripts_end_after_a_cut_link(network: Network, tmp_path: Path) -> None:
         start = time.monotonic()
         messages = [script.communicate(timeout=RUN_S)[1] for script in scripts]
         for script, message in zip(scripts[:2], messages, strict=False):
-            assert script.returncode == 1
+            assert script.returncode == 1, message
             assert "MachineError: rank 2 is lost" in message
         assert time.monotonic() - start < 3 * TIMEOUT_S + MARGIN_S
     finally:
