@@ -104,6 +104,7 @@ class Line:
         self._monitor, self._timeout = monitor, timeout
         self._tickets: deque[Ticket[Any]] = deque()
         self._slot = 0
+        self._store_is_silent = False
         self._dead: str | None = None  # why the line cannot be used any more
         self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name=f"{THREAD_PREFIX}{name}", daemon=True)
@@ -278,7 +279,10 @@ class Line:
         """`request()`, which uses the store; None if it fails, or if the store does not answer soon.
 
         Requests to a store have no timeout: if its machine is lost, they block until the system gives up, minutes later.
+        Once a request has not been answered, no further one is made.
         """
+        if self._store_is_silent:
+            return None
         answers: list[T] = []
 
         def ask() -> None:
@@ -288,6 +292,7 @@ class Line:
         thread = threading.Thread(target=ask, name=f"{self._thread.name}-store", daemon=True)
         start_thread(thread)
         thread.join(_STORE_S)
+        self._store_is_silent = thread.is_alive()
         return answers[0] if answers else None
 
 
