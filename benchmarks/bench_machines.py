@@ -9,7 +9,7 @@ out. Every process has one thread for kernels.
 * bytes: bytes that each machine sends in a step, counted by the library and by its network interface, against
   4 (N - 1) / N bytes per parameter. The interface counts one header per segment of up to 64 KiB.
 * hidden: step time of two machines for several rates of their links, against the same training without a group and
-  against a prediction. The hidden share is 1 - (step - step without exchange) / exchange alone. A balanced link has the
+  against a prediction. The hidden share is 1 - (step - step without a group) / exchange alone. A balanced link has the
   rate at which the exchange alone takes as long as a step without it. Layers of this part wait (time.sleep) instead of
   computing: here the processes have few cores, and computation would compete with the exchange for them, as it does
   not on machines whose GPUs compute.
@@ -25,6 +25,7 @@ import ctypes
 import dataclasses
 import datetime
 import gc
+import itertools
 import math
 import os
 import platform
@@ -55,7 +56,7 @@ from roundpipe.store.update import LayerUpdate
 
 PARTS = ("bytes", "hidden", "memory")
 MOST_MACHINES = 4
-PRELOAD = ("torch", "torch.distributed", "roundpipe")
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "roundpipe")  # a first step imports torch._dynamo
 GROUP_TIMEOUT_S = 60.0
 CALL_S = 120.0  # limit of one measurement
 NUM_OPENING_STEPS = 5
@@ -64,7 +65,7 @@ _M_MMAP_THRESHOLD = -3  # of mallopt
 BYTES_PER_WEIGHT = 2
 MBIT = 1e6
 # Relative to the balanced rate.
-RATES = (4.0, 2.0, 1.0, 0.5)
+RATES = (2.0, 1.0, 0.5)
 FIRST_RATE = 400 * MBIT
 
 
@@ -198,7 +199,7 @@ class Marks:
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """What one machine has measured, per step.
+    """What one machine has measured, per step: medians of seconds, means of bytes.
 
     landed_s: when layers landed, in the order of landing, from the beginning of the call on (exact steps).
     fetch_s, gather_s, update_s: sums over the layers. `wire_bytes`: counted by the interface.
@@ -249,26 +250,25 @@ class Training:
         for _ in range(num_warm):
             self.step(is_async=is_async)
         _marks().clear()
-        landed = []
-        start = time.perf_counter()
+        begun_s = [time.perf_counter()]
         for _ in range(num_timed):
-            began, seen = time.perf_counter(), len(_marks().landed_s)
             self.step(is_async=is_async)
-            landed.append([at - began for at in _marks().landed_s[seen:]])
-        seconds = time.perf_counter() - start
-        # When the clock stops, an asynchronous step still runs; another one ran when the clock started. Bytes are counted
-        # from idle to idle.
+            begun_s.append(time.perf_counter())
+        landed_s = list(_marks().landed_s)
         self.model.synchronize()
-        num_steps = num_warm + num_timed
+        num_steps = num_warm + num_timed  # bytes are counted from idle to idle
         counted = [(b - a) / num_steps for a, b in zip(before, self._counts(), strict=True)]
-        layers = [statistics.mean(times) for times in zip(*landed, strict=True)] if not is_async else []
-        sums = {name: sum(values) / num_timed for name, values in _marks().seconds.items()}
+        layers = []
+        if not is_async:
+            since = [
+                [at - begin for at in part] for begin, part in zip(begun_s, _parts(landed_s, num_timed), strict=False)
+            ]
+            layers = [statistics.median(times) for times in zip(*since, strict=True)]
+        durations = [b - a for a, b in itertools.pairwise(begun_s)]
         return Steps(
-            seconds / num_timed,
+            statistics.median(durations),
             layers,
-            sums.get("fetch", 0.0),
-            sums.get("gather", 0.0),
-            sums.get("update", 0.0),
+            *(_per_step(_marks().seconds[name], num_timed) for name in ("fetch", "gather", "update")),
             *counted,
         )
 
@@ -277,6 +277,17 @@ class Training:
         if machines is None:
             return 0, 0, self.place.sent_bytes()
         return machines.sent_bytes, machines.received_bytes, self.place.sent_bytes()
+
+
+def _parts(values: Sequence[float], count: int) -> list[Sequence[float]]:
+    """`values` in `count` parts of equal length, the first ones first."""
+    length = len(values) // count
+    return [values[i * length : (i + 1) * length] for i in range(count)]
+
+
+def _per_step(seconds: Sequence[float], num_steps: int) -> float:
+    """The median of the sums of each step."""
+    return statistics.median(sum(part) for part in _parts(seconds, num_steps))
 
 
 def _loss(y: Tensor, label: Tensor) -> Tensor:
@@ -425,46 +436,79 @@ def part_hidden(room: Room, options: argparse.Namespace) -> None:
     if room.network is None:
         print("\nHidden share: left out, because it needs links with a rate.")
         return
-    work, size = HIDDEN_WORK, 2
+    pace = (options.warm, options.steps)
+    work = HIDDEN_WORK
     print(
         f"\nTwo machines, {work.num_parameters:,} parameters in {work.num_layers} layers, {work.num_microbatch} "
         f"microbatches; layers wait {1e3 * work.forward_s:.0f} ms forward, {2e3 * work.forward_s:.0f} ms backward"
     )
-    pace = (options.warm, options.steps)
-    with room.training(size, work, has_group=False) as measured:
-        alone = {is_async: slowest(measured(*pace, is_async)) for is_async in (False, True)}
-    without_wait = dataclasses.replace(work, forward_s=0.0)
-    with room.training(size, without_wait) as measured:
-        bare = slowest(measured(*pace, False))
-        room.limit(FIRST_RATE, size)
-        first = slowest(measured(*pace, False))
-        # Time of an exchange: one part that the rate sets, one that it does not.
-        per_bit = (first.exchange_s - bare.exchange_s) * FIRST_RATE
-        balanced = per_bit / (alone[True].step_s - bare.exchange_s)
-        exchange_s = {}
-        for factor in RATES:
-            room.limit(factor * balanced, size)
-            exchange_s[factor] = slowest(measured(1, 2, False)).exchange_s
-    room.limit(None, size)
-    for is_async, steps in alone.items():
-        print(f"Step without exchange, {mode(is_async)}: {1e3 * steps.step_s:.0f} ms")
-    print(f"Balanced link: {balanced / MBIT:.0f} Mb/s each way")
-    table = Table("exchange", "step", "hidden", "predicted", "step off by")
-    with room.training(size, work) as measured:
+    alone = steps_alone(room, work, pace)
+    exchange = exchange_of(room, alone[True].step_s, pace)
+    print(f"Balanced link: {exchange.balanced / MBIT:.0f} Mb/s each way")
+    table = Table("alone", "exchange", "step", "hidden", "predicted", "step off by")
+    with room.training(2, work) as measured:
         for factor in (math.inf, *RATES):
-            room.limit(None if factor == math.inf else factor * balanced, size)
+            room.limit(exchange.rate(factor), 2)
             for is_async in (False, True):
-                steps = slowest(measured(*pace, is_async))
-                exchange = exchange_s.get(factor, bare.exchange_s)
-                hidden = 1 - (steps.step_s - alone[is_async].step_s) / exchange
-                wire_s = work.sent_bytes(size) * 8 / (factor * balanced)
-                predicted = prediction(alone[is_async], bare, wire_s, work.num_layers, is_async=is_async)
-                rate = "no limit" if factor == math.inf else f"{factor * balanced / MBIT:.0f} Mb/s"
-                name = f"{rate}, {mode(is_async)}" + (" (balanced)" if factor == 1 else "")
-                cells = [f"{1e3 * seconds:.0f} ms" for seconds in (exchange, steps.step_s)]
-                table.add(
-                    name, *cells, f"{100 * hidden:.0f} %", f"{1e3 * predicted:.0f} ms", off(steps.step_s, predicted)
-                )
+                add_hidden(table, exchange, factor, alone[is_async], slowest(measured(*pace, is_async)), is_async)
+    fine = dataclasses.replace(work, one_layer_stages=True)
+    alone = steps_alone(room, fine, pace, modes=(False,))
+    with room.training(2, fine) as measured:
+        room.limit(exchange.rate(1.0), 2)
+        add_hidden(table, exchange, 1.0, alone[False], slowest(measured(*pace, False)), False, ", a stage per layer")
+        room.limit(None, 2)
+
+
+def steps_alone(
+    room: Room, work: Work, pace: tuple[int, int], modes: Sequence[bool] = (False, True)
+) -> dict[bool, Steps]:
+    """Steps of two machines that train without a group, by is_async."""
+    with room.training(2, work, has_group=False) as measured:
+        return {is_async: slowest(measured(*pace, is_async)) for is_async in modes}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeTime:
+    """The exchange of HIDDEN_WORK alone. `balanced`: rate in bits per second; `seconds`: by factor of this rate."""
+
+    balanced: float
+    seconds: dict[float, float]
+    bare: Steps  # without a limit
+
+    def rate(self, factor: float) -> float | None:
+        return None if factor == math.inf else factor * self.balanced
+
+
+def exchange_of(room: Room, compute_s: float, pace: tuple[int, int]) -> ExchangeTime:
+    """Measure the exchange of two machines whose layers do not wait; find the rate at which it takes `compute_s`.
+
+    One part of its time depends on the rate, one does not. So the time for other rates follows from two of them.
+    """
+    with room.training(2, dataclasses.replace(HIDDEN_WORK, forward_s=0.0)) as measured:
+        bare = slowest(measured(*pace, False))
+        rate = FIRST_RATE
+        room.limit(rate, 2)
+        on_wire_s = slowest(measured(*pace, False)).exchange_s - bare.exchange_s
+        rate *= on_wire_s / (compute_s - bare.exchange_s)
+        room.limit(rate, 2)
+        on_wire_s = slowest(measured(*pace, False)).exchange_s - bare.exchange_s
+        room.limit(None, 2)
+    seconds = {factor: bare.exchange_s + on_wire_s / factor for factor in (math.inf, *RATES)}
+    return ExchangeTime(rate, seconds, bare)
+
+
+def add_hidden(
+    table: Table, exchange: ExchangeTime, factor: float, alone: Steps, steps: Steps, is_async: bool, note: str = ""
+) -> None:
+    exchange_s = exchange.seconds[factor]
+    hidden = 1 - (steps.step_s - alone.step_s) / exchange_s
+    wire_s = HIDDEN_WORK.sent_bytes(2) * 8 / (factor * exchange.balanced)
+    predicted = prediction(alone, exchange.bare, wire_s, HIDDEN_WORK.num_layers, is_async=is_async)
+    rate = "no limit" if factor == math.inf else f"{factor * exchange.balanced / MBIT:.0f} Mb/s"
+    balanced = " (balanced)" if factor == 1 else ""
+    milliseconds = [f"{1e3 * seconds:.0f} ms" for seconds in (alone.step_s, exchange_s, steps.step_s, predicted)]
+    milliseconds.insert(3, f"{100 * hidden:.0f} %")
+    table.add(f"{rate}{balanced}, {mode(is_async)}{note}", *milliseconds, off(steps.step_s, predicted))
 
 
 def slowest(ranks: Sequence[Steps]) -> Steps:

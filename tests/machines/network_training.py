@@ -54,7 +54,7 @@ def train(
     is_async: bool = False,
     pauses: dict[int, tuple[int, str]] | None = None,
 ) -> dict[str, Any]:
-    """Train from the last complete state in `folder` to step `num_steps`; returns losses by step, and a hash of the weights.
+    """Train from the last complete state in `folder` to step `num_steps`; returns losses, and a hash of the weights.
 
     pauses: by rank, the step in which this rank pauses, and where: "call", "forward" or "exchange".
     """

@@ -6,6 +6,7 @@ Three machines in network namespaces with links that a test cuts or slows.
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -144,9 +145,7 @@ def test_a_cut_link(
     check_resumed(network, tmp_path, undisturbed[is_async], is_async)
 
 
-def test_a_link_of_1_mbit_per_s(
-    network: Network, undisturbed: dict[bool, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_link_of_1_mbit_per_s(network: Network, undisturbed: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
     of_victim = after_a_fault(network, tmp_path, 2, "exchange", lambda processes: network.limit(2, 1e6))
     assert of_victim.error == "MachineError", of_victim
     network.limit(2, None)
@@ -177,9 +176,7 @@ def test_a_frozen_machine(
     check_resumed(network, tmp_path, undisturbed[False])
 
 
-def test_a_slow_link_changes_no_bit(
-    network: Network, undisturbed: dict[bool, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_slow_link_changes_no_bit(network: Network, undisturbed: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
     network.limit(1, 5e7)
     assert run(network, tmp_path) == undisturbed[False]
 
@@ -187,16 +184,12 @@ def test_a_slow_link_changes_no_bit(
 def test_scripts_end_after_a_cut_link(network: Network, tmp_path: Path) -> None:
     """Whole interpreters, started and ended as by a user."""
     store = store_of(network)
-    scripts = [
-        subprocess.Popen(
-            [sys.executable, network_training.__file__, str(rank), str(SIZE), place.address, store]
-            + [str(place.namespace), str(tmp_path), str(TIMEOUT_S)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={"PYTHONPATH": ":".join(sys.path)},
-        )
-        for rank, place in enumerate(network.places)
-    ]
+    scripts = []
+    for rank, place in enumerate(network.places):
+        args = (rank, SIZE, place.address, store, place.namespace, tmp_path, TIMEOUT_S)
+        command = [sys.executable, network_training.__file__, *map(str, args)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        scripts.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
     try:
         deadline = time.monotonic() + RUN_S
         while not last_complete(tmp_path, SIZE):
@@ -204,12 +197,10 @@ def test_scripts_end_after_a_cut_link(network: Network, tmp_path: Path) -> None:
             assert all(script.poll() is None for script in scripts)
             time.sleep(0.05)
         network.cut(2)
-        start = time.monotonic()
         for rank, script in enumerate(scripts):
             message = script.communicate(timeout=RUN_S)[1]
             assert script.returncode == 1, message
             assert f"MachineError: rank {2 if rank < 2 else ''}" in message
-            print(f"rank {rank} has ended after {time.monotonic() - start:.1f} s")
     finally:
         for script in scripts:
             script.kill()

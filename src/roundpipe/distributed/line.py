@@ -252,7 +252,7 @@ class Line:
         """The error for a machine that does not answer any more. Ends the line.
 
         If one machine ends, another may notice that first and end, too. So the first machine that notices a loss stores
-        the rank, and all others report the same rank. A machine that others have lost reports the rank that it has lost.
+        the rank, and all others report the same rank. A machine that others have lost reports the one that it has lost.
         """
         reason = _reason_of_loss(error)
 
@@ -278,7 +278,7 @@ class Line:
     def _ask_store(self, request: Callable[[], T]) -> T | None:
         """`request()`, which uses the store; None if it fails, or if the store does not answer soon.
 
-        Requests to a store have no timeout: if its machine is lost, they block until the system gives up, minutes later.
+        Requests to a store have no timeout: if its machine is lost, they block for minutes, until the system gives up.
         Once a request has not been answered, no further one is made.
         """
         if self._store_is_silent:
