@@ -85,6 +85,10 @@ test-mutants: cpu  ## put deliberate faults into copies of the source; the tests
 test-kills: cpu  ## kill a training 100 times with SIGKILL, also during saves; its resumed losses must be exact
 	$(RUN) tests/checkpoint/kill_runs.py 100
 
+test-machines-kills: export ROUNDPIPE_MACHINE_KILLS = 50
+test-machines-kills: cpu  ## kill one of several machines 50 times with SIGKILL; the others must raise and name it
+	$(RUN) -m pytest tests/machines/test_machines_faults.py -k killed
+
 check: cpu  ## format, lint, strict types, architecture
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)

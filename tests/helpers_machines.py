@@ -180,7 +180,7 @@ def _unpacked(data: bytes) -> Any:
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
     """What the function has returned on each machine; fails with the first error if it has raised on any."""
-    for rank, outcome in enumerate(outcomes):
+    for rank, outcome in sorted(enumerate(outcomes), key=lambda pair: pair[1].error == "MachineError"):
         assert outcome.error is None, f"rank {rank}: {outcome.error}: {outcome.message}\n{outcome.notes}"
         assert not outcome.died, f"rank {rank} died"
     return [outcome.value for outcome in outcomes]

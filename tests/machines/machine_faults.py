@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import random
 import signal
 import threading
 import time
@@ -13,7 +15,7 @@ from machine_training import WIDTH, part
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from roundpipe import RoundPipe, RoundPipeRunConfig, clip_grad_norm_, optim
+from roundpipe import MachineError, RoundPipe, RoundPipeRunConfig, clip_grad_norm_, optim
 from roundpipe.distributed import exchange as exchange_module
 from roundpipe.optim.native.kernel import OnePassKernel
 
@@ -244,6 +246,82 @@ def wait_for_a_sleeper(rank: int, size: int) -> None:
         if rank == BAD_RANK:
             time.sleep(7)
         training.iteration()
+
+
+def wait_under_the_watchdog(rank: int, size: int) -> list[str]:
+    """One machine is late; returns what the log of this machine says."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("roundpipe")
+    training = Training(rank, size, is_async=False)
+    with training.model:
+        training.iteration()
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)
+        os.environ["ROUNDPIPE_WATCHDOG_S"] = "0.5"
+        try:
+            if rank == BAD_RANK:
+                time.sleep(2)
+            training.iteration()
+        finally:
+            del os.environ["ROUNDPIPE_WATCHDOG_S"]
+            logger.removeHandler(handler)
+            logger.setLevel(logging.ERROR)
+    return records
+
+
+def interrupt_often(rank: int, size: int, is_async: bool, plain: bool, seed: int, seconds: float) -> dict[str, Any]:
+    """Train while Ctrl-C hits all machines but the first at random moments; then look whether all is in order."""
+    training = Training(rank, size, is_async=is_async, plain=plain)
+    chosen, is_over = random.Random(10 * seed + rank), threading.Event()
+
+    def shoot() -> None:
+        while not is_over.wait(chosen.uniform(0.02, 0.3)):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=shoot, daemon=True)
+    end, interrupts, others = time.monotonic() + seconds, 0, 0
+    if rank:
+        thread.start()
+    while not is_over.is_set():
+        try:
+            training.iteration()
+        except KeyboardInterrupt:
+            interrupts += 1
+        except MachineError:
+            others += 1
+        try:
+            if time.monotonic() > end:
+                is_over.set()
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            is_over.set()
+    time.sleep(1.0)
+    with training.model:
+        # As in torch, an optimizer that raises in a plain loop leaves the gradients; some machines have cleared theirs.
+        training.optimizer.zero_grad()
+        sums = [_gradients(training, calls) for calls in (5, 1)]
+        training.model.zero_grad()
+        losses = [training.iteration() for _ in range(2)]
+        weights = training.weights()
+    return {"interrupts": interrupts, "others": others, "sums": sums, "losses": losses, "weights": weights}
+
+
+def _gradients(training: Training, attempts: int) -> Tensor:
+    """The gradients of one call, which are all gradients that there are. Failures may be left from before."""
+    for attempt in range(attempts):
+        try:
+            x = part(training.batch, training.rank, training.size)
+            training.model.forward_backward((x,), label=x, loss_fn=training.loss_fn)
+            break
+        except (Exception, KeyboardInterrupt):
+            if attempt == attempts - 1:
+                raise
+            training.optimizer.zero_grad()
+    gradients = [copy.grad.flatten().clone() for copy in training.model.optim_parameters()]
+    training.model.zero_grad()
+    return torch.cat(gradients)
 
 
 def interrupt(rank: int, size: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ class Case:
     tied: bool = False
     frozen: bool = False
     unused: bool = False  # one layer gets no gradient
+    overflow: bool = False  # in the second step, the gradient of one row is infinite
 
 
 class Skipped(nn.Module):
@@ -85,8 +87,14 @@ def part(tensor: Tensor, rank: int, size: int) -> Tensor:
     return tensor.tensor_split(size)[rank]
 
 
-def train(rank: int, size: int, case: Case, has_group: bool = True) -> dict[str, Any]:
-    """Train on this machine's part of every batch; returns losses and weights."""
+def train(rank: int, size: int, case: Case, has_group: bool = True, copies_seed: int | None = None) -> dict[str, Any]:
+    """Train on this machine's part of every batch; returns losses and weights.
+
+    copies_seed: decides when virtual devices run their copies.
+    """
+    os.environ.pop("ROUNDPIPE_VIRTUAL_SEED", None)
+    if copies_seed is not None:
+        os.environ["ROUNDPIPE_VIRTUAL_SEED"] = str(copies_seed + rank)
     torch.manual_seed(5)
     config = RoundPipeRunConfig(num_microbatch=MICROBATCHES // size, loss_reduction=case.loss_reduction)
     model = RoundPipe(
@@ -125,6 +133,8 @@ def train(rank: int, size: int, case: Case, has_group: bool = True) -> dict[str,
                 generator = torch.Generator().manual_seed(100 * step + call)
                 x = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
                 y = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
+                if case.overflow and step == 1:
+                    y[13, 0] = 3e38
                 x, y = part(x, rank, size), part(y, rank, size)
                 if case.loop == "plain":
                     loss = fn(model(x), y)
@@ -141,6 +151,7 @@ def train(rank: int, size: int, case: Case, has_group: bool = True) -> dict[str,
                 model.step(step_fn, case.is_async)
                 scaler.update(is_async=case.is_async)
         model.synchronize()
+        norms.append(scaler.get_scale())
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         machines = model._engine.group.machines
         sent = None if machines is None else machines.sent_bytes

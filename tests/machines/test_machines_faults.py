@@ -14,8 +14,10 @@ from machine_faults import (
     end_between_calls,
     fail_once,
     interrupt,
+    interrupt_often,
     train_until_killed,
     wait_for_a_sleeper,
+    wait_under_the_watchdog,
 )
 
 from helpers_machines import MachinePool, Outcome, values
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 40.0
 # Number of kills; `make test-machines-kills` sets it.
 NUM_KILLS = int(os.environ.get("ROUNDPIPE_MACHINE_KILLS", "3"))
+NUM_SEEDS = int(os.environ.get("ROUNDPIPE_MACHINE_INTERRUPTS", "1"))
 
 # Places where a machine fails, and whether the failure can come after the update of exact steps.
 PLACES = {
@@ -104,6 +107,19 @@ def test_ctrl_c_on_one_machine_ends_the_step_on_all(pool: MachinePool) -> None:
     assert all(torch.equal(after, results[0][2]) for _, _, after in results)
 
 
+@pytest.mark.parametrize("kind", ["exact", "stale", "plain"])
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_ctrl_c_at_random_moments_leaves_the_machines_in_order(pool: MachinePool, seed: int, kind: str) -> None:
+    results = values(
+        pool.run(3, interrupt_often, kind == "stale", kind == "plain", seed, 1.5, limit_s=LIMIT_S, timeout_s=20.0)
+    )
+    assert sum(result["interrupts"] for result in results) > 0
+    assert results[0]["others"] > 0
+    for result in results:
+        assert torch.equal(result["weights"], results[0]["weights"])
+        assert torch.equal(result["sums"][0], result["sums"][1]), "no part of an earlier call is left"
+
+
 def test_a_silent_machine_is_named_after_the_timeout(pool: MachinePool) -> None:
     outcomes = pool.run(3, wait_for_a_sleeper, limit_s=LIMIT_S, timeout_s=2.5)
     for rank in (0, 2):
@@ -111,6 +127,12 @@ def test_a_silent_machine_is_named_after_the_timeout(pool: MachinePool) -> None:
         assert outcomes[rank].lost_rank == BAD_RANK
         assert "did not answer" in outcomes[rank].message
         assert outcomes[rank].seconds < 7
+
+
+def test_the_watchdog_names_the_rank_that_is_waited_for(pool: MachinePool) -> None:
+    results = values(pool.run(3, wait_under_the_watchdog, limit_s=LIMIT_S))
+    for rank in (0, 2):
+        assert any(f"waits for rank {BAD_RANK}: its part of forward_backward() of net" in r for r in results[rank])
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))

@@ -117,6 +117,14 @@ class AutoRoundPipe(ModelProxy):
             pinner=host_pinner(specs),
             process_group=process_group,
         )
+        if engine.group.machines is not None:
+            logger.warning(
+                "%s: %d machines train this model, and its own forward runs on the host: the loss that it returns is that "
+                "of this machine's part of the batch, and gradients are added over the machines. Divide a mean by %d.",
+                name,
+                engine.group.machines.share.size,
+                engine.group.machines.share.size,
+            )
         for part in parts.values():
             _refuse_other_machines(part, engine)
             part._engine.join(engine)

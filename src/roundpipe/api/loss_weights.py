@@ -153,6 +153,12 @@ class WholeBatch:
         answers = self._machines.agree("the counts of a batch", payload)
         self._seed = answers[0]["seed"]
         parts = [BatchCounts(*answer["counts"]) for answer in answers]
+        given = {part.items is None for part in parts}
+        if len(given) > 1:
+            raise ConfigError(
+                f"{NUM_ITEMS} was passed on some machines of the process group and not on others; pass it on all, each "
+                "with the count of its own part of the batch, or on none."
+            )
         self.first_microbatch = sum(part.microbatches for part in parts[: self._machines.share.rank])
         return BatchCounts.sum(parts)
 

@@ -14,6 +14,7 @@ machine that calls the model instead then finds the difference. On another line,
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from roundpipe.store import HostGradient, LayerUpdate, ParameterRecord, Share
 from roundpipe.store.host_memory import HostBuffer, dense_stride
 from roundpipe.store.values import flat
 
+logger = logging.getLogger("roundpipe")
 T = TypeVar("T")
 _Gradients = Mapping[ParameterRecord, HostGradient]
 _Sources = dict[ParameterRecord, list[torch.Tensor]]
@@ -93,8 +95,11 @@ class Exchange:
         ticket = self._line.submit(settle, "the other machines to end a failed step")
         try:
             ticket.wait()
-        except MachineError as error:
+        except BaseException as error:
+            # The step is failing already, and its error is the one to raise. After this one, the machines may differ.
             self._failure = error
+            level = logging.INFO if isinstance(error, MachineError) else logging.ERROR  # the next call raises the first
+            logger.log(level, "the machines could not end the failed step %d together: %r", self._step, error)
 
     # Exchanges.
 

@@ -89,21 +89,29 @@ class Machines:
             return
         if self._opening is None:
             what = f"the other {self.share.size - 1} machines to wrap {self._name} and call it"
-            self._opening = Ticket(self._monitor, lambda: self._connect(), what)
+            self._opening = Ticket(self._monitor, lambda: self._open(structure, values, replaced), what)
             name = f"{THREAD_PREFIX}machines-open"
             start_thread(threading.Thread(target=self._opening.carry_out, name=name, daemon=True))
-        self._opening.wait()
-        assert self.calls is not None
-        assert self.steps is not None
+        opening = self._opening
+        opening.wait_until_done()  # after a Ctrl-C here, the next call waits on
+        self._opening = None
+        opening.wait()
+
+    def _open(self, structure: str, values: Callable[[], Values], replaced: Callable[[set[str]], None]) -> None:
+        """Open the lines, on a thread that no signal handler interrupts: so all machines do it, or none."""
+        if self.calls is None:
+            self._connect()
+        calls, steps = self.calls, self.steps
+        assert calls is not None
+        assert steps is not None
 
         def compare() -> None:
-            assert self.calls is not None
-            names = make_equal(self.calls, f"the first call of {self._name}", structure, values())
+            names = make_equal(calls, f"the first call of {self._name}", structure, values())
             if names:
                 replaced(names)
 
-        self.calls.call(compare, f"the other machines to compare the weights of {self._name}")
-        self.exchange = Exchange(self.steps, self.share, outside=Exchange(self.calls, self.share))
+        calls.call(compare, f"the other machines to compare the weights of {self._name}")
+        self.exchange = Exchange(steps, self.share, outside=Exchange(calls, self.share))
 
     def _connect(self) -> None:
         """Make the lines. Waits until all machines are here first, because gloo would not tell which one is missing."""

@@ -419,7 +419,8 @@ class Stepper:
         except BaseException as error:
             if self.exchange is not None:
                 is_abandoned = isinstance(error, StepAbandoned)
-                self.exchange.failed(self.reason_of_loss if is_abandoned else repr(error), updates)
+                reason = self.reason_of_loss or "the model is being closed"
+                self.exchange.failed(reason if is_abandoned else repr(error), updates)
             self._void_versions.add(job.number)
             num_replaced = sum(update.has_replaced_weights for update in updates)
             _for_all(updates, LayerUpdate.revoke)
