@@ -228,8 +228,14 @@ def differing_calls(rank: int, size: int, kind: str) -> tuple[str, str, int | No
     return "nothing", "", None
 
 
-def train_until_killed(rank: int, size: int, is_async: bool, marker: str) -> None:
-    """Train until another machine is lost. Makes the file `marker` when training has begun."""
+def train_until_killed(rank: int, size: int, is_async: bool, marker: str, is_early: bool) -> None:
+    """Train until another machine is lost. Makes the file `marker` when training has begun.
+
+    is_early: makes it before the machines connect for the model.
+    """
+    dist.barrier()
+    if is_early and rank == 0:
+        open(marker, "w").close()
     training = Training(rank, size, is_async=is_async, clips=is_async)
     with training.model:
         while True:

@@ -140,23 +140,22 @@ def test_a_killed_machine_is_named_by_the_others(pool: MachinePool, tmp_path: Pa
     chosen = random.Random(number)
     size, is_async = chosen.choice((2, 3, 4)), chosen.random() < 0.5
     victim, delay_s = chosen.randrange(size), chosen.uniform(0.0, 0.5)
-    marker = str(tmp_path / "training")
-    is_early = number % 5 == 4  # while the machines connect, or before
+    marker, is_early = str(tmp_path / "training"), number % 5 == 4
+    if is_early:  # while the machines connect
+        delay_s /= 5
     outcomes = pool.run(
         size,
         train_until_killed,
         is_async,
         marker,
+        is_early,
         limit_s=LIMIT_S,
         timeout_s=8.0,
         kill=(victim, delay_s),
-        marker="" if is_early else marker,
+        marker=marker,
     )
+    assert outcomes[victim].died
     for rank, outcome in enumerate(outcomes):
-        if rank == victim:
-            assert outcome.died
-        elif is_early and outcome.error != "MachineError":  # it was killed before there was a process group
-            assert outcome.error in ("DistBackendError", "RuntimeError", "DistStoreError"), outcome
-        else:
+        if rank != victim:
             assert (outcome.error, outcome.lost_rank) == ("MachineError", victim), (victim, outcomes)
-            assert outcome.seconds < 20
+            assert outcome.seconds < 25

@@ -119,8 +119,9 @@ class AutoRoundPipe(ModelProxy):
         )
         if engine.group.machines is not None:
             logger.warning(
-                "%s: %d machines train this model, and its own forward runs on the host: the loss that it returns is that "
-                "of this machine's part of the batch, and gradients are added over the machines. Divide a mean by %d.",
+                "%s: %d machines train this model, and its own forward runs on the host: the loss that it returns is "
+                "that of this machine's part of the batch, and gradients are added over the machines. Divide a mean by "
+                "%d.",
                 name,
                 engine.group.machines.share.size,
                 engine.group.machines.share.size,

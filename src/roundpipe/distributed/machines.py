@@ -90,8 +90,7 @@ class Machines:
         if self._opening is None:
             what = f"the other {self.share.size - 1} machines to wrap {self._name} and call it"
             self._opening = Ticket(self._monitor, lambda: self._open(structure, values, replaced), what)
-            name = f"{THREAD_PREFIX}machines-open"
-            start_thread(threading.Thread(target=self._opening.carry_out, name=name, daemon=True))
+            _start(self._opening, "machines-open")
         opening = self._opening
         opening.wait_until_done()  # after a Ctrl-C here, the next call waits on
         self._opening = None
@@ -123,14 +122,20 @@ class Machines:
             default = dist.distributed_c10d._get_default_store()
             store = dist.distributed_c10d.PrefixStore(f"roundpipe/{group_name}", default)
             self._wait_for_keys(store, "here", timeout, f"has not wrapped and called {self._name}")
-            try:
-                group = dist.new_group(
-                    ranks, timeout=min(timeout, _CONNECT), backend="gloo", use_local_synchronization=True
-                )
-            except RuntimeError as error:
-                # All machines get this error, if they are alive.
-                self._wait_for_keys(store, "alive", _ALIVE, f"has ended while {self._name} connected")
-                raise MachineError(None, f"the machines cannot connect for {self._name}: {error}") from None
+            limit = min(timeout, _CONNECT)
+            ticket = Ticket(
+                self._monitor,
+                lambda limit=limit: dist.new_group(  # type: ignore[misc]
+                    ranks, timeout=limit, backend="gloo", use_local_synchronization=True
+                ),
+                f"the connections of {self._name}",
+            )
+            _start(ticket, "machines-connect")
+            ticket.wait_briefly(limit.total_seconds())  # if a machine ends meanwhile, gloo may wait much longer
+            if not ticket.has_succeeded:
+                self._wait_for_keys(store, "alive", _ALIVE, f"has ended while {self._name} connected: no answer")
+                raise MachineError(None, f"the machines cannot connect for {self._name} within {limit}.")
+            group = ticket.wait()
             lines.append(Line(group, store, f"machines-{name}", self._monitor, timeout))
         self.calls, self.steps = lines
 
@@ -200,6 +205,11 @@ class Machines:
     def received_bytes(self) -> int:
         """Bytes that this machine has received so far, headers included."""
         return sum(line.received_bytes for line in (self.calls, self.steps) if line is not None)
+
+
+def _start(ticket: Ticket[Any], name: str) -> None:
+    """Do the work of a ticket on a new thread."""
+    start_thread(threading.Thread(target=ticket.carry_out, name=THREAD_PREFIX + name, daemon=True))
 
 
 def _timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
