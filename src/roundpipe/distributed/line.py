@@ -40,7 +40,7 @@ _JOIN_S = 2.0
 _KEY_OF_LOSS = "lost"
 _EXPLAIN_S = 1.0  # a machine that has closed its connections has so long to say why
 _POLL_S = 0.02
-_STORE_S = 2.0  # limit of a request to the store
+STORE_S = 2.0  # limit of a request to the store
 _TAG, _TAG_OF_NOTHING = 0, 1  # of all messages, and of a message that no machine sends
 
 
@@ -291,21 +291,34 @@ class Line:
         """`request()`, which uses the store; None if it fails, or if the store does not answer soon.
 
         Requests to a store have no timeout: if its machine is lost, they block for minutes, until the system gives up.
-        Once a request has not been answered, no further one is made.
+        Once a request has failed, no further one is made.
         """
-        if self._store_is_silent:
-            return None
-        answers: list[T] = []
-
-        def ask() -> None:
+        if not self._store_is_silent:
             with contextlib.suppress(Exception):
-                answers.append(request())
+                return within(STORE_S, request)
+            self._store_is_silent = True
+        return None
 
-        thread = threading.Thread(target=ask, name=f"{self._thread.name}-store", daemon=True)
-        start_thread(thread)
-        thread.join(_STORE_S)
-        self._store_is_silent = thread.is_alive()
-        return answers[0] if answers else None
+
+def within(limit_s: float, request: Callable[[], T]) -> T:
+    """`request()`, which uses a store, on another thread; raises TimeoutError if it takes longer than `limit_s`."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            results.append(request())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name=f"{THREAD_PREFIX}machines-store", daemon=True)
+    start_thread(thread)
+    thread.join(limit_s)
+    for error in errors:
+        raise error
+    if not results:
+        raise TimeoutError(f"the store of the process group has not answered within {limit_s:.1f} s")
+    return results[0]
 
 
 def _closing_key(rank: int) -> str:
