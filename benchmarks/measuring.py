@@ -12,7 +12,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ import torch
 _NAME_WIDTH, _CELL_WIDTH = 50, 15
 _CHUNK_BYTES = 4 << 20
 _SAMPLE_S = 0.002
+MEMORY_KINDS = ("RssAnon", "RssShmem")
 T = TypeVar("T")
 
 
@@ -87,17 +88,18 @@ def host_peak_bytes() -> int:
 
 
 class HostMemoryPeak:
-    """Samples the anonymous memory of this process until it is closed."""
+    """Samples the anonymous memory of this process until it is closed. `kinds`: see `anonymous_bytes`."""
 
-    def __init__(self) -> None:
-        self.before_bytes = self.peak_bytes = anonymous_bytes()
+    def __init__(self, kinds: Sequence[str] = MEMORY_KINDS) -> None:
+        self._kinds = kinds
+        self.before_bytes = self.peak_bytes = anonymous_bytes(kinds)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
 
     def _sample(self) -> None:
         while not self._is_over.wait(_SAMPLE_S):
-            self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
+            self.peak_bytes = max(self.peak_bytes, anonymous_bytes(self._kinds))
 
     def close(self) -> int:
         """End sampling; returns the bytes that were added at most."""
@@ -106,10 +108,11 @@ class HostMemoryPeak:
         return self.peak_bytes - self.before_bytes
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes(kinds: Sequence[str] = MEMORY_KINDS) -> int:
+    """Memory of this process that no file backs: the sum of some fields of /proc/self/status."""
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem") if name in fields)
+    return sum(int(fields[name].split()[0]) * 1024 for name in kinds if name in fields)
 
 
 def free_gpu() -> None:

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+# What processes have imported when they start. The first step of an optimizer imports torch._dynamo.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "roundpipe", "helpers_machines"]
 RUN_S = 100.0  # limit of one run
 GROUP_TIMEOUT_S = 60.0  # timeout of the process groups
 
@@ -58,7 +60,7 @@ class MachinePool:
 
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")  # a fork of a process that has imported torch starts at once
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "roundpipe", "helpers_machines"])
+        self._context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="machines-")
         self._workers: list[tuple[Any, Connection]] = []
         self._num_runs = 0

@@ -19,6 +19,7 @@ import contextlib
 import datetime
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -37,6 +38,9 @@ _LENGTH_BYTES = 8
 _LONGEST_REASON = 2000  # characters
 _JOIN_S = 2.0
 _KEY_OF_LOSS = "lost"
+_EXPLAIN_S = 1.0  # a machine that has closed its connections has so long to say why
+_POLL_S = 0.02
+STORE_S = 2.0  # limit of a request to the store
 _TAG, _TAG_OF_NOTHING = 0, 1  # of all messages, and of a message that no machine sends
 
 
@@ -104,6 +108,7 @@ class Line:
         self._monitor, self._timeout = monitor, timeout
         self._tickets: deque[Ticket[Any]] = deque()
         self._slot = 0
+        self._store_is_silent = False
         self._dead: str | None = None  # why the line cannot be used any more
         self._lost_rank: int | None = None
         self._is_closing = False
@@ -187,8 +192,7 @@ class Line:
 
     def _break_off(self, reason: str) -> None:
         """Close all connections. The other machines then raise an error with this machine's rank and `reason`."""
-        with contextlib.suppress(Exception):
-            self._store.set(_closing_key(self.rank), reason)
+        self._ask_store(lambda: self._store.set(_closing_key(self.rank), reason))
         self._close_connections()
 
     def _close_connections(self) -> None:
@@ -258,15 +262,23 @@ class Line:
         """The error for a machine that does not answer any more. Ends the line.
 
         If one machine ends, another may notice that first and end, too. So the first machine that notices a loss stores
-        the rank, and all others report the same rank.
+        the rank, and all others report the same rank. A machine that others have lost reports the one that it has lost.
         """
         reason = _reason_of_loss(error)
-        with contextlib.suppress(Exception):
+
+        def agreed() -> tuple[int, str]:
+            own = reason
             if self._store.check([_closing_key(rank)]):
-                reason = f"it has ended ({self._store.get(_closing_key(rank)).decode()})"
-        with contextlib.suppress(Exception):
-            known = self._store.compare_set(_KEY_OF_LOSS, "", json.dumps([rank, reason]))
-            rank, reason = json.loads(known.decode())
+                own = f"it has ended ({self._store.get(_closing_key(rank)).decode()})"
+            elif not _has_timed_out(error):
+                # The machine may have lost another one: gloo closes its connections before it can store that.
+                deadline_s = time.monotonic() + _EXPLAIN_S
+                while not self._store.check([_KEY_OF_LOSS]) and time.monotonic() < deadline_s:
+                    time.sleep(_POLL_S)
+            known = json.loads(self._store.compare_set(_KEY_OF_LOSS, "", json.dumps([rank, own])).decode())
+            return (rank, own) if known[0] == self.rank else (known[0], known[1])
+
+        rank, reason = self._ask_store(agreed) or (rank, reason)
         self._dead = (
             f"rank {rank} is lost: {reason}. The model cannot be used any more in this process: end it, start all "
             "machines again and resume from the last checkpoint."
@@ -275,14 +287,51 @@ class Line:
         self._close_connections()
         return MachineError(rank, self._dead)
 
+    def _ask_store(self, request: Callable[[], T]) -> T | None:
+        """`request()`, which uses the store; None if it fails, or if the store does not answer soon.
+
+        Requests to a store have no timeout: if its machine is lost, they block for minutes, until the system gives up.
+        Once a request has failed, no further one is made.
+        """
+        if not self._store_is_silent:
+            with contextlib.suppress(Exception):
+                return within(STORE_S, request)
+            self._store_is_silent = True
+        return None
+
+
+def within(limit_s: float, request: Callable[[], T]) -> T:
+    """`request()`, which uses a store, on another thread; raises TimeoutError if it takes longer than `limit_s`."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            results.append(request())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name=f"{THREAD_PREFIX}machines-store", daemon=True)
+    start_thread(thread)
+    thread.join(limit_s)
+    for error in errors:
+        raise error
+    if not results:
+        raise TimeoutError(f"the store of the process group has not answered within {limit_s:.1f} s")
+    return results[0]
+
 
 def _closing_key(rank: int) -> str:
     return f"closing/{rank}"
 
 
+def _has_timed_out(error: str) -> bool:
+    return "imed out" in error
+
+
 def _reason_of_loss(error: str) -> str:
     text = error.partition("] ")[2] or error  # gloo puts a file name in front
-    if "imed out" in error:
+    if _has_timed_out(error):
         return f"it did not answer within the timeout of the process group ({text.strip()})"
     return f"its process has ended, or the connection to it has ({text.partition('. ')[0].strip()})"
 

@@ -22,7 +22,7 @@ import torch
 from torch import distributed as dist
 
 from roundpipe.distributed.exchange import Exchange
-from roundpipe.distributed.line import Line, Payload, Ticket, described
+from roundpipe.distributed.line import STORE_S, Line, Payload, Ticket, described, within
 from roundpipe.errors import ArgumentTypeError, ConfigError, MachineError
 from roundpipe.monitor import THREAD_PREFIX, Monitor, start_thread
 from roundpipe.store import Share
@@ -142,18 +142,31 @@ class Machines:
 
     def _wait_for_keys(self, store: Any, key: str, timeout: datetime.timedelta, complaint: str) -> None:
         """Set this machine's key and wait for those of all machines. Raises MachineError if one is missing."""
+        limit_s = timeout.total_seconds()
+        try:
+            missing = within(limit_s + STORE_S, lambda: self._missing(store, key, limit_s, complaint))
+        except TimeoutError as error:
+            raise MachineError(
+                0, f"rank 0, which has the store, is lost while {self._name} connects: {error}"
+            ) from None
+        if missing is not None:
+            raise MachineError(
+                missing,
+                f"rank {missing} {complaint} within {limit_s:.0f} s. All machines of the process group must wrap the "
+                "same models in the same order, and make the same calls.",
+            )
+
+    def _missing(self, store: Any, key: str, limit_s: float, complaint: str) -> int | None:
+        """Set this machine's key; return the first rank whose key is missing after `limit_s`, or None."""
         store.set(f"{key}/{self.share.rank}", "1")
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
         for rank in range(self.share.size):
             with self._monitor.announced(f"rank {rank}, which {complaint}"):
                 while not store.check([f"{key}/{rank}"]):
                     if time.monotonic() > deadline or self._closing:
-                        raise MachineError(
-                            rank,
-                            f"rank {rank} {complaint} within {timeout.total_seconds():.0f} s. All machines of the "
-                            "process group must wrap the same models in the same order, and make the same calls.",
-                        )
+                        return rank
                     time.sleep(_POLL_S)
+        return None
 
     def close(self, reason: str) -> None:
         """End the lines. The other machines raise an error if they go on using the model."""
