@@ -305,9 +305,7 @@ def interrupt_often(rank: int, size: int, is_async: bool, plain: bool, seed: int
             is_over.set()
     time.sleep(1.0)
     with training.model:
-        # As in torch, an optimizer that raises in a plain loop leaves the gradients; some machines have cleared theirs.
-        training.optimizer.zero_grad()
-        sums = [_gradients(training, calls) for calls in (5, 1)]
+        sums = [_gradients(training, attempts) for attempts in (20, 1)]
         training.model.zero_grad()
         losses = [training.iteration() for _ in range(2)]
         weights = training.weights()
@@ -315,19 +313,25 @@ def interrupt_often(rank: int, size: int, is_async: bool, plain: bool, seed: int
 
 
 def _gradients(training: Training, attempts: int) -> Tensor:
-    """The gradients of one call, which are all gradients that there are. Failures may be left from before."""
+    """The gradients of one call, which are all gradients that there are.
+
+    Other machines may be at another place of the script, as long as they fail together with this one: then all begin
+    again.
+    """
     for attempt in range(attempts):
         try:
+            # As in torch, an optimizer that raises in a plain loop leaves the gradients; some machines have cleared
+            # theirs.
+            training.optimizer.zero_grad()
             x = part(training.batch, training.rank, training.size)
             training.model.forward_backward((x,), label=x, loss_fn=training.loss_fn)
-            break
+            gradients = [copy.grad.flatten().clone() for copy in training.model.optim_parameters()]
+            training.model.zero_grad()
+            return torch.cat(gradients)
         except (Exception, KeyboardInterrupt):
             if attempt == attempts - 1:
                 raise
-            training.optimizer.zero_grad()
-    gradients = [copy.grad.flatten().clone() for copy in training.model.optim_parameters()]
-    training.model.zero_grad()
-    return torch.cat(gradients)
+    raise AssertionError("unreachable")
 
 
 def interrupt(rank: int, size: int) -> Any:

@@ -21,7 +21,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -61,11 +61,11 @@ class PlainLoop:
     # Showing gradients outside of steps.
 
     @restoring_grad_mode
-    def gradients_wanted(self) -> None:
+    def gradients_wanted(self, dropped: Container[int] = ()) -> None:
         """Make the gradients of all copies views of the gathered ones: see [Note: gradients outside steps].
 
         Waits for pending gradients. Does nothing inside a step, which sets the gradients of the copies itself, and
-        inside a layer or a loss function.
+        inside a layer or a loss function. `dropped`: see GradientOwner.
         """
         group = self._group
         if group.is_closed or self._is_inside() or self._seen == self._gathered_so_far():
@@ -74,9 +74,9 @@ class PlainLoop:
             self._begin_call(is_outermost)
             self._end_forsaken_step()
             if self._step is None:
-                self._view()
+                self._view(dropped)
 
-    def _view(self) -> None:
+    def _view(self, dropped: Container[int]) -> None:
         """Give all copies a view of their gathered gradients. Waits for pending steps and gradients."""
         stepper = self._group.stepper
         stepper.wait_until_idle()
@@ -86,10 +86,10 @@ class PlainLoop:
         self._group.recovery.raise_failures(IN_BACKGROUND)
         for store in stepper.stores:
             for layer in store.layers:
-                self._view_layer(store, layer)
+                self._view_layer(store, layer, dropped)
         self._seen = self._gathered_so_far()
 
-    def _view_layer(self, store: LayerStore, layer: LayerRecord) -> None:
+    def _view_layer(self, store: LayerStore, layer: LayerRecord, dropped: Container[int]) -> None:
         exchange = self._group.stepper.exchange
         sums: GradientSource = (
             store.gradients
@@ -100,7 +100,7 @@ class PlainLoop:
             # With several machines, one of the others may have a gradient that this one lacks.
             has_gradient = record.gathered is not None or (exchange is not None and record.param.requires_grad)
             if record.master is not None and has_gradient:
-                record.master.begin_view(sums, record)
+                record.master.begin_view(sums, record, drops_earlier=id(record.master) in dropped)
                 self._viewed.append(record.master)
 
     def _end_views(self) -> None:

@@ -426,9 +426,11 @@ class _FusedByDefault(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         copies = [param for param in params if isinstance(param, OptimizerCopy)] if set_to_none else []
         # Outside steps, the gradients gathered so far must be dropped too. see_gradients() makes all copies of a model
-        # show them, so one call for each model is enough.
+        # show them, so one call for each model is enough. It must not read gradients that are dropped: with several
+        # machines that would be an exchange, and after a failure not all of them have such gradients.
+        dropped = frozenset(map(id, copies))
         for copy in {copy.home: copy for copy in copies}.values():
-            copy.see_gradients()
+            copy.see_gradients(dropped)
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
                 copy.drop_gradient()

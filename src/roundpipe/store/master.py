@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -116,10 +116,11 @@ class StepExchange(Protocol):
 class GradientOwner(Protocol):
     """The model of a master. Outside steps it makes its copies show gradients."""
 
-    def gradients_wanted(self) -> None:
+    def gradients_wanted(self, dropped: Container[int] = ()) -> None:
         """Call `begin_view` of all copies of the model, so that they show the gradients gathered since the last step.
 
-        Does nothing inside a step, where copies have the gradients of the step.
+        Does nothing inside a step, where copies have the gradients of the step. `dropped`: ids of copies whose
+        gradients the caller drops next; those that earlier steps have left are dropped without being read.
         """
 
 
@@ -368,9 +369,14 @@ class OptimizerCopy(nn.Parameter):
 
     # The gradient outside steps.
 
-    def begin_view(self, sums: GradientSource, record: Any) -> None:
-        """Show the host's sum of gradients in `.grad`, until `end_view`."""
-        if self.is_pending:  # an earlier step's gradient was not cleared: convert it, and the sum is added to it
+    def begin_view(self, sums: GradientSource, record: Any, *, drops_earlier: bool = False) -> None:
+        """Show the host's sum of gradients in `.grad`, until `end_view`.
+
+        If an earlier step's gradient was not cleared, the sum is added to it, unless `drops_earlier`.
+        """
+        if self.is_pending and drops_earlier:
+            self.drop_pending()
+        elif self.is_pending:
             self._materialise()
         self.source, self.record, self.is_pending, self._is_viewed = sums, record, True, True
 
@@ -509,13 +515,16 @@ class OptimizerCopy(nn.Parameter):
         self.drop_pending()
         _GRAD.__set__(self, value)
 
-    def see_gradients(self) -> None:
-        """Outside steps, make all copies of the model show the gradients gathered so far."""
+    def see_gradients(self, dropped: Container[int] = ()) -> None:
+        """Outside steps, make all copies of the model show the gradients gathered so far.
+
+        `dropped`: see `GradientOwner.gradients_wanted`.
+        """
         if current_iteration() is not None:  # inside step_fn, where the step provides the gradients
             return
         home = None if self.home is None else self.home()
         if home is not None and home.gradient_owner is not None:
-            home.gradient_owner.gradients_wanted()
+            home.gradient_owner.gradients_wanted(dropped)
 
     def _materialise(self) -> None:
         """Add the pending gradient to `.grad`, in the dtype of the copy."""
