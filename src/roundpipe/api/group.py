@@ -21,7 +21,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -79,7 +79,7 @@ class OpenStep(Protocol):
     def leave(self) -> None:
         """Prepare for a call of a model: end views of gradients. Raises inside `optimizer.step()`."""
 
-    def gradients_wanted(self) -> None:
+    def gradients_wanted(self, dropped: Container[int] = ()) -> None:
         """Make gathered gradients visible in the masters. Called when one is accessed outside a step."""
 
     def close(self) -> None:

@@ -117,11 +117,14 @@ class Machines:
         """Make the lines. Waits until all machines are here first, because gloo would not tell which one is missing."""
         ranks = dist.get_process_group_ranks(self.process_group)
         timeout = _timeout_of(self.process_group)
-        lines = []
+        lines: list[Line] = []
+        # One store for the losses of all lines: a machine may lose one on a line while others wait for it on another.
+        losses: Any = None
         for name in ("calls", "steps", "saves"):
             group_name = dist.distributed_c10d._process_group_name(ranks, use_hashed_name=True)
             default = dist.distributed_c10d._get_default_store()
             store = dist.distributed_c10d.PrefixStore(f"roundpipe/{group_name}", default)
+            losses = losses or store
             self._wait_for_keys(store, "here", timeout, f"has not wrapped and called {self._name}")
             limit = min(timeout, _CONNECT)
             ticket = Ticket(
@@ -137,7 +140,7 @@ class Machines:
                 self._wait_for_keys(store, "alive", _ALIVE, f"has ended while {self._name} connected: no answer")
                 raise MachineError(None, f"the machines cannot connect for {self._name} within {limit}.")
             group = ticket.wait()
-            lines.append(Line(group, store, f"machines-{name}", self._monitor, timeout))
+            lines.append(Line(group, losses, f"machines-{name}", self._monitor, timeout))
         self.calls, self.steps, self.saves = lines
 
     def _wait_for_keys(self, store: Any, key: str, timeout: datetime.timedelta, complaint: str) -> None:
