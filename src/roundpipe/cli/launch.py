@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from roundpipe.errors import ConfigError
 
@@ -61,7 +62,13 @@ class Launch:
                 "WORLD_SIZE."
             )
         try:
-            dist.init_process_group("gloo")
+            store, rank, _ = next(rendezvous("env://"))
+            # torchrun keeps the store when it starts the processes again: without a prefix of their own, they would
+            # find the addresses of those that have ended.
+            own = dist.distributed_c10d.PrefixStore(
+                f"roundpipe/start-{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store
+            )
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"the {size} machines of the run could not connect through {os.environ['MASTER_ADDR']}:"
