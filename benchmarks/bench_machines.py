@@ -52,6 +52,7 @@ from roundpipe.devices.virtual import VirtualDevice, poisoned
 from roundpipe.distributed.exchange import Exchange
 from roundpipe.optim import Adam
 from roundpipe.optim.native.kernel import OnePassKernel
+from roundpipe.plan.forecast import exchanged_update_s
 from roundpipe.store.update import LayerUpdate
 
 PARTS = ("bytes", "hidden", "memory")
@@ -67,38 +68,6 @@ MBIT = 1e6
 # Relative to the balanced rate.
 RATES = (2.0, 1.0, 0.5)
 FIRST_RATE = 400 * MBIT
-
-
-# Prediction.
-
-
-def predicted_step_s(
-    layer_final_s: list[float], fetch_s: list[float], update_s: list[float], gather_s: list[float], end_s: float
-) -> float:
-    """Seconds from the beginning of a call to the end of its exact step on several machines.
-
-    All lists have one entry per layer, the first layer first. `layer_final_s`: when the gradients of a layer have
-    landed. `fetch_s`, `update_s`, `gather_s`: durations of exchanging its gradients, of its update and of exchanging
-    its new weights. `end_s`: when the call ends without any step.
-
-    One thread carries out the exchanges in the order fetch(L), fetch(L - 1), gather(L), fetch(L - 2), gather(L - 1)...
-    from the last layer L on. The optimizer thread updates one layer after the other.
-    """
-    line_s = optimizer_s = 0.0  # when each thread is free
-
-    def exchanged(ready_s: float, duration_s: float) -> float:
-        nonlocal line_s
-        line_s = max(line_s, ready_s) + duration_s
-        return line_s
-
-    fetched_s = [0.0] * len(fetch_s)
-    for layer in reversed(range(len(fetch_s))):
-        for ahead in (layer, layer - 1):
-            if ahead >= 0 and not fetched_s[ahead]:
-                fetched_s[ahead] = exchanged(layer_final_s[ahead], fetch_s[ahead])
-        optimizer_s = max(optimizer_s, fetched_s[layer]) + update_s[layer]
-        exchanged(optimizer_s, gather_s[layer])
-    return max(end_s, line_s)
 
 
 # The training, inside one process.
@@ -525,7 +494,8 @@ def prediction(alone: Steps, bare: Steps, wire_s: float, num_layers: int, *, is_
         [seconds / num_layers] * num_layers
         for seconds in (bare.fetch_s + wire_s / 2, bare.gather_s + wire_s / 2, bare.update_s)
     )
-    return predicted_step_s(landed, fetch, update, gather, alone.step_s)
+    final = [(layer_id, landed[layer_id]) for layer_id in reversed(range(num_layers))]
+    return max(alone.step_s, exchanged_update_s(final, update, fetch, gather))
 
 
 def part_memory(room: Room, options: argparse.Namespace) -> None:

@@ -21,34 +21,9 @@ from collections.abc import Callable
 import torch
 from measuring import Table, begin, gigabytes, has_gpu, host_peak_bytes, options_parser
 from torch import distributed as dist
-from workload import LEARNING_RATE, MODES, Work, build, compute_device, mean_loss, sized
-
-from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.optim import Adam
+from workload import MODES, RoundPipeTraining, Work, build, build_on_meta, sized
 
 TIMEOUT = datetime.timedelta(seconds=300)
-
-
-class Training:
-    """The training of one process. `group`: the process group of all processes, or None."""
-
-    def __init__(self, work: Work, group: dist.ProcessGroup | None) -> None:
-        self.model = RoundPipe(build(work), optim_dtype=torch.float32, devices=[compute_device()], process_group=group)
-        self._optimizer = Adam(list(self.model.optim_parameters()), lr=LEARNING_RATE)
-
-    def step(self, ids: torch.Tensor, num_microbatch: int, is_async: bool) -> float:
-        loss = self.model.forward_backward(
-            input_args=(ids,),
-            label=ids,
-            loss_fn=mean_loss,
-            run_config=RoundPipeRunConfig(num_microbatch=num_microbatch, loss_reduction="mean"),
-        )
-        self.model.step(self._update, is_async=is_async)
-        return float(loss)
-
-    def _update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
 
 def timed_steps(step: Callable[[], float], options: argparse.Namespace) -> tuple[float, list[float]]:
@@ -74,8 +49,8 @@ def measure_one(work: Work, options: argparse.Namespace, table: Table) -> None:
         seconds: dict[str, list[float]] = {"none": [], "one": []}
         for _ in range(2):
             for name, given in (("none", None), ("one", group)):
-                training = Training(work, given)
-                step = functools.partial(training.step, ids, options.micro, is_async)
+                training = RoundPipeTraining(build(work), process_group=given)
+                step = functools.partial(training.step, ids, options.micro, is_async=is_async)
                 seconds[name].append(timed_steps(step, options)[0])
                 training.model.close()
         alone, one = (min(seconds[name]) for name in ("none", "one"))
@@ -91,8 +66,8 @@ def _run_rank(rank: int, place: str, work: Work, options: argparse.Namespace, re
     ids = work.batch().chunk(2)[rank]
     found = {}
     for mode, is_async in MODES.items():
-        training = Training(work, group)
-        step = functools.partial(training.step, ids, options.micro // 2, is_async)
+        training = RoundPipeTraining(build(work), process_group=group)
+        step = functools.partial(training.step, ids, options.micro // 2, is_async=is_async)
         seconds, losses = timed_steps(step, options)
         training.model.synchronize()
         machines = training.model._engine.group.machines
@@ -116,7 +91,7 @@ def measure_two(work: Work, options: argparse.Namespace, table: Table) -> None:
     found = dict(results.get(timeout=TIMEOUT.total_seconds()) for _ in processes)
     for process in processes:
         process.join()
-    num_parameters = sum(param.numel() for param in build(work, "meta" if not has_gpu() else "cpu").parameters())
+    num_parameters = sum(param.numel() for param in build_on_meta(work).parameters())
     for mode in MODES:
         seconds, losses, sent, peak, wait_s, shares = found[0][mode]
         assert losses == found[1][mode][1], "the two processes returned different losses"

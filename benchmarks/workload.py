@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from measuring import Measured, Pace, SpeedTable, has_gpu, measured
+from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -253,8 +254,15 @@ class PlainTraining:
 class RoundPipeTraining:
     """Training with weights and optimizer in host memory, by `num_workers` workers on one GPU or virtual devices."""
 
-    def __init__(self, model: nn.Sequential, num_workers: int = 1) -> None:
-        self.model = RoundPipe(model, optim_dtype=torch.float32, devices=[compute_device()] * num_workers)
+    def __init__(
+        self, model: nn.Sequential, num_workers: int = 1, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.model = RoundPipe(
+            model,
+            optim_dtype=torch.float32,
+            devices=[compute_device()] * num_workers,
+            process_group=process_group,
+        )
         self._optimizer = Adam(list(self.model.optim_parameters()), lr=LEARNING_RATE)
 
     def measured(self, work: Work, num_microbatch: int, pace: Pace, *, is_async: bool) -> Measured | None:

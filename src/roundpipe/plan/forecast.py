@@ -119,27 +119,31 @@ def step_with_exchange_s(
         )
     else:
         final, end_s = _final_on_several_devices(found.tasks, profile)
-    return max(end_s, exchanged_update_s(final, update_s, exchange_s))
+    return max(end_s, exchanged_update_s(final, update_s, exchange_s, exchange_s))
 
 
 def exchanged_update_s(
-    final: Sequence[tuple[int, float]], update_s: Sequence[float], exchange_s: Sequence[float]
+    final: Sequence[tuple[int, float]],
+    update_s: Sequence[float],
+    fetch_s: Sequence[float],
+    gather_s: Sequence[float],
 ) -> float:
     """Return when the last layer is updated on all machines. `final`: layers and when their gradients are final.
 
+    By layer, `fetch_s` are the seconds of exchanging its gradients and `gather_s` those of exchanging its new weights.
     One thread exchanges layer by layer: the gradients of a layer, then the new weights of the layer before it, which
     was updated meanwhile.
     """
     network_s = optimizer_s = 0.0  # the times at which network and optimizer are free
     before: int | None = None
     for layer_id, final_s in final:
-        network_s = max(network_s, final_s) + exchange_s[layer_id]
+        network_s = max(network_s, final_s) + fetch_s[layer_id]
         fetched_s = network_s
         if before is not None:
-            network_s = max(network_s, optimizer_s) + exchange_s[before]
+            network_s = max(network_s, optimizer_s) + gather_s[before]
         optimizer_s = max(optimizer_s, fetched_s) + update_s[layer_id]
         before = layer_id
-    return optimizer_s if before is None else max(network_s, optimizer_s) + exchange_s[before]
+    return optimizer_s if before is None else max(network_s, optimizer_s) + gather_s[before]
 
 
 def weight_room_bytes(tasks: Sequence[StageTask], profile: ModelProfile, tail: int, grain: Grain) -> int:
