@@ -157,7 +157,7 @@ class WholeBatch:
         if len(given) > 1:
             raise ConfigError(
                 f"{NUM_ITEMS} was passed on some machines of the process group and not on others; pass it on all, each "
-                "with the count of its own part of the batch, or on none."
+                "with the count of its part of the batch, or on none."
             )
         self.first_microbatch = sum(part.microbatches for part in parts[: self._machines.share.rank])
         return BatchCounts.sum(parts)

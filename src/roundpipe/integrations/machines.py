@@ -213,7 +213,7 @@ def share_rows(loader: Any, rank: int, size: int) -> None:
     if not isinstance(plain, BatchSampler):
         raise ConfigError(
             f"the data cannot be divided between {size} machines: it must be a dataset with a length and without a "
-            f"batch sampler of its own, got a loader over {type(getattr(loader, 'dataset', loader)).__name__}."
+            f"custom batch sampler, got a loader over {type(getattr(loader, 'dataset', loader)).__name__}."
         )
     assert shard is not None
     shard.batch_sampler = SharedBatches(plain, rank, size)
