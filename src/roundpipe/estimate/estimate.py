@@ -141,9 +141,11 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
     largest = -(-work.batch // num_microbatch)  # sequences in the largest microbatch
     costs = layer_costs(paper, machine.gpu, largest, work.length)
     profile = ModelProfile(costs, machine.num_devices, num_microbatch, machine.plan_bytes)
-    trained = [sum(p.numel() for p in params if p.requires_grad) for params in paper.layers]
+    trained = paper.trained_at_home()
     # Each of several machines updates its part of every layer.
-    update_s = [count / machine.num_machines / machine.parameters_per_s for count in trained]
+    counts = [sum(p.numel() for p in params) for params in trained]
+    update_s = [count / machine.num_machines / machine.parameters_per_s for count in counts]
+    exchanged = [sum(p.nbytes for p in params) for params in trained]
     found = forecast(profile, update_s if work.is_exact else None)
     host = _host_parts(paper, work, machine, found, profile)
     seconds = sum(task_seconds(task, costs) for task in found.tasks)
@@ -152,12 +154,10 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
     # The forecast of exact steps includes their update.
     alone_s = max(found.step_s, link_s, 0.0 if work.is_exact else optimizer_s)
     network, step_s = machine.network or Network(1, math.inf), alone_s
+    exchange_s = [network.exchange_s(num_bytes) for num_bytes in exchanged]
     if machine.num_machines > 1:
-        step_s = max(
-            step_s,
-            step_with_exchange_s(found, profile, update_s, network, is_exact=work.is_exact, grain="stage"),
-        )
-    exchanged = sum(cost.grad_bytes for cost in costs)
+        together_s = step_with_exchange_s(found, profile, update_s, exchange_s, is_exact=work.is_exact, grain="stage")
+        step_s = max(step_s, together_s)
     return Estimate(
         num_microbatch=num_microbatch,
         forecast=found,
@@ -165,9 +165,9 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
         compute_s=num_microbatch * seconds / machine.num_devices,
         link_s=link_s,
         optimizer_s=optimizer_s,
-        network_s=2 * sum(network.exchange_s(cost.grad_bytes) for cost in costs),
+        network_s=2 * sum(exchange_s),
         exposed_s=step_s - alone_s,
-        network_bytes=2 * exchanged * (machine.num_machines - 1) // machine.num_machines,
+        network_bytes=2 * sum(exchanged) * (machine.num_machines - 1) // machine.num_machines,
         device=_device_parts(found, profile, work.is_exact),
         host=host,
         refusal=_refusal(paper, work, machine, host),

@@ -46,6 +46,15 @@ class PaperModel:
         """The parameters of each layer."""
         return [list(self.before), *(list(block.parameters()) for block in self.blocks), list(self.after)]
 
+    def trained_at_home(self) -> list[list[nn.Parameter]]:
+        """The trained parameters of each layer. A parameter that several layers use is updated with the first one."""
+        seen: set[int] = set()
+        homes: list[list[nn.Parameter]] = []
+        for parameters in self.layers:
+            homes.append([param for param in parameters if param.requires_grad and id(param) not in seen])
+            seen.update(map(id, homes[-1]))
+        return homes
+
 
 def sequential_on_paper(model: nn.Sequential, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> PaperModel:
     """A language model that is an nn.Sequential: embedding, blocks, head. `loss_fn` gets logits and labels."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from roundpipe.plan.cost import ModelProfile
 from roundpipe.plan.execute_plan import ModelExecutePlan, RunType, StageTask, TaskKind, build_schedule
 from roundpipe.plan.predict import Grain, StageMemory, simulate, steady_step_s
-from roundpipe.plan.search import best_tail, choose_exact_plan, choose_plan, final_gradients_s
+from roundpipe.plan.search import best_tail, choose_exact_plan, choose_plan, final_gradients_s, updated_s
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,7 @@ def tail_and_step_s(
 def _exact_round_s(tasks: Sequence[StageTask], profile: ModelProfile, update_s: Sequence[float]) -> float:
     """Return the seconds of a call on several devices and of its update, which begins as gradients become final."""
     final, end_s = _final_on_several_devices(tasks, profile)
-    updated_s = 0.0
-    for layer_id, final_s in final:
-        updated_s = max(updated_s, final_s) + update_s[layer_id]
-    return max(updated_s, end_s)
+    return max(end_s, updated_s(final, update_s))
 
 
 def _final_on_several_devices(
@@ -104,13 +101,20 @@ class Network:
 
 
 def step_with_exchange_s(
-    found: Forecast, profile: ModelProfile, update_s: Sequence[float], network: Network, *, is_exact: bool, grain: Grain
+    found: Forecast,
+    profile: ModelProfile,
+    update_s: Sequence[float],
+    exchange_s: Sequence[float],
+    *,
+    is_exact: bool,
+    grain: Grain,
 ) -> float:
-    """Return the seconds of a step of one of several machines. `update_s`: of this machine's part of each layer.
+    """Return the seconds of a step of one of several machines.
 
-    Stale steps: the exchange and the update run beside the next call. Exact steps: see `exchanged_update_s`.
+    By layer, `update_s` are the seconds of updating this machine's part, and `exchange_s` those of exchanging its
+    gradients, or its new weights. Stale steps: the exchange and the update run beside the next call. Exact steps: see
+    `exchanged_update_s`.
     """
-    exchange_s = [network.exchange_s(cost.grad_bytes) for cost in profile.layers]
     if not is_exact:
         return max(found.step_s, 2 * sum(exchange_s), sum(update_s))
     if profile.num_devices == 1:

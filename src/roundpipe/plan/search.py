@@ -78,10 +78,15 @@ def exact_step_s(
 ) -> float:
     """Return the seconds from the start of a call to the end of its update. [Note: gradients become final]"""
     final, end_s = final_gradients_s(tasks, costs, num_microbatch=num_microbatch, tail=tail, grain=grain)
-    updated_s = 0.0
+    return max(end_s, updated_s(final, update_s))
+
+
+def updated_s(final: Sequence[tuple[int, float]], update_s: Sequence[float]) -> float:
+    """Return when all layers are updated, one after the other. `final`: layers and when their gradients are final."""
+    free_s = 0.0  # the time at which the optimizer is free
     for layer_id, final_s in final:
-        updated_s = max(updated_s, final_s) + update_s[layer_id]
-    return max(end_s, updated_s)
+        free_s = max(free_s, final_s) + update_s[layer_id]
+    return free_s
 
 
 def final_gradients_s(

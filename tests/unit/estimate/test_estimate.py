@@ -171,6 +171,19 @@ def test_several_machines_divide_the_optimizer_and_exchange_four_bytes_per_param
     assert alone.network_bytes == alone.network_s == alone.exposed_s == 0
 
 
+def test_a_tied_head_is_updated_and_exchanged_once() -> None:
+    with torch.device("meta"):
+        network = tiny_model("qwen3", num_layers=2).to(torch.bfloat16)
+    assert network.lm_head.weight is network.model.embed_tokens.weight
+    count = sum(param.numel() for param in network.parameters())
+    found = estimate(
+        causal_lm_on_paper(network), Work(4, 16), dataclasses.replace(MACHINE, network=Network(2, 1e9, 0.0, 0.0))
+    )
+    assert found.optimizer_s == pytest.approx(count / 2 / MACHINE.parameters_per_s)
+    assert found.network_bytes == 2 * count
+    assert found.network_s == pytest.approx(2 * count / 1e9)
+
+
 def test_stale_steps_hide_the_exchange_that_is_no_longer_than_the_call() -> None:
     paper, work = paper_model(), Work(16, 512, is_exact=False, num_microbatch=4)
     alone = estimate(paper, work, MACHINE)
