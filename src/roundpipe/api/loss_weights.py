@@ -51,7 +51,7 @@ from roundpipe.microbatch.merge import losses_in, with_losses
 from roundpipe.microbatch.split import LossShares, Shares
 from roundpipe.runtime.rng import draw_call_seed
 from roundpipe.runtime.run import Run
-from roundpipe.split.calibrate import fresh, private_copy
+from roundpipe.split.calibrate import PrivateCopy, fresh
 from roundpipe.split.determinism import OUT_OF_MEMORY, WithoutDropout
 from roundpipe.split.layers import KEEPS_LOGITS
 from roundpipe.split.plan import signature
@@ -407,7 +407,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         self._model_name = type(model).__name__
-        self._copy, _ = private_copy(model)
+        self._copy = PrivateCopy(model)
         self.kwargs = {name: value for name, value in kwargs.items() if name != NUM_ITEMS}
         # The argument with the labels. `shift_labels` holds labels that the user has shifted already.
         self.name = "labels" if kwargs.get("shift_labels") is None else "shift_labels"
@@ -430,7 +430,7 @@ class _Trial:
         """The loss of the call with some arguments changed."""
         with torch.no_grad(), torch.random.fork_rng(devices=()), WithoutDropout():
             torch.manual_seed(0)  # losses are compared, so all runs need the same random numbers
-            output = self._copy(**fresh({**self.kwargs, **changes}))
+            output = self._copy.run((), fresh({**self.kwargs, **changes}))
         return float(output[0] if isinstance(output, tuple) else output.loss)
 
     def tried(self, find: Callable[[_Trial], LossForm | None]) -> LossForm | None:

@@ -22,7 +22,7 @@ from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, 
 from roundpipe.microbatch.merge import as_microbatches, is_merging_late, merge_late
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
-from roundpipe.split.transformers import has_pretrained
+from roundpipe.split.transformers import has_pretrained, install_capturing_hooks
 from roundpipe.store import PinMode
 from roundpipe.store.adopt import refuse_owned
 from roundpipe.store.records import user_names
@@ -109,6 +109,8 @@ class RoundPipe(ModelProxy):
         specs = parse_devices(devices)
         layers = _layers_of(model)
         refuse_owned(original_model)  # checked before the engine moves any weight
+        if split_model is None:
+            install_capturing_hooks(model)
         engine = ModelEngine(
             layers,
             names,

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe.errors import ModelSplitError
-from roundpipe.module_copy import ModulePair, copy_tree
+from roundpipe.module_copy import copy_tree
 from roundpipe.split.dependence import Dependence
 from roundpipe.split.determinism import WithoutDropout, fresh_generators, own_generators, refusing, state_of_generators
 from roundpipe.split.discovery import Discovery, discover, record_events
@@ -64,11 +63,11 @@ class _Calibration:
 
     def plan(self) -> SplitPlan:
         seed = torch.get_rng_state()
-        copy, pairs = private_copy(self._model)
+        copy = PrivateCopy(self._model)
         # Outside of `refusing`, so that the user gets exceptions of the model's own code unchanged.
-        outputs = self._first_run(copy, pairs)
+        outputs = self._first_run(copy)
         with refusing("finding out how it can be split"):
-            return self._plan_of(copy, outputs, seed)
+            return self._plan_of(copy.root, outputs, seed)
 
     def _plan_of(self, copy: nn.Module, outputs: Any, seed: torch.Tensor) -> SplitPlan:
         # The second run finds the blocks and taps.
@@ -106,19 +105,13 @@ class _Calibration:
             dependence.plan, head=recording.head(), draws_globally=draws_globally, has_caches=has_caches
         )
 
-    def _first_run(self, copy: nn.Module, pairs: Sequence[ModulePair]) -> Any:
-        """Run the model's copy once and return its outputs.
-
-        The model's library may install hooks in this run. Raises ModelSplitError if the forward replaces modules.
-        """
-        before, params_before = list(copy.modules()), dict(copy.named_parameters())
+    def _first_run(self, copy: PrivateCopy) -> Any:
+        """Run the model's copy once and return its outputs. Raises ModelSplitError if the forward replaces modules."""
+        before, params_before = list(copy.root.modules()), dict(copy.root.named_parameters())
         args, kwargs = self._inputs()
-        try:
-            outputs = copy(*args, **kwargs)
-        finally:
-            keep_hook_marks(pairs)
-        if [id(module) for module in copy.modules()] != [id(module) for module in before]:
-            params = dict(copy.named_parameters())
+        outputs = copy.run(args, kwargs)
+        if [id(module) for module in copy.root.modules()] != [id(module) for module in before]:
+            params = dict(copy.root.named_parameters())
             if params.keys() != params_before.keys() or any(params[name] is not params_before[name] for name in params):
                 raise ModelSplitError("its forward exchanges its own modules and their parameters")
             raise ChangesItself("its forward exchanges its own modules for inputs like these")
@@ -163,7 +156,7 @@ class _Calibration:
 
     def _find_needs(self, dependence: Dependence, found: Discovery) -> None:
         """Find the parameters that each point needs; tests that a replay with only these gives the same results."""
-        forced, _ = private_copy(self._model, forced=True)
+        forced = PrivateCopy(self._model, forced=True).root
         names = {id(param): name for name, param in forced.named_parameters()}
         forced_tree = self._tree(forced, found)
         by_path = dict(self._model.named_modules())
@@ -195,7 +188,7 @@ class _Calibration:
 
     def _element_tree(self, plan: SplitPlan, point: int, needs: Any) -> nn.Module:
         """Return the root of the stub tree that a glue layer would use to replay `point`."""
-        tree = element_tree(private_copy(self._model)[0], plan, point, needs, self._ghosts)
+        tree = element_tree(PrivateCopy(self._model).root, plan, point, needs, self._ghosts)
         tree.fill_in(torch.device("cpu"))
         return tree.root
 
@@ -219,18 +212,28 @@ def _fresh_leaf(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else copied_cache(leaf)
 
 
-def private_copy(model: nn.Module, forced: bool = False) -> tuple[nn.Module, list[ModulePair]]:
-    """Copy the module tree; returns the root and the pairs of `copy_tree`.
+class PrivateCopy:
+    """A copy of a model's module tree for runs on the host.
 
     Parameters are new objects that share the weights' memory, so gradients stay in the copy. Buffers are copied,
-    because a forward may write to them. forced: every floating-point parameter of the copy requires grad.
+    because a forward may write to them.
     """
 
-    def alias(param: nn.Parameter) -> nn.Parameter:
-        wants_grad = param.requires_grad or (forced and param.is_floating_point())
-        return nn.Parameter(param.detach(), requires_grad=wants_grad)
+    def __init__(self, model: nn.Module, *, forced: bool = False) -> None:
+        """Copy the tree. forced: every floating-point parameter of the copy requires grad."""
 
-    return copy_tree(model, parameter=alias, buffer=torch.Tensor.clone)
+        def alias(param: nn.Parameter) -> nn.Parameter:
+            wants_grad = param.requires_grad or (forced and param.is_floating_point())
+            return nn.Parameter(param.detach(), requires_grad=wants_grad)
+
+        self.root, self._pairs = copy_tree(model, parameter=alias, buffer=torch.Tensor.clone)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the model's forward returns for these arguments."""
+        try:
+            return self.root(*args, **kwargs)
+        finally:
+            keep_hook_marks(self._pairs)  # the model's library may have installed hooks in this run
 
 
 def _refuse_random_depth(model: nn.Module) -> None:

@@ -35,7 +35,7 @@ def call_block(
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    captures: Mapping[str, int],
+    captures: Mapping[str, Any],
     *,
     has_containers: bool = True,
 ) -> tuple[dict[str, Any], Captured]:

@@ -150,7 +150,7 @@ class CallRecord:
 
     arguments: Any  # (args, kwargs) with a Held in place of each tensor
     keys: Sequence[Key]  # the keys of the tensors in `arguments`
-    captures: Mapping[str, int]  # the kinds of output that the block must capture, see `wanted_captures`
+    captures: Mapping[str, Any]  # the kinds of output that the block must capture, see `wanted_captures`
     has_containers: bool  # whether the arguments may contain dicts or lists
     has_caches: bool  # whether the arguments contain transformers caches
     is_long: bool  # whether the arguments have so many tokens that tokenwise modules of the block are tiled

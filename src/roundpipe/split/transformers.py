@@ -27,7 +27,7 @@ from roundpipe.module_copy import ModulePair
 
 logger = logging.getLogger("roundpipe")
 
-Captured = dict[str, list[Any]]  # captured outputs by kind
+Captured = dict[str, list[Any]]  # captured outputs by kind; a collector may also hold which layers are selected
 _MISSING = object()
 # Attributes of configs that say how attention and experts are computed, and the values that need no GPU kernels.
 _ATTENTION, _EXPERTS = "_attn_implementation_internal", "_experts_implementation_internal"
@@ -41,36 +41,44 @@ def _collector_variable() -> Any:
 def active_collector() -> Captured | None:
     """Return the collector of the running forward; None if no outputs are being collected."""
     variable = _collector_variable()
-    collector = None if variable is None else variable.get()
-    if collector and "_hidden_states_layers" in collector:
-        raise ModelSplitError(
-            "output_hidden_states is a list of layers, which is not supported; pass True for all layers"
-        )
-    return collector or None
+    return (None if variable is None else variable.get()) or None
 
 
-def wanted_captures(collector: Captured | None) -> dict[str, int]:
-    """Return the kinds of output that a block must capture, each with 0 or 1.
+def wanted_captures(collector: Captured | None) -> dict[str, Any]:
+    """Return what a block must capture: by kind of output, the number of outputs captured before in this forward.
 
-    0: no output of this kind was captured before in this forward. 1: some were. The number matters because the hooks of
-    transformers treat the first captured output of a forward differently.
+    The number matters because the hooks of transformers count: they treat the first output differently, and skip
+    layers that the caller did not select. A selection of layers is an entry of the collector, which is passed on.
     """
-    return {kind: min(1, len(found)) for kind, found in (collector or {}).items()}
+    return {kind: len(found) if isinstance(found, list) else found for kind, found in (collector or {}).items()}
 
 
-def call_capturing(call: Any, wanted: Mapping[str, int]) -> tuple[Any, Captured]:
+def call_capturing(call: Any, wanted: Mapping[str, Any]) -> tuple[Any, Captured]:
     """Return the result of `call()` and the outputs that hooks captured in it. See [Note: captured outputs]."""
     if not wanted:
         return call(), {}
     variable = _collector_variable()
-    # One entry None replaces all outputs that earlier blocks captured. It is removed from the result below.
-    collector: Captured = {kind: [None] * earlier for kind, earlier in wanted.items()}
+    # None replaces each output that earlier blocks captured. These entries are removed from the result below.
+    collector = {kind: [None] * given if type(given) is int else given for kind, given in wanted.items()}
     token = variable.set(collector)
     try:
         value = call()
     finally:
         variable.reset(token)
-    return value, {kind: found[wanted[kind] :] for kind, found in collector.items()}
+    return value, {kind: found[wanted[kind] :] for kind, found in collector.items() if isinstance(found, list)}
+
+
+def install_capturing_hooks(module: nn.Module) -> None:
+    """Install the hooks of the transformers models in a module now instead of in the first forward that needs them.
+
+    For modules whose copies run on several devices: copies share their hooks with the original, but each copy would
+    install them again. A forward of split layers never installs hooks, because calibration has done so.
+    """
+    install = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
+    if install is not None:
+        for part in module.modules():
+            if is_pretrained(part):
+                install(part)
 
 
 def keep_hook_marks(pairs: Sequence[ModulePair]) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe.errors import ModelSplitError
-from roundpipe.split.calibrate import fresh, private_copy
+from roundpipe.split.calibrate import PrivateCopy, fresh
 from roundpipe.split.determinism import Forward, WithoutDropout, other_forwards, own_generators, succeeds
 from roundpipe.split.layers import LayerArrangement, PlacedPlan
 from roundpipe.split.plan import KeepLogits, SplitPlan
@@ -178,7 +178,7 @@ def _seed(layer_id: int) -> None:
 
 def _layers(model: nn.Module, plan: SplitPlan) -> tuple[Sequence[nn.Module], nn.Module, PlacedPlan]:
     """Copy the model and split the copy as the plan says; returns the layers, the copy, and the placed plan."""
-    copy, _ = private_copy(model)
+    copy = PrivateCopy(model).root
     book = _OnePlan()
     arrangement = LayerArrangement(copy, book)
     arrangement.add(plan)
