@@ -10,10 +10,17 @@ From copy to original: a forward pass may set attributes on the copy. If they ar
 `write_back` copies them to the original, and `drop_changes` reverts them. After a recomputation, for example, a counter
 must be reverted, because the forward pass has counted already. Attributes with other values (a cache of device tensors)
 stay on the copy; neither method touches them.
+
+[Note: functions that hold modules]
+A forward that was replaced on the instance (`model.forward = patched`) usually calls the forward that it replaced, a
+method bound to the original, or other modules of the tree. It holds them as its bound object, in its closure or in a
+functools.partial. The copy gets a function that holds the copy's modules instead. What a function holds elsewhere (in a
+global variable, a list, an object) cannot be exchanged: such a function runs the original's modules.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import types
 from collections.abc import Callable, Mapping
@@ -132,7 +139,7 @@ class ModulePair:
         for name, value in source.items():
             if name not in self._not_followed and self._synced.get(name, _MISSING) is not value:
                 self._synced[name] = value
-                target[name] = self._given[name] = translated(value, self.original, self.copy, self._exchanged)
+                target[name] = self._given[name] = translated(value, self._exchanged)
         for name in self._synced.keys() - source.keys():
             del self._synced[name], self._given[name]
             target.pop(name, None)
@@ -213,17 +220,79 @@ def _parts_of(module: nn.Module) -> dict[str, Any]:
     return {**module._parameters, **module._modules}
 
 
-def translated(value: Any, original: nn.Module, copy: nn.Module, exchanged: Mapping[int, Any]) -> Any:
+def translated(value: Any, exchanged: Mapping[int, Any]) -> Any:
     """Return the value of an attribute for the copy: exchanged modules and parameters replace those of the original.
 
-    Looks into lists, tuples and dicts, one level deep. A method bound to the original is bound to the copy instead.
+    Looks into lists, tuples and dicts, one level deep, and into functions: see [Note: functions that hold modules].
     """
-    if isinstance(value, types.MethodType) and value.__self__ is original:
-        return types.MethodType(value.__func__, copy)
     if isinstance(value, nn.Module | nn.Parameter):
         return exchanged.get(id(value), value)
+    if isinstance(value, _FUNCTIONS):
+        return _rebound(value, exchanged, frozenset())
     if type(value) in (list, tuple) and any(isinstance(item, nn.Module | nn.Parameter) for item in value):
         return type(value)(exchanged.get(id(item), item) for item in value)
     if type(value) is dict and any(isinstance(item, nn.Module | nn.Parameter) for item in value.values()):
         return {key: exchanged.get(id(item), item) for key, item in value.items()}
     return value
+
+
+_FUNCTIONS = (types.MethodType, types.FunctionType, functools.partial)
+
+
+def _rebound(value: Any, exchanged: Mapping[int, Any], outer: frozenset[int]) -> Any:
+    """Return a function that holds exchanged modules and parameters; the same function if it holds none.
+
+    outer: ids of the functions that hold this one, because a closure can contain its own function.
+    """
+    if isinstance(value, nn.Module | nn.Parameter):
+        return exchanged.get(id(value), value)
+    if not isinstance(value, _FUNCTIONS) or id(value) in outer:
+        return value
+    outer |= {id(value)}
+
+    def rebound(held: Any) -> Any:
+        return _rebound(held, exchanged, outer)
+
+    if isinstance(value, types.MethodType):
+        function, owner = rebound(value.__func__), rebound(value.__self__)
+        is_same = function is value.__func__ and owner is value.__self__
+        return value if is_same else types.MethodType(function, owner)
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+        function, *given = map(rebound, parts)
+        if all(map(operator.is_, (function, *given), parts)):
+            return value
+        positional = given[: len(value.args)]
+        by_name = dict(zip(value.keywords, given[len(positional) :], strict=True))
+        return functools.partial(function, *positional, **by_name)
+    return _rebound_function(value, rebound)
+
+
+def _rebound_function(function: types.FunctionType, rebound: Callable[[Any], Any]) -> types.FunctionType:
+    cells = function.__closure__ or ()
+    held = [_content(cell) for cell in cells]
+    new = [rebound(value) for value in held]
+    if all(map(operator.is_, new, held)):
+        return function
+    itself = types.CellType()  # a function that calls itself has itself in its closure
+    # Cells whose content stays are shared with the original: the function may assign to them.
+    closure = tuple(
+        itself if old is function else cell if value is old else types.CellType(value)
+        for cell, old, value in zip(cells, held, new, strict=True)
+    )
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    itself.cell_contents = copy
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    for name in functools.WRAPPER_ASSIGNMENTS:
+        setattr(copy, name, getattr(function, name))
+    return copy
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return _MISSING

@@ -29,25 +29,6 @@ class Inner(nn.Module):
         return self.tail(self.toy(x))
 
 
-def with_replaced_forward() -> nn.Module:
-    """As offloading hooks do: the new forward calls the old one, which is bound to the original."""
-    model = Inner()
-    old = model.toy.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return old(*args, **kwargs)
-
-    model.toy.forward = forward
-    return model
-
-
-def with_replaced_block_forward() -> nn.Module:
-    model = Toy()
-    old = model.blocks[1].forward
-    model.blocks[1].forward = lambda h: old(h) * 2.0
-    return model
-
-
 class Dropping(Toy):
     def __init__(self) -> None:
         super().__init__()
@@ -178,8 +159,6 @@ class ObservingTied(Toy):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a forward replaced on an inner module": (with_replaced_forward, "forward of its Toy was replaced on the instance"),
-    "a forward replaced on a block": (with_replaced_block_forward, "replaced on the instance"),
     "layerdrop": (Dropping, r"the model drops layers at random \(layerdrop=0.1\); set it to 0"),
     "an object of an unknown class": (Opaque, "blocks.0 receives a Cell object; only tensors, numbers, strings"),
     "state that blocks share in secret": (lambda: Toy(block=Memorising), "."),

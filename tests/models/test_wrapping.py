@@ -126,26 +126,26 @@ def test_a_registered_preset_goes_before_the_splitter(
     assert "using the preset for LlamaForCausalLM" in caplog.text
 
 
-def with_foreign_forward() -> Any:
+def with_offloading() -> Any:
+    hooks = pytest.importorskip("accelerate.hooks")
     model = llama()
-    old = model.model.forward
-    model.model.forward = lambda *args, **kwargs: old(*args, **kwargs)
+    hooks.add_hook_to_module(model.model, hooks.ModelHook())
     return model
 
 
 def test_insisting_on_a_split_that_is_refused_says_why_and_what_to_do(wrap: Callable[..., Any]) -> None:
     with pytest.raises(NotImplementedError) as raised:
-        wrap(with_foreign_forward(), use_sequential_preset=True)
+        wrap(with_offloading(), use_sequential_preset=True)
     message = str(raised.value)
     assert "no preset for LlamaForCausalLM, and it is not split into layers: " in message
-    assert "the forward of its LlamaModel was replaced on the instance" in message
+    assert "the forward of its LlamaModel was replaced by hooks of accelerate" in message
     assert "roundpipe.models.register" in message
 
 
 def test_a_model_that_is_refused_is_wrapped_part_by_part_with_a_warning(
     wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = wrap(with_foreign_forward())
+    model = wrap(with_offloading())
     assert type(model) is AutoRoundPipe
     assert "LlamaForCausalLM is wrapped part by part, for " in caplog.text
 

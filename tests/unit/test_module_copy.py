@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -136,6 +140,105 @@ def test_a_forward_that_is_a_method_of_the_module_itself_is_bound_to_the_copy() 
     assert torch.equal(copy(X), (X @ (2 * model.linear.weight).T + 2 * model.linear.bias) * 3)
 
 
+def with_closure(model: Inner) -> None:
+    old, linear = model.forward, model.linear
+
+    def forward(x: Tensor) -> Tensor:
+        return old(x) + linear(x)
+
+    model.forward = forward
+
+
+def with_nested_closures(model: Inner) -> None:
+    old = model.forward
+
+    def twice(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: forward(forward(x))
+
+    model.forward = twice(old)
+
+
+def with_method_around_the_old_one(model: Inner) -> None:
+    old = model.forward
+
+    def forward(self: Inner, x: Tensor) -> Tensor:
+        return old(x) * self.linear.bias
+
+    model.forward = types.MethodType(forward, model)
+
+
+def with_partial(model: Inner) -> None:
+    def forward(old: Callable[[Tensor], Tensor], x: Tensor, *, linear: nn.Module) -> Tensor:
+        return old(x) - linear(x)
+
+    model.forward = functools.partial(forward, model.forward, linear=model.linear)
+
+
+def with_method_of_a_submodule(model: Inner) -> None:
+    model.forward = model.linear.forward
+
+
+def with_decorator(model: Inner) -> None:
+    model.forward = torch.autocast("cpu", enabled=False)(model.forward)
+
+
+REPLACED = (
+    with_closure,
+    with_nested_closures,
+    with_method_around_the_old_one,
+    with_partial,
+    with_method_of_a_submodule,
+    with_decorator,
+)
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+def test_a_forward_replaced_on_the_instance_runs_the_modules_of_the_copy(replace: Callable[[Inner], None]) -> None:
+    torch.manual_seed(2)
+    model = Inner()
+    expected = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in expected.parameters():
+            param.mul_(2)
+    replace(model)
+    replace(expected)
+    found, _ = copy_tree(model, parameter=doubled)
+    assert torch.equal(found(X), expected(X))
+    found(X).sum().backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_functions_of_a_copy_share_what_is_not_exchanged() -> None:
+    model, calls = Inner(), 0
+    old = model.forward
+
+    def forward(x: Tensor, *, scale: float = 2.0) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return old(x) * scale
+
+    forward.mark = "kept"
+    model.forward = forward
+    found: Any = copy_tree(model)[0]
+    found(X)
+    model(X)
+    assert calls == 2
+    assert found.forward.mark == "kept"
+    assert (found.forward.__name__, found.forward.__kwdefaults__) == ("forward", {"scale": 2.0})
+
+
+def test_a_function_that_refers_to_itself_is_translated() -> None:
+    model = Inner()
+    linear = model.linear
+
+    def forward(x: Tensor, depth: int = 2) -> Tensor:
+        return linear(x) if depth == 0 else forward(x, depth - 1)
+
+    model.forward = forward
+    found, _ = copy_tree(model, parameter=doubled)
+    assert torch.equal(found(X), nn.functional.linear(X, 2 * linear.weight, 2 * linear.bias))
+
+
 def test_hooks_and_modes_are_those_of_the_original() -> None:
     model = Outer().eval()
     model.first.register_forward_hook(lambda module, args, output: output * 5)
@@ -158,14 +261,14 @@ def test_changing_a_copy_leaves_the_original_alone() -> None:
 
 
 def test_only_attributes_that_refer_to_exchanged_objects_are_translated() -> None:
-    model, copy, part, new = Inner(), Inner(), nn.Tanh(), nn.Tanh()
+    copy, part, new = Inner(), nn.Tanh(), nn.Tanh()
     exchanged = {id(part): new}
-    assert translated(part, model, copy, exchanged) is new
-    assert translated([part, 1], model, copy, exchanged) == [new, 1]
-    assert translated({"a": part}, model, copy, exchanged) == {"a": new}
-    assert translated(other := nn.Tanh(), model, copy, exchanged) is other
+    assert translated(part, exchanged) is new
+    assert translated([part, 1], exchanged) == [new, 1]
+    assert translated({"a": part}, exchanged) == {"a": new}
+    assert translated(other := nn.Tanh(), exchanged) is other
     for untouched in ([1], {"a": 2}, "text", copy.forward):
-        assert translated(untouched, model, copy, exchanged) is untouched
+        assert translated(untouched, exchanged) is untouched
 
 
 # Following attributes.

@@ -24,6 +24,7 @@ from roundpipe.devices import DeviceSpec, host_pinner, parse_devices
 from roundpipe.errors import ClosedError, ConfigError, UsageError, add_note
 from roundpipe.microbatch.merge import merged_now, merging_late
 from roundpipe.runtime.pool import shared_pool
+from roundpipe.split.transformers import CacheSwitch
 from roundpipe.store import PinMode
 from roundpipe.store.adopt import refuse_owned
 from roundpipe.store.records import user_names
@@ -141,6 +142,7 @@ class AutoRoundPipe(ModelProxy):
             engine,
             _parts=dict(parts),
             _loss=loss,
+            _cache_switch=CacheSwitch(model),
             _advice=advice,
             optim_dtype=optim_dtype,
             model_run_config=model_run_config,
@@ -156,10 +158,11 @@ class AutoRoundPipe(ModelProxy):
                 "an AutoRoundPipe takes no roundpipe_run_config in a call, since its parts are called one by one; give "
                 "model_run_config or override_config to wrap_model_to_roundpipe."
             )
+        additions = self._cache_switch.off(args, kwargs)
         forward = self._engine.host_forward
         try:
             with merging_late():
-                return forward(lambda: merged_now(self.model(*args, **kwargs)))
+                return forward(lambda: merged_now(self.model(*args, **kwargs, **additions)))
         # Errors of these types may come from code on the CPU between the parts. The advice may help to avoid them.
         except (ConfigError, TypeError, RuntimeError) as error:
             if self._advice is not None:

@@ -29,6 +29,7 @@ from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.rng import Ambient
 from roundpipe.runtime.run import Call, Costs, GradientParcel, LayerSettings, Parcel, Recall, Run, TaskSpan, Trace
 from roundpipe.runtime.transfer import Bundle, check_movable
+from roundpipe.split.transformers import caches_in
 from roundpipe.stats import CallFigures
 from roundpipe.store import LayerStore
 from roundpipe.timeline import Span, Timeline
@@ -69,7 +70,11 @@ def split_inputs(
     for leaf in tree_leaves(split_by_us):
         if isinstance(leaf, torch.Tensor):
             check_movable(leaf)
-    return split_call(
+    if config.requires_grad and (kwargs.get("use_cache") is True or caches_in(args, kwargs)):
+        raise UsageError(
+            "use_cache=True and past_key_values are for generating, under torch.no_grad(); leave them out in training."
+        )
+    batches = split_call(
         args,
         kwargs,
         label,
@@ -77,6 +82,12 @@ def split_inputs(
         split_input=config.split_input,
         split_label=config.split_label,
     )
+    if len(batches) > 1 and any(map(caches_in, batches.args, batches.kwargs)):
+        raise UsageError(
+            f"the {len(batches)} microbatches of this call would write to one cache (past_key_values); pass "
+            "use_cache=False, or num_microbatch=1 in the run config."
+        )
+    return batches
 
 
 class CallInputs:

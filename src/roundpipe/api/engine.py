@@ -43,8 +43,10 @@ from roundpipe.runtime.autograd import attach
 from roundpipe.runtime.pool import DevicePool
 from roundpipe.runtime.run import Call, GradientParcel, Parcel, Recall, Run, RunCancelled
 from roundpipe.split.replay import CallOrderChanged
+from roundpipe.split.transformers import CacheSwitch
 from roundpipe.stats import StepStats
-from roundpipe.store import LayerRecord, LayerStore, OptimizerCopy, ParameterRecord, PinMode
+from roundpipe.store import LayerRecord, LayerStore, ParameterRecord, PinMode
+from roundpipe.store.weights import one_by_one
 from roundpipe.timeline import Timeline
 
 logger = logging.getLogger("roundpipe")
@@ -70,15 +72,17 @@ class ModelEngine:
         pinner: HostPinner,
         split_model: SplitModel | None = None,
         own_loss: OwnLoss | None = None,
+        cache_switch: CacheSwitch | None = None,
         process_group: Any = None,
     ) -> None:
         """split_model: the model that `layers` were split from, if there is one.
         own_loss: how to weigh the loss that a model of transformers computes itself.
+        cache_switch: turns the caches of a model of transformers off that is not split.
         process_group: the machines that train the model together, a group of torch.distributed; None if alone.
         """
         self.name = name
         self.specs, self.num_devices = pool.specs, pool.num_devices
-        self.split_model, self.own_loss = split_model, own_loss
+        self.split_model, self.own_loss, self._cache_switch = split_model, own_loss, cache_switch
         machines = Machines.of(process_group, name, pool.monitor)
         self.store = LayerStore(
             layers,
@@ -234,7 +238,7 @@ class ModelEngine:
                 group.check_training()
                 for _, store, record in wanted:
                     store.masters.of(record)
-        return _one_by_one([(name, store.masters.of(record)) for name, store, record in wanted])
+        return one_by_one([(name, store.masters.of(record)) for name, store, record in wanted])
 
     def _owned_records(
         self, named: Sequence[tuple[str, nn.Parameter]]
@@ -341,7 +345,8 @@ class ModelEngine:
         wants_outputs: bool = True,
     ) -> Request:
         """Split the arguments into microbatches and weigh their losses. Splits the model for a new form of call."""
-        prepared = PreparedCall(args, kwargs, config)
+        additions = {} if self._cache_switch is None else self._cache_switch.off(args, kwargs)
+        prepared = PreparedCall(args, kwargs, config, additions)
         if self.split_model is not None:
             prepared = self.split_model.prepared(args, kwargs, config, is_for_loss_alone=not wants_outputs)
         config = prepared.config
@@ -425,6 +430,8 @@ class ModelEngine:
             parcels = run.take_outputs() if request.wants_outputs else []
             if run.buffer_results:
                 group.recovery.commit_buffers(run)
+            if not self.is_joined:
+                run.require_gradients()
             outputs = self._merged(parcels, request) if request.wants_outputs else None
             # If no equal run has finished before, this one may still run out of memory. The call can be repeated only
             # before it returns, so it waits for the end of the run.
@@ -524,6 +531,8 @@ class ModelEngine:
         def finish(run: Run) -> list[torch.Tensor | None]:
             run.wait_until_finished()
             run.check()
+            if not self.is_joined:
+                run.require_gradients()
             self.store.gradients.expose()  # as in a plain model, `.grad` is filled when backward() returns
             return inputs.select_gradients([run.input_gradients[j] for j in range(run.num_microbatch)])
 
@@ -588,13 +597,3 @@ class ModelEngine:
         self._last_run = None
         recovery.raise_failures(None, own, run)
         raise AssertionError(f"{run!r} was cancelled without a failure")
-
-
-def _one_by_one(named: Sequence[tuple[str, OptimizerCopy]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the copies one by one. When the next one is requested, the copy before it releases memory.
-
-    This limits memory use in code that saves all copies to a file.
-    """
-    for name, copy in named:
-        yield name, copy
-        copy.rest_between_steps()

@@ -22,7 +22,7 @@ from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, 
 from roundpipe.microbatch.merge import as_microbatches, is_merging_late, merge_late
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
-from roundpipe.split.transformers import has_pretrained, install_capturing_hooks
+from roundpipe.split.transformers import CacheSwitch, has_pretrained, install_capturing_hooks, refuse_lost_captures
 from roundpipe.store import PinMode
 from roundpipe.store.adopt import refuse_owned
 from roundpipe.store.records import user_names
@@ -121,6 +121,7 @@ class RoundPipe(ModelProxy):
             pinner=host_pinner(specs),
             split_model=split_model,
             own_loss=_own_loss_of(original_model) if split_model is None else split_model.own_loss,
+            cache_switch=CacheSwitch(model) if split_model is None and not is_chain(model) else None,
             process_group=process_group,
         )
         super().__init__(
@@ -142,6 +143,8 @@ class RoundPipe(ModelProxy):
     ) -> Any:
         """Run the model on a batch; with grad the result can be backpropagated."""
         config = self._resolve(roundpipe_run_config)
+        if self._engine.is_joined:
+            refuse_lost_captures(self.model)
         if is_merging_late():  # arguments may be LateMerge tensors of other parts: take their microbatches as they are
             args, kwargs = as_microbatches((args, kwargs), config.num_microbatch)
         try:

@@ -23,7 +23,7 @@ from roundpipe.microbatch.hf_inputs import ModelInputSplit
 from roundpipe.split.layers import KEEPS_LOGITS
 from roundpipe.split.plan import KeepLogits
 from roundpipe.split.splitter import ModelSplitter
-from roundpipe.split.transformers import is_cache, is_pretrained
+from roundpipe.split.transformers import CacheSwitch, is_cache, is_pretrained
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -49,10 +49,7 @@ class SplitModel:
         parameters = inspect.signature(model.forward).parameters
         by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self._parameters = [name for name, parameter in parameters.items() if parameter.kind is by_position]
-        # An adapter with **kwargs passes arguments on to the inner model, whose signature then decides.
-        passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-        inner = next((module for module in model.modules() if is_pretrained(module)), model) if passes_on else model
-        self._takes_use_cache = "use_cache" in {*parameters, *inspect.signature(inner.forward).parameters}
+        self._cache_switch = CacheSwitch(model)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -79,13 +76,7 @@ class SplitModel:
             )
         kwargs = {**by_position, **kwargs}
         args = tuple(args)[len(self._parameters) :]
-        has_cache = any(map(is_cache, kwargs.values())) or kwargs.get("use_cache") is True
-        if has_cache and config.requires_grad:
-            raise UsageError(
-                "use_cache=True and past_key_values are for generating, under torch.no_grad(); leave them out in "
-                "training."
-            )
-        if has_cache:
+        if any(map(is_cache, kwargs.values())) or kwargs.get("use_cache") is True:
             return PreparedCall(args, kwargs, dataclasses.replace(config, num_microbatch=1, split_input=_in_one_piece))
         is_packed = any(isinstance(leaf, RoundPipePackedData) for leaf in (*args, *kwargs.values()))
         if config.split_input is None and not args and not is_packed:
@@ -94,9 +85,7 @@ class SplitModel:
 
     def _additions(self, kwargs: dict[str, Any], config: ResolvedRunConfig, is_for_loss_alone: bool) -> dict[str, Any]:
         """Keyword arguments that each microbatch gets beside its share of the inputs."""
-        additions: dict[str, Any] = {}
-        if self._takes_use_cache and "use_cache" not in kwargs:
-            additions["use_cache"] = False
+        additions = self._cache_switch.off((), kwargs)
         if config.keep_logits is False:
             additions[KEEPS_LOGITS] = KeepLogits.NEVER
         elif config.keep_logits is None and is_for_loss_alone:

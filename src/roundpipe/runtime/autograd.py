@@ -16,7 +16,7 @@ when autograd starts the node that made such an output. Autograd always starts t
 accumulates into parameters before anything else. All nodes of later layers were created later, so all of them, and
 the gradients of their parameters, are done. This holds for graphs on one device only, because nodes on another device
 run on another thread, and for layers that do not call autograd themselves, because such a call also runs the hooks.
-`stays_on_device` and `GradientWatch` check both conditions in the first run of a layer.
+`ObservedGraph` and `GradientWatch` check both conditions in the first run of a layer.
 
 [Note: gradient hooks]
 When a run is made, it stores the gradient hooks that the user has registered on parameters by then: removing a hook
@@ -156,19 +156,29 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def stays_on_device(outputs: Iterable[torch.Tensor], device: torch.device) -> bool:
-    """Return whether every node of the graph behind `outputs` gets its gradients on `device`."""
-    todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        if any(metadata.device.type != device.type for metadata in node._input_metadata):
-            return False
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return True
+@dataclasses.dataclass(frozen=True)
+class ObservedGraph:
+    """Properties of the autograd graph behind a layer's outputs."""
+
+    leaves_device: bool  # whether a node of the graph gets its gradients on another device
+    leaves: Sequence[torch.Tensor]  # the tensors in which the graph accumulates gradients
+
+    @classmethod
+    def behind(cls, outputs: Iterable[torch.Tensor], device: torch.device) -> ObservedGraph:
+        leaves_device = False
+        leaves: list[torch.Tensor] = []
+        todo = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            leaves_device |= any(metadata.device.type != device.type for metadata in node._input_metadata)
+            if (leaf := getattr(node, "variable", None)) is not None:
+                leaves.append(leaf)
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+        return cls(leaves_device, leaves)
 
 
 def attach(

@@ -24,6 +24,7 @@ import torch
 from roundpipe.config import RecomputeGrain
 from roundpipe.context import Iteration, LayerPhase
 from roundpipe.devices import Device, Event, Mark
+from roundpipe.errors import UsageError
 from roundpipe.microbatch import LossShares
 from roundpipe.plan import Phase, StageTask, TaskKind
 from roundpipe.runtime.autograd import ParameterHooks, hooks_of, refuse_hooks_on_shared
@@ -388,6 +389,24 @@ class Run:
         """Wait until the run has finished or failed, without raising its failure. Returns False after a timeout."""
         with self.monitor:
             return self.monitor.wait_until(lambda: self.finished, f"{self!r} to finish", timeout_s)
+
+    def require_gradients(self) -> None:
+        """Raise if no backward of this model has reached a parameter yet, this run included: nothing would be trained.
+
+        Waits for the end of the run if no gradient has landed before.
+        """
+        gradients = self.store.gradients
+        if not self.trains or gradients.num_additions:
+            return
+        self.wait_until_finished()
+        self.check()
+        if not gradients.num_additions:
+            trained = [record.name for record in self.store.parameters if record.param.requires_grad]
+            raise UsageError(
+                f"backward has reached none of the {len(trained)} parameters that require grad ({trained[0]!r} is "
+                "one): the loss does not depend on them, so nothing would be trained. Look for a detach(), a no_grad() "
+                "or an unused output between the layers and the loss."
+            )
 
     def check(self) -> None:
         """Raise RunCancelled if the run has failed."""

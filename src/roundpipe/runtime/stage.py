@@ -28,7 +28,7 @@ from roundpipe.devices import Device, Mark, StreamKind
 from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
 from roundpipe.microbatch.split import own_loss, weighted
 from roundpipe.plan import StageTask, TaskKind
-from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, StageGraph, stays_on_device, tensors_in
+from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, ObservedGraph, StageGraph, tensors_in
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
 from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
 from roundpipe.runtime.replica import Behaviour, LayerImages, Replica
@@ -408,8 +408,10 @@ class _Task:
             returned_own_memory=returned_own_memory,
         )
         if with_grad and watch is not None:
+            graph = ObservedGraph.behind(outputs.tensors, self._device.torch_device)
+            self._run.store.refuse_as_leaves(layer_id, graph.leaves)
             behaviour.calls_autograd = watch.end() or bool(behaviour.calls_autograd)
-            behaviour.leaves_device = not stays_on_device(outputs.tensors, self._device.torch_device)
+            behaviour.leaves_device = graph.leaves_device
         if layer.has_buffers:
             self._buffers.after_forward(replica, microbatch, phase)
         if self._is_last_microbatch and phase is not LayerPhase.RECOMPUTE and not self._run.is_probe:

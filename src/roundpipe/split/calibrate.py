@@ -22,7 +22,7 @@ from roundpipe.split.discovery import Discovery, discover, record_events
 from roundpipe.split.layers import element_tree
 from roundpipe.split.observe import Recording
 from roundpipe.split.plan import SplitPlan
-from roundpipe.split.stubs import Ghosts, StubTree, refuse_own_forward
+from roundpipe.split.stubs import Ghosts, StubTree, refuse_offloading
 from roundpipe.split.transformers import copied_cache, is_cache, keep_hook_marks
 from roundpipe.split.values import equal, is_plain, leaves_of, map_leaves
 
@@ -43,7 +43,7 @@ def calibrate(
     """
     _refuse_random_depth(model)
     for module in model.modules():
-        refuse_own_forward(module)
+        refuse_offloading(module)
     with (
         torch.random.fork_rng(devices=()),  # entered first, because own_generators draws from torch's generator
         own_generators(),

@@ -119,7 +119,6 @@ class StubTree(nn.Module):
                     self.present.add(path)
                 return make_stub(module, path, real, ghosts.of(module))
             if path in containing or isinstance(module, _CONTAINERS):
-                refuse_own_forward(module)
                 return None
             return module if is_real(module) else make_stub(module, path, None, ghosts.of(module))
 
@@ -172,16 +171,12 @@ def _above(model: nn.Module, stubs: Set[str], place: dict[int, str]) -> set[str]
     }
 
 
-def refuse_own_forward(module: nn.Module) -> None:
-    """Raise ModelSplitError if `forward` was replaced on the instance.
-
-    Such a forward is bound to the original module, so a copy would call the original's submodules instead of stubs.
-    """
-    forward = module.__dict__.get("forward")
-    if forward is not None and getattr(forward, "__self__", None) is not module:
+def refuse_offloading(module: nn.Module) -> None:
+    """Raise ModelSplitError if accelerate has replaced the module's forward by one that moves weights to devices."""
+    if "_hf_hook" in module.__dict__:
         raise ModelSplitError(
-            f"the forward of its {type(module).__name__} was replaced on the instance, as offloading hooks do; remove "
-            "them before wrapping (accelerate.hooks.remove_hook_from_submodules)"
+            f"the forward of its {type(module).__name__} was replaced by hooks of accelerate, which move weights; "
+            "remove them before wrapping (accelerate.hooks.remove_hook_from_submodules)"
         )
 
 

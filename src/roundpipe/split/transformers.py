@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,20 +23,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.errors import ConfigError, ModelSplitError
+from roundpipe.errors import ConfigError, ModelSplitError, UsageError
 from roundpipe.module_copy import ModulePair
 
 logger = logging.getLogger("roundpipe")
 
 Captured = dict[str, list[Any]]  # captured outputs by kind; a collector may also hold which layers are selected
 _MISSING = object()
+_CAPTURING = "transformers.utils.output_capturing"  # the module that defines the hooks and the collector
 # Attributes of configs that say how attention and experts are computed, and the values that need no GPU kernels.
 _ATTENTION, _EXPERTS = "_attn_implementation_internal", "_experts_implementation_internal"
+_USE_CACHE = "use_cache"  # the argument that turns caches on and off
 _TORCH_ALONE = (None, "eager", "sdpa", "batched_mm", "grouped_mm")
 
 
 def _collector_variable() -> Any:
-    return getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
 
 
 def active_collector() -> Captured | None:
@@ -74,11 +77,26 @@ def install_capturing_hooks(module: nn.Module) -> None:
     For modules whose copies run on several devices: copies share their hooks with the original, but each copy would
     install them again. A forward of split layers never installs hooks, because calibration has done so.
     """
-    install = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
+    install = getattr(sys.modules.get(_CAPTURING), "maybe_install_capturing_hooks", None)
     if install is not None:
         for part in module.modules():
             if is_pretrained(part):
                 install(part)
+
+
+def refuse_lost_captures(module: nn.Module) -> None:
+    """Raise if a forward on this thread collects outputs by hooks inside `module`, which runs on another thread."""
+    collector = active_collector()
+    if collector is None:
+        return
+    for part in module.modules():
+        if any(getattr(hook, "__module__", "") == _CAPTURING for hook in part._forward_hooks.values()):
+            raise UsageError(
+                f"the model collects {' and '.join(kind for kind in collector if kind[0] != '_')} of its layers, and "
+                f"they would be lost: a {type(module).__name__} inside it runs on a device by itself. Let the whole "
+                "model be split into layers (leave use_sequential_preset out), or turn the outputs off in the call or "
+                "the config."
+            )
 
 
 def keep_hook_marks(pairs: Sequence[ModulePair]) -> None:
@@ -119,6 +137,28 @@ def copied_cache(value: Any) -> Any:
         raise ModelSplitError("a cache that gradients flow through is handed to its blocks") from error
     move_cache(own, torch.device("cpu"))
     return own
+
+
+class CacheSwitch:
+    """Turns the caches of a transformers model off in calls that do not ask for them.
+
+    Caches serve generating. The microbatches of a call and the recomputations of a layer would all write to one cache.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        passes_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        # A model with **kwargs passes arguments on to the models inside it.
+        readers = [model, *filter(is_pretrained, model.modules())] if passes_on else [model]
+        self._is_there = has_pretrained(model) and any(
+            _USE_CACHE in inspect.signature(r.forward).parameters for r in readers
+        )
+        self._position = list(parameters).index(_USE_CACHE) if _USE_CACHE in parameters else len(parameters)
+
+    def off(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments to add to a call with these arguments."""
+        is_given = _USE_CACHE in kwargs or len(args) > self._position or bool(caches_in(tuple(args), kwargs))
+        return {_USE_CACHE: False} if self._is_there and not is_given else {}
 
 
 def is_filled(cache: Any) -> bool:

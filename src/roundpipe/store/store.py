@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from roundpipe.devices import HostPinner
-from roundpipe.errors import ModelChangedError
+from roundpipe.errors import ModelChangedError, UsageError
 from roundpipe.monitor import Monitor
 from roundpipe.store import adopt as adoption
 from roundpipe.store.adopt import Composition, PinMode, refuse_unusable, require_training_memory
@@ -252,6 +252,20 @@ class LayerStore:
     def owns(self, param: torch.Tensor) -> bool:
         """Whether a tensor is a parameter of this model."""
         return id(param) in self._by_param
+
+    def refuse_as_leaves(self, layer_id: int, leaves: Iterable[torch.Tensor]) -> None:
+        """Raise if the graph of a layer that ran on a device accumulates gradients in the user's own parameters.
+
+        Devices compute with copies of the layer's modules. Gradients beside them would be lost.
+        """
+        for leaf in leaves:
+            if self.owns(leaf):
+                raise UsageError(
+                    f"layer {layer_id} has computed with the parameter {self.record_of(leaf).name!r} in host memory "
+                    "instead of its copy on the device, so it would not be trained: its forward, or a hook, holds the "
+                    "module of this parameter in a global variable, a container or an object. Use modules through "
+                    "`self`, or through the closure of a function that was set as `forward` before wrapping."
+                )
 
     def wait_until_written(self, master: torch.Tensor) -> None:
         """Block until no checkpoint reads a master any more."""

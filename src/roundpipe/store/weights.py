@@ -514,3 +514,13 @@ class Masters:
             for record in layer.parameters:
                 if record.home == layer.layer_id and record.master is not None:
                     yield record.master
+
+
+def one_by_one(named: Sequence[tuple[str, OptimizerCopy]]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield masters one by one. When the next one is requested, the master before it releases memory.
+
+    This limits memory use in code that saves all masters to a file.
+    """
+    for name, master in named:
+        yield name, master
+        master.rest_between_steps()

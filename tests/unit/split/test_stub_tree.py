@@ -250,14 +250,15 @@ def test_refresh_refuses_changed_modules_and_parameters(change: str) -> None:
         tree.refresh()
 
 
-def test_a_forward_replaced_above_the_stubs_is_refused() -> None:
+def test_a_forward_replaced_above_the_stubs_calls_the_stubs() -> None:
     model = Model()
-    model.forward = lambda x: x
-    with pytest.raises(ModelSplitError, match="forward of its Model was replaced on the instance"):
-        tree_of(model, [])
-    model.forward = Model().forward  # bound to another module
-    with pytest.raises(ModelSplitError, match="replaced on the instance"):
-        tree_of(model, [])
+    old = model.forward
+    model.forward = lambda x: old(x) * 2
+    tree = tree_of(model, list(model.parameters()), ("embed", "blocks.0", "blocks.1", "head"))
+    director = Director()
+    with directed_by(director):
+        tree.root(X)
+    assert director.seen == ["embed", "blocks.0", "blocks.1", "head"]
 
 
 def test_a_forward_set_to_the_modules_own_method_is_followed() -> None:
