@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,11 @@ from torch import nn
 # Attributes that are never copied. nn.Module manages the first three. The last one is compiled code, which is bound to
 # the original's tensors.
 _OWN = frozenset(("_parameters", "_buffers", "_modules", "_compiled_call_impl"))
+# The dicts of a module's hooks.
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _MISSING = object()
 
@@ -44,6 +50,7 @@ def copy_tree(
     *,
     unwrap: Callable[[nn.Module], nn.Module] = lambda module: module,
     not_followed: frozenset[str] = frozenset(),
+    own_hooks: bool = False,
 ) -> tuple[nn.Module, list[ModulePair]]:
     """Copy the tree; returns the root of the copy and a pair (original, copy) for each copied module.
 
@@ -53,8 +60,12 @@ def copy_tree(
     unwrap: given a wrapper module, returns the module inside, which is copied without the wrapper. Returns any other
         module unchanged.
     not_followed: names of attributes that are not copied, neither now nor by `ModulePair.sync`.
+    own_hooks: copies get copies of the dicts of hooks, which do not follow the original's. Otherwise they share the
+        dicts: a hook that is registered on a copy is one of the original.
     A module, parameter or buffer that occurs several times in the tree is also a single object in the copy.
     """
+    if own_hooks:
+        not_followed = not_followed.union(_HOOKS)
     exchanged: dict[int, Any] = {}  # by id of an original module or parameter: what the copy uses instead
     buffers: dict[int, torch.Tensor] = {}  # by id of an original buffer: the tensor that the copy uses instead
     pairs: list[ModulePair] = []
@@ -69,7 +80,8 @@ def copy_tree(
         return found
 
     def copy(module: nn.Module) -> nn.Module:
-        new = module.__class__.__new__(module.__class__)
+        cls = _without_finalizer(module.__class__)  # type: ignore[arg-type]
+        new = cls.__new__(cls)
         exchanged[id(module)] = new  # set before the children are copied, because they may refer back to this module
         new.__dict__["_parameters"] = _exchanged_parameters(module, parameter, exchanged)
         new.__dict__["_buffers"] = {
@@ -78,6 +90,8 @@ def copy_tree(
         }
         children = module._modules.items()
         new.__dict__["_modules"] = {name: None if child is None else copied(child) for name, child in children}
+        if own_hooks:
+            set_hooks(new, module_hooks(module))
         pairs.append(ModulePair(module, new, exchanged, not_followed))
         return new
 
@@ -86,6 +100,18 @@ def copy_tree(
     for pair in pairs:
         pair.sync()
     return result, pairs
+
+
+@functools.cache
+def _without_finalizer(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a class whose instances are like those of `cls` but run no `__del__`.
+
+    A finalizer releases what the original still uses, such as hooks; the end of a copy must not run it.
+    """
+    if not hasattr(cls, "__del__"):
+        return cls
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**names, "__del__": lambda self: None})
 
 
 def _exchanged_parameters(
@@ -101,6 +127,25 @@ def _exchanged_parameters(
         if exchanged[id(param)] is not None:
             chosen[name] = exchanged[id(param)]
     return chosen
+
+
+Hooks = Mapping[str, Mapping[int, Any]]  # the dicts of a module's hooks by name
+
+
+def module_hooks(module: nn.Module) -> Hooks | None:
+    """Return copies of the dicts of a module's hooks; None if it has no hooks."""
+    own = module.__dict__
+    return {name: own[name].copy() for name in _HOOKS} if any(own[name] for name in _HOOKS) else None
+
+
+def set_hooks(module: nn.Module, hooks: Hooks | None) -> None:
+    """Give a copied module its own dicts of hooks, with these hooks."""
+    module.__dict__.update({name: OrderedDict({} if hooks is None else hooks[name]) for name in _HOOKS})
+
+
+def num_hooks(module: nn.Module) -> int:
+    """Return the number of hooks that run around the forwards of a module and its submodules."""
+    return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules())
 
 
 class ModulePair:

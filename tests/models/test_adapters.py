@@ -7,6 +7,7 @@ layer each, so every comparison of training is exact.
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,14 @@ from torch import Tensor, nn
 from helpers_adam import NumpyAdamW
 from helpers_parity import StalenessReference, assert_same, assert_same_grads, assert_same_state, grads_of, microbatches
 from helpers_slow import slow_except
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe import (
+    ModelExecutePlan,
+    ModelSplitError,
+    RoundPipe,
+    RoundPipeRunConfig,
+    UsageError,
+    wrap_model_to_roundpipe,
+)
 from roundpipe.optim import AdamW
 
 pytest.importorskip("transformers")
@@ -255,40 +263,118 @@ def test_the_second_of_two_adapters_trains_when_it_is_the_active_one() -> None:
         assert_same_grads(model.original_model, plain)
 
 
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
 OTHER_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dora": ("llama", "LoraConfig", {"r": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}),
     "experts": (
         "mixtral",
         "LoraConfig",
-        {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
     ),
     "head_and_embedding": ("llama", "LoraConfig", {"r": 4, "target_modules": ["embed_tokens", "lm_head"]}),
     "some_tokens": ("llama", "LoraConfig", {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [5, 9]}),
     "ia3": ("llama", "IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     "prompt_tuning": ("llama", "PromptTuningConfig", {"num_virtual_tokens": 3}),
+    "p_tuning": ("llama", "PromptEncoderConfig", {"num_virtual_tokens": 3, "encoder_hidden_size": 8}),
+    "adaption_prompt": ("llama", "AdaptionPromptConfig", {"adapter_len": 3, "adapter_layers": 2}),
+    "osf": ("llama", "OSFConfig", TARGETS),
+    "oft": ("llama", "OFTConfig", {**TARGETS, "oft_block_size": 4, "r": 0}),
+    "boft": ("llama", "BOFTConfig", TARGETS),
+    "vera": ("llama", "VeraConfig", TARGETS),
+    "vblora": ("llama", "VBLoRAConfig", {**TARGETS, "num_vectors": 8, "vector_length": 8, "topk": 2, "r": 4}),
+    "loha": ("llama", "LoHaConfig", TARGETS),
+    "lokr": ("llama", "LoKrConfig", TARGETS),
+    "hra": ("llama", "HRAConfig", TARGETS),
+    "randlora": ("llama", "RandLoraConfig", TARGETS),
+    "fourierft": ("llama", "FourierFTConfig", {**TARGETS, "n_frequency": 20}),
+    "layernorms": ("llama", "LNTuningConfig", {"target_modules": ["input_layernorm"]}),
 }
+ALWAYS = ("experts", "some_tokens", "prompt_tuning", "adaption_prompt", "osf", "vera")  # the others are slow tests
 
 
-@pytest.mark.parametrize(("model_type", "config", "options"), OTHER_KINDS.values(), ids=OTHER_KINDS)
-def test_other_kinds_of_adapters_train_as_in_the_plain_model(
-    model_type: str, config: str, options: dict[str, Any]
-) -> None:
-    """To rounding: some are used by several layers."""
-    base = small(model_type)
-    plain = livened(peft.get_peft_model(base, getattr(peft, config)(**CAUSAL, **options)).train())
-    batch = labelled(model_type)
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    with wrapped(copy.deepcopy(plain)) as model:
-        assert_same(train_call(model, batch), plain_loss(plain, batch), "loss")
-        assert_close_grads(model.original_model, plain, 1e-6)
+def with_adapter(kind: str) -> Any:
+    """A PeftModel as PEFT makes it, with adapters that change its outputs."""
+    model_type, config, options = OTHER_KINDS[kind]
+    torch.manual_seed(2)
+    model = peft.get_peft_model(small(model_type), getattr(peft, config)(**CAUSAL, **options)).train()
+    return model if kind == "osf" else livened(model)  # OSF starts from the weights that it divides
 
 
-def test_a_cache_that_is_trained_is_refused() -> None:
-    """Prefix tuning: what blocks get is made of a parameter, and lies in an object that they write into."""
-    plain = peft.get_peft_model(small("llama"), peft.PrefixTuningConfig(**CAUSAL, num_virtual_tokens=3))
-    batch = labelled("llama") | {"attention_mask": torch.ones_like(labelled("llama")["input_ids"])}
-    with pytest.raises(NotImplementedError, match="a cache that gradients flow through is handed to its blocks"):
-        wrapped(plain, example_inputs=batch)
+def with_mask(batch: Batch) -> Batch:
+    return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def whole_batch(plain: nn.Module, batch: Batch) -> Tensor:
+    """The loss of the whole batch; its gradients are in `.grad` then, alone."""
+    plain.zero_grad()
+    loss: Tensor = plain(**batch).loss
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("kind", slow_except(ALWAYS, OTHER_KINDS))
+def test_other_kinds_of_adapters_train_as_in_the_plain_model(kind: str) -> None:
+    """To rounding: some are used by several layers. The models are built twice, because a deepcopy loses hooks."""
+    plain = with_adapter(kind)
+    with wrapped(with_adapter(kind), model_run_config=microbatches(2)) as model:
+        gc.collect()  # copies that wrapping has made are gone
+        for num_rows, num_tokens in ((4, 7), (6, 5)):
+            batch = with_mask(labelled(OTHER_KINDS[kind][0], num_rows, num_tokens))
+            expected = whole_batch(plain, batch)
+            model.zero_grad()
+            torch.testing.assert_close(model.forward_backward(input_kwargs=batch), expected, rtol=1e-6, atol=0)
+            model.synchronize()
+            assert_close_grads(model.original_model, plain, 2e-6)
+            model.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+            assert_close_grads(model.original_model, plain, 2e-6)
+
+
+@pytest.mark.parametrize("config", ["PrefixTuningConfig", "CartridgeConfig"])
+def test_a_cache_that_is_trained_is_refused(config: str) -> None:
+    """What blocks get is made of a parameter, and lies in an object that they write into."""
+    plain = peft.get_peft_model(small("llama"), getattr(peft, config)(**CAUSAL, num_virtual_tokens=3))
+    with pytest.raises(ModelSplitError, match="PeftModelForCausalLM cannot be wrapped: it trains a cache"):
+        wrap_model_to_roundpipe(plain, devices=["cpu"])
+    unsupported = pytest.raises(
+        UsageError, match="Adapters that train a cache, such as prefix tuning, are not supported"
+    )
+    with wrap_model_to_roundpipe(plain, False, devices=["cpu"]) as model, unsupported:
+        model(**with_mask(labelled("llama")))
+
+
+def with_activated_adapter() -> Any:
+    """aLoRA: the adapter acts from the last occurrence of its invocation tokens on, in each row from another place."""
+    options = {"r": 4, "alora_invocation_tokens": [5, 6], **TARGETS}
+    return livened(peft.get_peft_model(small("llama"), peft.LoraConfig(**CAUSAL, **options)).train())
+
+
+def with_invocations(num_rows: int) -> Batch:
+    batch = labelled("llama", num_rows, 9)
+    for row in range(num_rows):
+        batch["input_ids"][row, 1 + row : 3 + row] = torch.tensor([5, 6])
+    return batch
+
+
+def test_adapters_that_depend_on_the_row_run_in_one_microbatch_or_are_refused() -> None:
+    plain = with_activated_adapter()
+    hooks = [len(module._forward_pre_hooks) for module in plain.modules()]
+    refused = pytest.raises(UsageError, match=r"has registered hooks on it for this call.*num_microbatch=1")
+    with wrap_model_to_roundpipe(with_activated_adapter(), devices=["cpu"] * 2) as model, refused:
+        model(**with_invocations(4))
+    options = {"devices": ["cpu"] * 2, "model_run_config": microbatches(1)}
+    with wrap_model_to_roundpipe(with_activated_adapter(), **options) as model:
+        for num_rows in (4, 6):
+            expected = whole_batch(plain, with_invocations(num_rows))
+            model.zero_grad()
+            loss = model(**with_invocations(num_rows)).loss
+            loss.backward()
+            assert_same(loss.detach(), expected.detach())
+            model.synchronize()
+            assert_close_grads(model, plain, 1e-6)
+    assert hooks == [len(module._forward_pre_hooks) for module in model.model.modules()], "hooks were left behind"
 
 
 def test_frozen_weights_in_bfloat16_stay_so_under_float32_adapters() -> None:

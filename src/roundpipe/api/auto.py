@@ -23,6 +23,7 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DeviceSpec, host_pinner, parse_devices
 from roundpipe.errors import ClosedError, ConfigError, UsageError, add_note
 from roundpipe.microbatch.merge import merged_now, merging_late
+from roundpipe.module_copy import num_hooks
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.split.transformers import CacheSwitch
 from roundpipe.store import PinMode
@@ -159,6 +160,8 @@ class AutoRoundPipe(ModelProxy):
                 "model_run_config or override_config to wrap_model_to_roundpipe."
             )
         additions = self._cache_switch.off(args, kwargs)
+        for part in self._parts.values():
+            part._engine.num_hooks_outside = num_hooks(part.model)
         forward = self._engine.host_forward
         try:
             with merging_late():

@@ -72,7 +72,8 @@ def split_inputs(
             check_movable(leaf)
     if config.requires_grad and (kwargs.get("use_cache") is True or caches_in(args, kwargs)):
         raise UsageError(
-            "use_cache=True and past_key_values are for generating, under torch.no_grad(); leave them out in training."
+            "use_cache=True and past_key_values are for generating, under torch.no_grad(); leave them out in training. "
+            "Adapters that train a cache, such as prefix tuning, are not supported."
         )
     batches = split_call(
         args,

@@ -95,6 +95,7 @@ class ModelEngine:
         )
         self.group = Group(name, self, PlainLoop, machines)
         self.is_joined = False  # whether this model has moved into the group of another model
+        self.num_hooks_outside: int | None = None  # hooks on this part before the call of the model around it
         self.is_unreachable, self.num_writes = False, 0
         self._pool = pool
         self._planner = Planner(self.store, pool, name)
@@ -513,11 +514,11 @@ class ModelEngine:
         output_flags: per microbatch, which output tensors require grad.
         gradients: one gradient for each output tensor that requires grad, microbatch after microbatch.
         """
-        visible_version = self.group.stepper.visible_version
-        if weights_read != (visible_version, self.num_writes):
+        if weights_read != (self.group.stepper.visible_version, self.num_writes):
+            by_step = weights_read[0] != self.group.stepper.visible_version
             raise StaleGraphError(
-                f"{self.name}: the weights were updated between this forward (version {weights_read[0]}) and "
-                f"its backward (version {visible_version}); call backward() before step()."
+                f"{self.name}: {'a step' if by_step else 'your code'} changed weights between this forward and its "
+                f"backward; call backward() before {'step()' if by_step else 'writing to parameters'}."
             )
         if layers is not self.store.layers:
             raise StaleGraphError(

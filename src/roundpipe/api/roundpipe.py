@@ -20,6 +20,7 @@ from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.devices import host_pinner, parse_devices, require_device
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
 from roundpipe.microbatch.merge import as_microbatches, is_merging_late, merge_late
+from roundpipe.module_copy import num_hooks
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.split.transformers import CacheSwitch, has_pretrained, install_capturing_hooks, refuse_lost_captures
@@ -144,7 +145,7 @@ class RoundPipe(ModelProxy):
         """Run the model on a batch; with grad the result can be backpropagated."""
         config = self._resolve(roundpipe_run_config)
         if self._engine.is_joined:
-            refuse_lost_captures(self.model)
+            self._refuse_hooks_of_the_call(config)
         if is_merging_late():  # arguments may be LateMerge tensors of other parts: take their microbatches as they are
             args, kwargs = as_microbatches((args, kwargs), config.num_microbatch)
         try:
@@ -223,6 +224,18 @@ class RoundPipe(ModelProxy):
             )
         self._engine.wait_for_visible_weights()  # generate() runs code on the host, which may read parameters
         return split_model.generating(self.forward).generate(*args, **kwargs)
+
+    def _refuse_hooks_of_the_call(self, config: ResolvedRunConfig) -> None:
+        """Raise if the forward of the model around this part has set up hooks for this call that cannot work here."""
+        refuse_lost_captures(self.model)
+        outside = self._engine.num_hooks_outside
+        if config.num_microbatch > 1 and outside is not None and num_hooks(self.model) != outside:
+            raise UsageError(
+                f"{self.name}: the forward of the model around this part has registered hooks on it for this call, as "
+                "adapters with settings for each row do (aLoRA, adapter_names). They are made for the whole batch, and "
+                f"the part runs in {config.num_microbatch} microbatches. Wrap the model with "
+                "model_run_config=RoundPipeRunConfig(num_microbatch=1)."
+            )
 
     def _follow_layers(self, split_model: SplitModel) -> None:
         """Set this wrapper's layers to those of the split model, which a call of a new form may have changed."""

@@ -31,7 +31,13 @@ from roundpipe.errors import ArgumentTypeError, ConfigError, ModelSplitError
 from roundpipe.models import Convert, find_preset
 from roundpipe.split.discovery import block_paths
 from roundpipe.split.splitter import ModelSplitter
-from roundpipe.split.transformers import FusedKernels, fill_from_meta, has_pretrained, stop_checkpointing
+from roundpipe.split.transformers import (
+    FusedKernels,
+    TrainedCache,
+    fill_from_meta,
+    has_pretrained,
+    stop_checkpointing,
+)
 from roundpipe.store.adopt import refuse_owned, refuse_special_tensors, require_training_memory
 from roundpipe.store.records import user_names
 
@@ -136,7 +142,8 @@ def _wrap_as_layers(
 ) -> RoundPipe | None:
     """A RoundPipe over the layers of the model's preset, or over those it is split into.
 
-    If the model has no preset and cannot be split, raises if `is_required`, else returns None.
+    If the model has no preset and cannot be split, raises if `is_required` or if it cannot be wrapped in any way, else
+    returns None.
     """
     model_type = type(model).__name__
     preset = find_preset(model)
@@ -150,6 +157,8 @@ def _wrap_as_layers(
         return _wrap_preset(model, preset, config, options)
     try:
         return _wrap_split(model, split_options, config, options)
+    except TrainedCache as error:
+        raise ModelSplitError(f"{model_type} cannot be wrapped: {error}") from error
     except ModelSplitError as error:
         if is_required:
             raise NotImplementedError(

@@ -1,7 +1,7 @@
 """Layers on one device: replicas of their modules, and images of their weights.
 
-A replica runs the user's code, hooks and settings on device tensors. Its modules are shallow copies, so hooks and
-attributes are the user's own. Its parameters are stand-ins: `bind` points them to an image that a task uploaded,
+A replica runs the user's code, hooks and settings on device tensors. Its modules are shallow copies, so attributes are
+the user's own. Its parameters are stand-ins: `bind` points them to an image that a task uploaded,
 `unbind` releases the image. Buffers are set for each microbatch. Images are uploaded before they are needed, into
 reusable device buffers. A task's image of a layer exists from its upload until the task no longer needs the layer.
 
@@ -12,6 +12,11 @@ Attributes that the user changes on a module (training mode, a dropout rate) rea
 Attributes that a forward sets stay on the replica, where a cache of device tensors belongs. Only plain numbers, strings
 and None (a counter, a flag) are written back to the user's module, after the forward of the last microbatch and before
 the call returns. Attributes that a recomputation or a failed forward set are dropped, so that nothing counts twice.
+
+[Note: hooks]
+A replica has the hooks that the user's modules had when the call began, also in recomputations: the hooks may have been
+removed since. It has its own dicts of hooks, because a forward may register hooks for its duration while another device
+runs the same layer.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from roundpipe.config import RecomputeGrain
 from roundpipe.devices import Device, Event, StreamKind
 from roundpipe.errors import UsageError
-from roundpipe.module_copy import copy_tree
+from roundpipe.module_copy import Hooks, copy_tree, module_hooks, set_hooks
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.autograd import ParameterHooks
 from roundpipe.runtime.run import LayerSettings, Place, Run
@@ -73,6 +78,7 @@ class Replica:
             parameter=lambda param: stand_ins.get(id(param), param),
             unwrap=_uncompiled,
             not_followed=frozenset({"training"}),  # `bind` sets it
+            own_hooks=True,  # `bind` sets them: see [Note: hooks]
         )
         copies = {id(pair.original): pair.copy for pair in self._pairs}
         # The order is that of LayerSettings.training. It stays valid: the store refuses models whose modules changed.
@@ -81,6 +87,7 @@ class Replica:
         self._device_type = device.type
         self.behaviour = Behaviour()  # for the training flags of the last `bind`
         self.has_run = False  # whether it has run since attributes were last written back
+        self._hooks: Mapping[int, Hooks] = {}  # of the last `bind`, by position in `_modules`
         self._image_address = 0
         self._hook_handles: list[RemovableHandle] = []
 
@@ -113,6 +120,9 @@ class Replica:
         self.has_run = False
         for module, training in zip(self._modules, settings.training, strict=True):
             module.__dict__["training"] = training
+        for position in self._hooks.keys() | settings.hooks.keys():
+            set_hooks(self._modules[position], settings.hooks.get(position))
+        self._hooks = settings.hooks
 
     def unbind(self) -> None:
         """Release the image, gradients, hooks and buffers.
@@ -133,6 +143,8 @@ class Replica:
     def note_forward(self, *, changed_input: bool, drew_on_host: bool | None, returned_own_memory: bool) -> None:
         """Update the behaviour after a forward. `drew_on_host` is None if draws on the host were not watched."""
         known = self.behaviour
+        if not known.is_known:
+            self._refuse_new_hooks()
         if changed_input:
             self.refuse_new_change_of_input()
         known.changes_input = changed_input or (known.is_known and known.changes_input)
@@ -140,6 +152,16 @@ class Replica:
         if drew_on_host is not None:
             known.draws_on_host = drew_on_host or (known.is_known and known.draws_on_host)
         known.is_known = True
+
+    def _refuse_new_hooks(self) -> None:
+        """Raise if a forward has left hooks behind: they are on this copy, and copies on other devices lack them."""
+        for position, module in enumerate(self._modules):
+            if module_hooks(module) != self._hooks.get(position):
+                raise UsageError(
+                    f"the forward of layer {self.record.layer_id} has registered or removed hooks of its "
+                    f"{type(module).__name__}. Each device runs a copy of the layer, so run the module once on the "
+                    "host before you wrap it, or register the hooks before wrapping."
+                )
 
     def refuse_new_change_of_input(self) -> None:
         """Raise if the layer, which had never changed its input in place, has now done so.

@@ -16,7 +16,7 @@ import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from roundpipe.context import Iteration, LayerPhase
 from roundpipe.devices import Device, Event, Mark
 from roundpipe.errors import UsageError
 from roundpipe.microbatch import LossShares
+from roundpipe.module_copy import Hooks, module_hooks
 from roundpipe.plan import Phase, StageTask, TaskKind
 from roundpipe.runtime.autograd import ParameterHooks, hooks_of, refuse_hooks_on_shared
 from roundpipe.runtime.rng import Ambient
@@ -86,12 +87,15 @@ class LayerSettings:
 
     requires_grad: tuple[bool, ...]  # one flag per parameter of the layer
     training: tuple[bool, ...]  # one flag per module of the layer
+    hooks: Mapping[int, Hooks] = dataclasses.field(default_factory=dict)  # by position of a module that has hooks
 
     @classmethod
     def of(cls, record: LayerRecord) -> LayerSettings:
+        hooks = ((position, module_hooks(module)) for position, module in enumerate(record.modules))
         return cls(
             tuple(parameter.param.requires_grad for parameter in record.parameters),
             tuple(module.training for module in record.modules),
+            {position: of_module for position, of_module in hooks if of_module is not None},
         )
 
     @property

@@ -23,7 +23,7 @@ from roundpipe.split.layers import element_tree
 from roundpipe.split.observe import Recording
 from roundpipe.split.plan import SplitPlan
 from roundpipe.split.stubs import Ghosts, StubTree, refuse_offloading
-from roundpipe.split.transformers import copied_cache, is_cache, keep_hook_marks
+from roundpipe.split.transformers import adopt_capturing_hooks, copied_cache, is_cache
 from roundpipe.split.values import equal, is_plain, leaves_of, map_leaves
 
 # Accepted relative difference between two runs of the same computation: kernels may sum in another order.
@@ -78,7 +78,8 @@ class _Calibration:
         # The third run, on a stub tree, records all values. It uses the seed of the first run, so that the outputs of
         # both runs can be compared.
         tree = self._tree(copy, found)
-        recording = Recording(frozenset(found.calls))
+        modules = {path: copy.get_submodule(path) for path in {*found.calls, *(tap.path for tap in found.taps)}}
+        recording = Recording(frozenset(found.calls), modules)
         torch.set_rng_state(seed)
         args, kwargs = self._inputs()
         drawn = fresh_generators()
@@ -215,8 +216,9 @@ def _fresh_leaf(leaf: Any) -> Any:
 class PrivateCopy:
     """A copy of a model's module tree for runs on the host.
 
-    Parameters are new objects that share the weights' memory, so gradients stay in the copy. Buffers are copied,
-    because a forward may write to them.
+    Parameters are new objects that share the weights' memory, so gradients stay in the copy. They do not share version
+    counters: a forward that wraps its parameters for a moment (torch.nn.utils.parametrize) counts that as a write.
+    Buffers are copied, because a forward may write to them. Hooks that a forward registers stay in the copy.
     """
 
     def __init__(self, model: nn.Module, *, forced: bool = False) -> None:
@@ -224,16 +226,16 @@ class PrivateCopy:
 
         def alias(param: nn.Parameter) -> nn.Parameter:
             wants_grad = param.requires_grad or (forced and param.is_floating_point())
-            return nn.Parameter(param.detach(), requires_grad=wants_grad)
+            return nn.Parameter(param.data, requires_grad=wants_grad)
 
-        self.root, self._pairs = copy_tree(model, parameter=alias, buffer=torch.Tensor.clone)
+        self.root, self._pairs = copy_tree(model, parameter=alias, buffer=torch.Tensor.clone, own_hooks=True)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the model's forward returns for these arguments."""
         try:
             return self.root(*args, **kwargs)
         finally:
-            keep_hook_marks(self._pairs)  # the model's library may have installed hooks in this run
+            adopt_capturing_hooks(self._pairs)
 
 
 def _refuse_random_depth(model: nn.Module) -> None:

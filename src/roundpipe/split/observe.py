@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.errors import ModelSplitError
+from roundpipe.module_copy import num_hooks
 from roundpipe.split.determinism import ChoicesSeen
 from roundpipe.split.head_loss import FusedHead, find_head, loss_arguments
 from roundpipe.split.plan import CallOutline, State
@@ -98,10 +100,12 @@ class Recording:
 
     device = torch.device("cpu")
 
-    def __init__(self, blocks: frozenset[str]) -> None:
+    def __init__(self, blocks: frozenset[str], modules: Mapping[str, nn.Module]) -> None:
+        """blocks: paths of the blocks. modules: by path, the modules of blocks and taps, before the forward runs."""
         self.calls: list[RecordedCall] = []
         self.taps: list[RecordedTap] = []
         self._blocks = blocks
+        self._num_hooks = {path: num_hooks(module) for path, module in modules.items()}
         # For each call of the loss function: its arguments, its result, and the function.
         self._losses: list[tuple[dict[str, Any], Any, Any]] = []
         # For each tap: its module, its first input tensor, and the first leaf of its output.
@@ -129,6 +133,11 @@ class Recording:
     def call(self, stub: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         real = stub._modules["real"]
         assert real is not None
+        if num_hooks(real) != self._num_hooks[path]:
+            raise ModelSplitError(
+                f"its forward registers hooks on {path} while it runs, as adapters with settings for each row do "
+                "(aLoRA, adapter_names)"
+            )
         return self._block(real, path, args, kwargs) if path in self._blocks else self._tap(real, path, args, kwargs)
 
     def _tap(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -187,6 +187,9 @@ class Stub:
     read from the original. Parameters are then returned as placeholders, because their values are not on this device.
     """
 
+    def __del__(self) -> None:
+        """Do nothing: a finalizer of the module's class would release what the module still uses."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         director = _director.get(None)
         if director is None:

@@ -99,15 +99,16 @@ def refuse_lost_captures(module: nn.Module) -> None:
             )
 
 
-def keep_hook_marks(pairs: Sequence[ModulePair]) -> None:
-    """Copy the mark that capturing hooks are installed from copied modules to their originals.
-
-    Copies and originals share their hooks, so the hooks must not be installed a second time.
-    """
+def adopt_capturing_hooks(pairs: Sequence[ModulePair]) -> None:
+    """Install capturing hooks on the originals of modules whose copies have installed theirs in a forward."""
     mark = "_output_capturing_hooks_installed"
     for pair in pairs:
-        if pair.copy.__dict__.get(mark):
-            pair.original.__dict__[mark] = True
+        if pair.copy.__dict__.get(mark) and not pair.original.__dict__.get(mark):
+            install_capturing_hooks(pair.original)
+
+
+class TrainedCache(ModelSplitError):
+    """Gradients flow through the model's cache. Such a model can neither be split nor be wrapped part by part."""
 
 
 def is_cache(value: Any) -> bool:
@@ -134,7 +135,10 @@ def copied_cache(value: Any) -> Any:
     try:
         own = copy.deepcopy(value)
     except RuntimeError as error:  # deepcopy refuses tensors that are not leaves of a graph
-        raise ModelSplitError("a cache that gradients flow through is handed to its blocks") from error
+        raise TrainedCache(
+            "it trains a cache that it passes to its blocks (prefix tuning, cartridges), which is not supported; use "
+            "LoRA or another adapter of weights, or prompt tuning"
+        ) from error
     move_cache(own, torch.device("cpu"))
     return own
 
