@@ -22,10 +22,8 @@ CPU_COMBINATIONS := default:AVX512_CORE_BF16:1 avx2:AVX2:1 avx512:AVX512_CORE:1 
 GPU_TESTS := tests/gpu
 MODEL_TESTS := tests/models/test_all_models.py
 ON_ALL_CORES := -n auto --dist worksteal
-# All models are tested with the pinned transformers, and with this one in an environment of its own.
-NEWEST_TRANSFORMERS := 5.22.2
+# All models are tested with the pinned transformers, and with the newest release in another environment.
 NEWEST_BIN := .venv-newest/bin
-NEWEST_STAMP := .venv-newest/.installed-$(NEWEST_TRANSFORMERS)
 PINNED_RESULTS := build/models-pinned.jsonl
 NEWEST_RESULTS := build/models-newest.jsonl
 # The documentation is built in an environment of its own: nothing that trains or tests needs these packages.
@@ -56,13 +54,19 @@ $(STAMP): requirements-dev.txt pyproject.toml setup.py
 cpu: $(STAMP)
 	@$(CANARY)
 
-# The pins but for transformers; torch is among them, so it is the same.
-$(NEWEST_STAMP): $(STAMP)
-	$(PYTHON) -m venv --clear .venv-newest
-	sed 's/^transformers==.*/transformers==$(NEWEST_TRANSFORMERS)/' requirements-dev.txt > .venv-newest/requirements.txt
-	$(NEWEST_BIN)/pip install --quiet --disable-pip-version-check -r .venv-newest/requirements.txt
-	$(NEWEST_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@touch $@
+# The pins but for transformers, of which pip finds the newest release; torch is among the pins, so it is the same.
+.PHONY: newest
+newest: $(STAMP)
+	@release=$$($(BIN)/pip index versions --disable-pip-version-check transformers 2>/dev/null | sed -nE '1s/.*\((.*)\).*/\1/p'); \
+	[ -n "$$release" ] || { echo "error: pip finds no release of transformers" >&2; exit 1; }; \
+	echo "the newest transformers is $$release"; \
+	if [ ! -f .venv-newest/.installed-$$release ] || [ requirements-dev.txt -nt .venv-newest/.installed-$$release ]; then \
+	  $(PYTHON) -m venv --clear .venv-newest && \
+	  sed "s/^transformers==.*/transformers==$$release/" requirements-dev.txt > .venv-newest/requirements.txt && \
+	  $(NEWEST_BIN)/pip install --quiet --disable-pip-version-check -r .venv-newest/requirements.txt && \
+	  $(NEWEST_BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . && \
+	  touch .venv-newest/.installed-$$release; \
+	fi
 
 demo: cpu  ## train, kill, resume on other devices, compare bit for bit; report and picture in demo-output/
 	$(RUN) -m demo
@@ -119,7 +123,7 @@ test-models: cpu  ## every model of transformers that is known, with the pinned 
 	@mkdir -p build && rm -f $(PINNED_RESULTS)
 	ROUNDPIPE_MODELS_RESULTS=$(PINNED_RESULTS) $(RUN) -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
 
-test-models-newest: $(NEWEST_STAMP) cpu  ## the same with a newer release, in .venv-newest
+test-models-newest: newest cpu  ## the same with the newest release that pip finds, in .venv-newest
 	@mkdir -p build && rm -f $(NEWEST_RESULTS)
 	ROUNDPIPE_MODELS_RESULTS=$(NEWEST_RESULTS) $(CANARY) $(NEWEST_BIN)/python -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
 

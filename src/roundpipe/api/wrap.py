@@ -37,6 +37,7 @@ from roundpipe.split.transformers import (
     fill_from_meta,
     has_pretrained,
     stop_checkpointing,
+    warn_of_untested_release,
 )
 from roundpipe.store.adopt import refuse_owned, refuse_special_tensors, require_training_memory
 from roundpipe.store.records import user_names
@@ -196,6 +197,8 @@ def _wrap_split(
     examples = split_options.examples()
     if not examples and not has_pretrained(model):
         raise ModelSplitError("for a model that is not one of transformers, example_inputs must be given")
+    if has_pretrained(model):
+        warn_of_untested_release()
     # Memory is checked first: the next steps allocate weights that are on the meta device, and run the model. The
     # layers are not known yet and each of them moves by itself, so children come before their parents here.
     _check_memory(list(reversed(list(model.modules()))), options)

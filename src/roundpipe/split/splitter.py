@@ -26,7 +26,7 @@ from roundpipe.split.discovery import block_paths
 from roundpipe.split.layers import GlueLayer, LayerArrangement, PlacedPlan
 from roundpipe.split.plan import Detail, SplitPlan, signature
 from roundpipe.split.stubs import StubTree
-from roundpipe.split.transformers import FusedKernels, with_torch_alone
+from roundpipe.split.transformers import ConfigStates, FusedKernels, with_torch_alone
 from roundpipe.split.verify import verify
 
 logger = logging.getLogger("roundpipe")
@@ -55,6 +55,7 @@ class ModelSplitter:
             )
         self._model = model
         self._kernels = kernels
+        self._configs = ConfigStates(model)
         self._arrangement = LayerArrangement(model, self)
         self._arrangement.build()  # the layers, and with them the parameters, must exist before the first plan
         self._places: dict[Hashable, int] = {}  # by signature: the position of the plan in `LayerArrangement.placed`
@@ -80,16 +81,16 @@ class ModelSplitter:
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Make a plan for calls of this form in the current grad mode; returns whether the layers changed."""
         with_grad = torch.is_grad_enabled()
-        key = self._key(args, kwargs)
         start = time.perf_counter()
         # If the signature has more detail than usual, the plan depends on the sizes or values of the inputs. The inputs
         # must not be cut then.
-        may_cut_down = key == signature(args, kwargs, self._model.training)
+        may_cut_down = signature(args, kwargs, self._model.training) not in self._details
         with self.on_the_host():
             plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
         changed = self._arrangement.add(plan)
         self.refresh()  # new layers must have the model's training mode
-        self._places[key] = len(self._arrangement.placed) - 1
+        # The key is made now, because a first forward may complete the model's config.
+        self._places[self._key(args, kwargs)] = len(self._arrangement.placed) - 1
         logger.info(
             "%s: made a split plan for calls with %s in %.1f s: %d calls of blocks; its code is replayed at points %s",
             type(self._model).__name__,
@@ -117,7 +118,8 @@ class ModelSplitter:
 
         # The outer trial is needed because `made_up` itself may raise on an unusual config.
         try:
-            return succeeds("made-up inputs fit", learns_any, passing=(ModelSplitError,))
+            with self._configs.restored():
+                return succeeds("made-up inputs fit", learns_any, passing=(ModelSplitError,))
         except ChangesItself as error:
             # Made-up inputs must not change the model, because the user's first call may not cause the same change.
             logger.debug("no plan from made-up inputs: %s", error)
@@ -209,14 +211,14 @@ class ModelSplitter:
         return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None) -> Hashable:
-        """Return the signature of a call with the detail that calls of this form need.
+        """Return the state of the model's configs and the signature of a call, with the detail that such calls need.
 
         training: the training mode in the signature; by default that of the model.
         """
         mode = self._model.training if training is None else training
         key = signature(args, kwargs, mode)
         detail = self._details.get(key)
-        return key if detail is None else signature(args, kwargs, mode, detail)
+        return self._configs.number(), key if detail is None else signature(args, kwargs, mode, detail)
 
 
 def cut_down(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

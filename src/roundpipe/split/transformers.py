@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import logging
@@ -28,12 +29,14 @@ from roundpipe.module_copy import ModulePair
 
 logger = logging.getLogger("roundpipe")
 
+TESTED_RELEASES = ((5, 17), (5, 23))  # the oldest and the newest: see docs/models.md
 Captured = dict[str, list[Any]]  # captured outputs by kind; a collector may also hold which layers are selected
 _MISSING = object()
 _CAPTURING = "transformers.utils.output_capturing"  # the module that defines the hooks and the collector
 # Attributes of configs that say how attention and experts are computed, and the values that need no GPU kernels.
 _ATTENTION, _EXPERTS = "_attn_implementation_internal", "_experts_implementation_internal"
 _USE_CACHE = "use_cache"  # the argument that turns caches on and off
+_OPTION_TYPES = (bool, int, float, str, list, tuple, type(None))  # types of values in a config that are options
 _TORCH_ALONE = (None, "eager", "sdpa", "batched_mm", "grouped_mm")
 
 
@@ -203,6 +206,52 @@ def is_pretrained(module: Any) -> bool:
 def has_pretrained(module: nn.Module) -> bool:
     """Whether a module is a transformers model or contains one, as a PEFT adapter does."""
     return any(map(is_pretrained, module.modules()))
+
+
+class ConfigStates:
+    """Numbers the states of a transformers model's configs: a forward may do something else after a change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = {id(module.config): module.config for module in model.modules() if is_pretrained(module)}
+        self._configs = list(configs.values())
+        self._seen: list[list[dict[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Undo changes of the configs on leaving: a classifier notes in its config what kind of labels it got first."""
+        before = [dict(vars(config)) for config in self._configs]
+        try:
+            yield
+        finally:
+            for config, values in zip(self._configs, before, strict=True):
+                vars(config).clear()
+                vars(config).update(values)
+
+    def number(self) -> int:
+        """Return the number of the present state. Equal states have equal numbers."""
+        state = [
+            {name: value for name, value in vars(config).items() if isinstance(value, _OPTION_TYPES)}
+            for config in self._configs
+        ]
+        if state not in self._seen:
+            self._seen.append([{**values} for values in state])
+        return self._seen.index(state)
+
+
+@functools.cache
+def warn_of_untested_release() -> None:
+    """Warn, once per process, if the loaded release of transformers is not one that all models were tested with."""
+    release = str(getattr(sys.modules.get("transformers"), "__version__", ""))
+    numbers = tuple(int(part) for part in release.split(".")[:2] if part.isdigit())
+    if numbers and not TESTED_RELEASES[0] <= numbers <= TESTED_RELEASES[1]:
+        oldest, newest = (".".join(map(str, tested)) for tested in TESTED_RELEASES)
+        logger.warning(
+            "transformers %s is not a release that this version of RoundPipe was tested with (%s to %s). Compare the "
+            "first loss with that of the plain model, or install a tested release.",
+            release,
+            oldest,
+            newest,
+        )
 
 
 @contextlib.contextmanager
