@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 Key = tuple[Any, ...]  # names a tensor of a split model; the kinds of keys are listed in split/plan.py
 _ATOMS = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})  # types that are leaves
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-_MUTABLE = (dict, list, OrderedDict, UserDict, defaultdict)
+_MUTABLE = (dict, list, OrderedDict, defaultdict)
 _MAPPINGS = (dict, UserDict)
 
 
@@ -160,7 +160,7 @@ def containers_in(value: Any) -> list[Any]:
     found: list[Any] = []
 
     def walk(part: Any) -> None:
-        if type(part) in _MUTABLE:
+        if type(part) in _MUTABLE or isinstance(part, UserDict):  # other subclasses of dict may be outputs of models
             found.append(part)
         if isinstance(part, _MAPPINGS):
             for item in part.values():
