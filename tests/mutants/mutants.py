@@ -616,16 +616,15 @@ CHECKPOINTS = [
     mutant(
         "a folder gets its name before its manifest is written",
         "checkpoint/save.py",
-        "        write_synced(self._partial / MANIFEST, self._manifest(parts).to_bytes())\n",
-        "        manifest = self._manifest(parts).to_bytes()\n"
+        "        write_synced(self._partial / MANIFEST, manifest.to_bytes())\n",
         "        (self.folder.parent / 'spare').mkdir(exist_ok=True)\n"
-        "        write_synced(self.folder.parent / 'spare' / MANIFEST, manifest)\n",
+        "        write_synced(self.folder.parent / 'spare' / MANIFEST, manifest.to_bytes())\n",
         SAVING,
     ),
     mutant(
         "files are not compared with their checksums",
-        "checkpoint/format.py",
-        "if entry != manifest.files[name]:",
+        "checkpoint/verified.py",
+        "if digest.hexdigest() != entry.sha256 or file.readinto(buffer[:1]):",
         "if False:",
         "tests/checkpoint/test_damage.py",
     ),
