@@ -69,8 +69,6 @@ from roundpipe.optim.state_memory import moment_count, new_moment
 from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord, Share
 from roundpipe.store.host_memory import host_zeros_like, require_host_memory
 
-# What reading values of another form raises. RuntimeError includes RecursionError.
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RuntimeError)
 _MOST_NAMED = 5  # an error lists at most so many keys
 _ADVICE = "Nothing was loaded. Free memory, or train fewer parameters."
 
@@ -260,7 +258,7 @@ def _verified(folder: str | os.PathLike[str], only: Sequence[str] = (), share: S
         values = from_json(json.loads(texts[STATE_FILE]))
         _ = values["extra"], values["scheduler"], values["scaler"]
         check_optimizer_values(values["optimizer"])
-    except _MALFORMED as error:
+    except Exception as error:  # values of another form can make torch, numpy and json raise anything
         raise CheckpointError(f"{path / read} does not have the expected content ({error!r}).") from error
     return _Verified(path, manifest, {**values, "random": random}, files)
 
@@ -334,7 +332,7 @@ class _Restoration:
         self._wants_masters = wants_masters
         self._weights = self._manifest.tensors.get("weights", {})
         self._tensors = self._manifest.tensors.get("optimizer", {})
-        self._ties = ties_in(self._tensors)
+        self._ties = ties_in(self._tensors, self._path)
         self._records: dict[ParameterRecord, LayerStore] = {
             record: store for store in group.stores for record in store.parameters
         }

@@ -142,8 +142,8 @@ def place_of(state: torch.Tensor, param: Any) -> Range | None:
 # Reading.
 
 
-def ties_in(tensors: Mapping[str, TensorEntry]) -> dict[str, list[tuple[int, TensorEntry]]]:
-    """The ties of all masters in a checkpoint, by name of the parameter."""
+def ties_in(tensors: Mapping[str, TensorEntry], path: Path) -> dict[str, list[tuple[int, TensorEntry]]]:
+    """The ties of all masters in the checkpoint at `path`, by name of the parameter."""
     found: dict[str, list[tuple[int, TensorEntry]]] = {}
     for name, entry in tensors.items():
         if name.startswith(MASTER_TIES):
@@ -151,7 +151,7 @@ def ties_in(tensors: Mapping[str, TensorEntry]) -> dict[str, list[tuple[int, Ten
         elif name.startswith(RANGED_TIES):
             start, _, owner = name.removeprefix(RANGED_TIES).partition("/")
             if not start.isdecimal():
-                raise CheckpointError(f"a checkpoint has the tensor {name!r}, whose name does not begin with a number.")
+                raise CheckpointError(f"{path} has {name!r}, which does not name the first value of a range.")
             found.setdefault(owner, []).append((int(start), entry))
     return found
 
