@@ -240,15 +240,14 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a piece of negative size": (lambda data: first_piece(data).update(num_bytes=-512), "'0.0.weight'"),
     "a tensor in an unknown file": (lambda data: first_piece(data).update(file="x"), "'0.0.weight'"),
     "a tensor with a gap": (lambda data: first_piece(data).update(start=2), "'0.0.weight'"),
-    "a tensor in a file that is not listed, behind a gap": (
-        lambda data: first_tensor(data)["pieces"].append({**first_piece(data), "file": "../secret", "start": 10**6}),
-        "'../secret'",
-    ),
-    "a tensor partly in a file outside": (
-        lambda data: first_tensor(data).update(
-            pieces=[{**first_piece(data), "num_bytes": 2}, {**first_piece(data), "file": "../secret", "start": 4}]
+    "a tensor in a file outside, behind a piece that overlaps": (
+        lambda data: first_tensor(data)["pieces"].extend(
+            [
+                {**first_piece(data), "start": 1, "num_bytes": 2},
+                {**first_piece(data), "start": 2, "num_bytes": 100, "file": "../checkpoint-2/" + CONTENTS[0]},
+            ]
         ),
-        "'../secret'",
+        f"'../checkpoint-2/{CONTENTS[0]}'",
     ),
     "pieces that overlap": (
         lambda data: first_tensor(data)["pieces"].append({**first_piece(data), "start": 2}),
