@@ -130,9 +130,9 @@ class Exchange:
         ticket = self._submit(what, lambda name: self._line.agree(name, {"numbers": list(values)}))
         return [payload["numbers"] for payload in ticket.wait()]
 
-    def require_equal(self, what: str, values: Mapping[str, object]) -> None:
-        """Raise MachineError on all machines if one has other values; see StepExchange."""
-        self.compare(what, Settings.of(values))
+    def require_equal(self, what: str, values: Mapping[str, object], params: Sequence[str]) -> None:
+        """Raise MachineError on all machines if one has other values or parameters; see StepExchange."""
+        self.compare(what, Settings.of(values, params))
 
     def compare(self, what: str, settings: Settings) -> None:
         """Raise MachineError on all machines if one has other settings: see [Note: equal settings] in settings."""

@@ -23,6 +23,7 @@ import torch
 from roundpipe.store import LayerStore, ParameterRecord
 
 _MOST_NAMED = 5  # an error names so many settings
+_PLAIN = {type(None), bool, int, float, str, torch.dtype}
 _MOST_VALUES = 16  # larger tensors among the options of an optimizer are not compared
 
 
@@ -34,9 +35,11 @@ class Settings:
         self.digest, self.values = digest, values
 
     @classmethod
-    def of(cls, values: Mapping[str, object]) -> Settings:
+    def of(cls, values: Mapping[str, object], params: Sequence[str] = ()) -> Settings:
+        """`params`: the names of the parameters that the values concern, in order."""
         texts = {name: _shown(value) for name, value in values.items()}
-        return cls(_digest(f"{name}={text}" for name, text in texts.items()), lambda: texts)
+        digest = _digest([*(f"{name}={text}" for name, text in texts.items()), *params])
+        return cls(digest, lambda: {**texts, **_numbered(params)})
 
     @classmethod
     def of_flags(cls, records: Sequence[ParameterRecord]) -> Settings:
@@ -55,7 +58,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 def _shown(value: object) -> str:
     """A text that is equal for equal values. Of large tensors and of other objects it names the kind alone."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+    if type(value) in _PLAIN or isinstance(value, int | float | str):
         return str(value)
     if isinstance(value, torch.Tensor):
         is_small = value.numel() <= _MOST_VALUES and value.layout is torch.strided and not value.is_meta
@@ -132,16 +135,21 @@ class OptimizerSettings:
         if known is None or not known.are(params):
             records = {id(record.master): record for store in self._stores for record in store.parameters}
             known = self._known[optimizer] = _Parameters(params, records)
-        own = {
+        head = {
             "the class of the optimizer": f"{kind.__module__}.{kind.__qualname__}",
             "the sizes of parameter groups": _shown([len(group["params"]) for group in groups]),
-            **{
-                f"{name} of parameter group {at}": _shown(value)
-                for at, group in enumerate(groups)
-                for name, value in group.items()
-                if name != "params"
-            },
         }
+        options = [{name: _shown(group[name]) for name in sorted(group) if name != "params"} for group in groups]
         texts = known.texts
-        digest = _digest([*(f"{name}={text}" for name, text in own.items()), known.digest])
-        return Settings(digest, lambda: {**own, **{f"parameter {at}": text for at, text in enumerate(texts)}})
+
+        def values() -> Mapping[str, str]:
+            named = {
+                f"{name} of parameter group {at}": text for at, o in enumerate(options) for name, text in o.items()
+            }
+            return {**head, **named, **_numbered(texts)}
+
+        return Settings(_digest([*head.values(), *map(str, options), known.digest]), values)
+
+
+def _numbered(params: Sequence[str]) -> dict[str, str]:
+    return {f"parameter {at}": text for at, text in enumerate(params)}

@@ -9,7 +9,6 @@ scaler.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
@@ -79,7 +78,7 @@ def clip_grad_norm_(
     pending = pending_copies(params)
     for exchange in _exchanges_of(params):  # with other arguments on one machine, the factors would differ
         arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        exchange.require_equal("clip_grad_norm_()", {**arguments, "the parameters": _checksum(params)})
+        exchange.require_equal("clip_grad_norm_()", arguments, _record_names(params))
     # A pending gradient is still in the dtype in which it landed. If only some gradients are pending, torch's function
     # clips all of them: it reads `.grad`, which converts pending gradients to the dtype of the master.
     if pending and len(pending) == len(params) and len({copy.dtype for copy in pending}) == 1:
@@ -125,11 +124,10 @@ def _exchanges_of(params: Iterable[Any]) -> list[StepExchange]:
     return [exchange for exchange in found.values() if exchange is not None]
 
 
-def _checksum(params: Sequence[Any]) -> str:
-    """A text that is equal for the same parameters in the same order."""
+def _record_names(params: Iterable[Any]) -> list[str]:
+    """The names of parameters in the user's model; empty for one that is not in a step."""
     records = [getattr(param, "record", None) for param in params]
-    names = "\n".join("" if record is None else record.name for record in records)
-    return f"{len(params)} with the checksum {zlib.crc32(names.encode()):08x}"
+    return ["" if record is None else record.name for record in records]
 
 
 @torch.no_grad()
@@ -222,7 +220,7 @@ def unscale(optimizer: torch.optim.Optimizer, inverse_scale: float) -> bool:
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     pending = [copy for copy in pending_copies(params.values()) if copy.dtype in _UNSCALABLE_DTYPES]
     for exchange in _exchanges_of(params.values()):
-        exchange.require_equal("unscale_()", {"1 / scale of the losses": inverse_scale})
+        exchange.require_equal("unscale_()", {"1 / scale of the losses": inverse_scale}, _record_names(params.values()))
     others = [param for key, param in params.items() if key not in {id(copy) for copy in pending}]
     # First the gradients that may raise UsageError; pending gradients of copies never do.
     found_inf = unscale_in_place(dense_gradients(others), inverse_scale)

@@ -102,8 +102,11 @@ class StepExchange(Protocol):
     def numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:
         """The `values` of all machines, by rank. `what`: names the operation in errors."""
 
-    def require_equal(self, what: str, values: Mapping[str, object]) -> None:
-        """Raise MachineError on all machines, with names and values, if the values of one machine differ."""
+    def require_equal(self, what: str, values: Mapping[str, object], params: Sequence[str]) -> None:
+        """Raise MachineError on all machines, with names and values, if the values of one machine differ.
+
+        params: the names of the parameters that `what` concerns; their order must be the same on all machines, too.
+        """
 
     def fetch(self, what: str, records: Sequence[Any], landed: Callable[[], Any], *, may_overwrite: bool) -> Any:
         """Begin to exchange gradients: `landed()` gives those of this machine, by record.
