@@ -11,7 +11,8 @@ first, in the order of their times.
 
 [Note: what may be deleted] A save deletes a folder in three cases. It replaces a folder of the same name, if that is a
 checkpoint and has no file that its manifest does not list: anything else is refused. It removes old checkpoints if the
-user asks for that with `keep=`. And it removes what killed saves have left, which has names that only saves give.
+user asks for that with `keep=`; files that their manifests do not list stay. And it removes what killed saves have
+left, which has names that only saves give.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from roundpipe.checkpoint.format import MANIFEST, Manifest, read_manifest, sync_folder, write_synced
@@ -99,11 +101,29 @@ def find(folder: Path) -> Path:
 
 
 def prune(folder: Path, keep: int, spared: frozenset[Path]) -> None:
-    """Remove the oldest checkpoints until `keep` are left; never `spared` ones."""
-    complete = [path for path, _ in _complete(folder)]
-    removable = [path for path in complete if path not in spared]
-    for path in removable[: max(len(complete) - keep, 0)]:
-        remove(path)
+    """Remove the oldest checkpoints until `keep` are left; never `spared` ones, nor files that no save wrote."""
+    complete = _complete(folder)
+    removable = [(path, manifest) for path, manifest in complete if path not in spared]
+    for path, manifest in removable[: max(len(complete) - keep, 0)]:
+        listed, foreign = _contents(path, manifest)
+        if not foreign:
+            remove(path)
+            continue
+        logger.warning("%s: the checkpoint is removed; what no save wrote stays: %s", path, _shown(foreign))
+        for name in sorted(listed, key=lambda name: name != MANIFEST):  # without it, the rest is no checkpoint
+            (path / name).unlink()
+
+
+def _contents(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
+    """The files of a checkpoint's folder: those that its save wrote, and all others. Follows no links."""
+    every = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = sorted(path.relative_to(folder).as_posix() for path in every)
+    listed = {MANIFEST, *manifest.files}
+    return [name for name in names if name in listed], [name for name in names if name not in listed]
+
+
+def _shown(names: Sequence[str]) -> str:
+    return repr(names[0]) + (f" and {len(names) - 1} more files" if len(names) > 1 else "")
 
 
 def remove(folder: Path) -> None:
@@ -236,17 +256,17 @@ def _check_link(parent: Path) -> None:
 def _check_replaceable(target: Path) -> None:
     """Raise CheckpointError unless a folder is a checkpoint without other files: see [Note: what may be deleted]."""
     try:
-        listed = {MANIFEST, *read_manifest(target).files}
+        manifest = read_manifest(target)
     except CheckpointError as error:
         raise CheckpointError(
             f"{target} has other content than a checkpoint of RoundPipe, and a save would delete it ({error}) Move it "
             "away, or save elsewhere."
         ) from error
-    present = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_symlink() or path.is_file()}
-    if foreign := sorted(present - listed):
+    _, foreign = _contents(target, manifest)
+    if foreign:
         raise CheckpointError(
-            f"{target} is a checkpoint, but has other content, too, and a save would delete it: {foreign[0]!r}"
-            f"{f' and {len(foreign) - 1} more files' if len(foreign) > 1 else ''}. Move it away, or save elsewhere."
+            f"{target} is a checkpoint, but has other content, too, and a save would delete it: {_shown(foreign)}. "
+            "Move it away, or save elsewhere."
         )
 
 

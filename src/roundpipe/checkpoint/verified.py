@@ -18,7 +18,7 @@ import hashlib
 import io
 import os
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -97,23 +97,23 @@ def _verified(folder: Path, name: str, entry: FileEntry, borders: Collection[int
     path, digest = folder / name, hashlib.sha256()
     cuts, states = [0], [digest.copy()]
     buffer = memoryview(bytearray(_PART_BYTES))
-    with _opened(folder, name) as file:
-        identity, position = _identity(os.fstat(file.fileno())), 0
-        for border in sorted({*borders, entry.num_bytes} - {0}):
-            while position < border:
-                try:
+    try:
+        with _opened(folder, name) as file:
+            identity, position = _identity(os.fstat(file.fileno())), 0
+            for border in sorted({*borders, entry.num_bytes} - {0}):
+                while position < border:
                     count = file.readinto(buffer[: min(border, cuts[-1] + _PART_BYTES) - position])
-                except OSError as error:
-                    raise _unreadable(path, error) from error
-                if not count:
-                    raise _damaged(path)
-                digest.update(buffer[:count])
-                position += count
-                if position in (border, cuts[-1] + _PART_BYTES):
-                    cuts.append(position)
-                    states.append(digest.copy())
-        if digest.hexdigest() != entry.sha256 or file.readinto(buffer[:1]):
-            raise _damaged(path)
+                    if not count:
+                        raise _damaged(path)
+                    digest.update(buffer[:count])
+                    position += count
+                    if position in (border, cuts[-1] + _PART_BYTES):
+                        cuts.append(position)
+                        states.append(digest.copy())
+            if digest.hexdigest() != entry.sha256 or file.readinto(buffer[:1]):
+                raise _damaged(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     return VerifiedFile(path, identity, cuts, states)
 
 
@@ -215,9 +215,14 @@ class Reader:
             self.has_filled = True
             memory[low - piece.offset : high - piece.offset] = part[low - start : high - start]
 
-        parts = range(first, after)
-        for _ in map(read_part, parts) if min(len(parts), self._threads) == 1 else self._pool.map(read_part, parts):
-            pass
+        if min(after - first, self._threads) == 1:
+            for at in range(first, after):
+                read_part(at)
+            return
+        pending = [self._pool.submit(read_part, at) for at in range(first, after)]
+        wait(pending)  # before an error is raised: `memory` must not be freed while a thread writes into it
+        for part in pending:
+            part.result()
 
     def _handle(self, name: str) -> int:
         if name not in self._open:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Number
 from operator import is_
 from typing import Any
 
@@ -58,7 +59,7 @@ def _digest(lines: Iterable[str]) -> str:
 
 def _shown(value: object) -> str:
     """A text that is equal for equal values. Of large tensors and of other objects it names the kind alone."""
-    if type(value) in _PLAIN or isinstance(value, int | float | str):
+    if type(value) in _PLAIN or isinstance(value, Number | str):
         return str(value)
     if isinstance(value, torch.Tensor):
         is_small = value.numel() <= _MOST_VALUES and value.layout is torch.strided and not value.is_meta
