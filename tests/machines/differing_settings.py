@@ -291,3 +291,10 @@ def warnings_of_hosts(rank: int, size: int, hosts: list[str] | None) -> list[str
         logger.removeHandler(handler)
         logger.setLevel(level)
     return [record for record in records if "host" in record]
+
+
+def wrap_other_models(rank: int, size: int) -> None:
+    """One machine wraps a model with another layer."""
+    width = 5 if rank == BAD_RANK else 4
+    with RoundPipe(nn.Linear(4, width), devices=["cpu"], name="net", process_group=dist.group.WORLD) as model:
+        model(torch.ones(2, 4))

@@ -14,6 +14,7 @@ from differing_settings import (
     may_differ,
     two_models,
     warnings_of_hosts,
+    wrap_other_models,
 )
 
 from helpers_machines import MachinePool, values
@@ -80,6 +81,13 @@ def test_what_changes_no_number_may_differ(pool: MachinePool) -> None:
     for other_losses, other_weights in others:
         assert other_losses == losses
         assert torch.equal(other_weights, weights)
+
+
+def test_another_model_on_one_machine_is_named_by_its_parameters(pool: MachinePool) -> None:
+    for outcome in pool.run(3, wrap_other_models, limit_s=LIMIT_S):
+        assert (outcome.error, outcome.lost_rank) == ("MachineError", BAD_RANK)
+        assert "weight (parameter 0 of net, model 0) is (4, 4) torch.float32" in outcome.message
+        assert "on ranks 0, 2 and (5, 4) torch.float32" in outcome.message
 
 
 def test_an_optimizer_of_two_models_in_another_order_does_not_hang(pool: MachinePool) -> None:

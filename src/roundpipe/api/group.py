@@ -289,11 +289,11 @@ class Group:
             return
         members = list(self.members)
         structure = {
-            f"{record.name} (parameter {at} of {member.name})": (
+            f"{record.name} (parameter {at} of {member.name}, model {i})": (
                 f"{tuple(record.weights.shape)} {record.weights.dtype} requires_grad={record.param.requires_grad} "
                 f"optim_dtype={member.store.masters.optim_dtype} is_read_on_host={member.store.is_read_on_host}"
             )
-            for member in members
+            for i, member in enumerate(members)
             for at, record in enumerate(member.store.parameters)
         }
         records = {f"{i}.{r.name}": r for i, member in enumerate(members) for r in member.store.parameters}
