@@ -30,7 +30,7 @@ NEWEST_RESULTS := build/models-newest.jsonl
 DOCS_BIN := .venv-docs/bin
 DOCS_STAMP := .venv-docs/.installed
 
-.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-20 test-cpus test-models test-models-newest models-table wheel docs clean
+.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-forged test-20 test-cpus test-models test-models-newest models-table wheel docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -88,6 +88,10 @@ test-mutants: cpu  ## put deliberate faults into copies of the source; the tests
 
 test-kills: cpu  ## kill a training 100 times with SIGKILL, also during saves; its resumed losses must be exact
 	$(RUN) tests/checkpoint/kill_runs.py 100
+
+test-forged: export ROUNDPIPE_FORGED_MANIFESTS = 5000
+test-forged: cpu  ## load 10,000 forged checkpoints; each must be refused without a trace, or loaded as it says
+	$(RUN) -m pytest $(ON_ALL_CORES) tests/checkpoint/test_forged_manifests.py
 
 test-machines-kills: export ROUNDPIPE_MACHINE_KILLS = 50
 test-machines-kills: cpu  ## kill one of several machines 50 times with SIGKILL; the others must raise and name it

@@ -10,6 +10,7 @@ import importlib
 import os
 import pickle
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -116,6 +117,16 @@ def make_loop(path: Path) -> None:
     path.symlink_to(path.name)
 
 
+def make_link(path: Path, target: Path) -> None:
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES = {
     "flipped": (flip_bit, "checksum"),
     "truncated": (truncate, "bytes instead of"),
@@ -123,6 +134,9 @@ DAMAGES = {
     "missing": (Path.unlink, "is missing"),
     "a folder": (make_folder, "is missing"),
     "a link to itself": (make_loop, "is missing"),
+    "a link to its content": (lambda path: make_link(path, path.with_name("aside")), "it is a link"),
+    "a link out of the folder": (lambda path: make_link(path, path.parents[1] / "aside"), "it is a link"),
+    "a FIFO": (lambda path: make_fifo(path), "it is a FIFO"),
     "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
 }
 
@@ -176,7 +190,7 @@ def test_manifest_missing(folder: Path, run: Training) -> None:
     check_refused(run, folder, str(folder), f"has no {MANIFEST}")
 
 
-@pytest.mark.parametrize("make", [make_folder, make_loop])
+@pytest.mark.parametrize("make", [make_folder, make_loop, make_fifo])
 def test_manifest_that_cannot_be_read(make: Damage, folder: Path, run: Training) -> None:
     make(folder / MANIFEST)
     check_refused(run, folder, str(folder / MANIFEST), "cannot be read")
@@ -226,6 +240,24 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a piece of negative size": (lambda data: first_piece(data).update(num_bytes=-512), "'0.0.weight'"),
     "a tensor in an unknown file": (lambda data: first_piece(data).update(file="x"), "'0.0.weight'"),
     "a tensor with a gap": (lambda data: first_piece(data).update(start=2), "'0.0.weight'"),
+    "a tensor in a file outside, behind a piece that overlaps": (
+        lambda data: first_tensor(data)["pieces"].extend(
+            [
+                {**first_piece(data), "start": 1, "num_bytes": 2},
+                {**first_piece(data), "start": 2, "num_bytes": 100, "file": "../checkpoint-2/" + CONTENTS[0]},
+            ]
+        ),
+        f"'../checkpoint-2/{CONTENTS[0]}'",
+    ),
+    "pieces that overlap": (
+        lambda data: first_tensor(data)["pieces"].append({**first_piece(data), "start": 2}),
+        "overlap",
+    ),
+    "two tensors with the same bytes": (
+        lambda data: first_piece(data).update(data["tensors"]["weights"]["2.0.weight"]["pieces"][0]),
+        "overlap",
+    ),
+    "an offset that is no number of bytes": (lambda data: first_piece(data).update(offset=64.5), "'0.0.weight'"),
     "a tensor without pieces": (lambda data: first_tensor(data).update(pieces=[]), "'0.0.weight'"),
     "a tensor of unknown type": (lambda data: first_tensor(data).update(dtype="F7"), "F7"),
     "a tensor of negative shape": (lambda data: first_tensor(data).update(shape=[-16, -16]), "'0.0.weight'"),
@@ -237,6 +269,16 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a file without a size": (lambda data: data["files"][STATE].pop("num_bytes"), MANIFEST),
     "a size that is a word": (lambda data: data["files"][STATE].update(num_bytes="9"), STATE),
     "no state": (lambda data: data["files"].pop(STATE), STATE),
+    "a low half of another type": (
+        lambda data: data["tensors"]["optimizer"]["master.low/0.0.weight"].update(dtype="BF16"),
+        "master.low/0.0.weight",
+    ),
+    "a moment of another shape": (
+        lambda data: data["tensors"]["optimizer"]["state/exp_avg/0.0.weight"].update(shape=[8, 32]),
+        "state/exp_avg/0.0.weight",
+    ),
+    "tensors of an unknown kind": (lambda data: data["tensors"].update(others={}), "'others'"),
+    "a version that is no number": (lambda data: data.update(version=True), "format version True"),
     "another kind of model": (lambda data: data["model"].update(kind="adapter"), "'adapter'"),
     "no kind of model": (lambda data: data.update(model={}), "None"),
     "a step that is a list": (lambda data: data.update(step=[]), MANIFEST),
@@ -392,6 +434,107 @@ def test_a_disk_that_fails_after_the_verification(folder: Path, monkeypatch: pyt
     expected.close()
 
 
+# Files that change after their verification.
+
+
+def write_into(path: Path) -> None:
+    """Change the last bytes of a file."""
+    with open(path, "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\xaa" * 8)
+
+
+def write_secretly(path: Path) -> None:
+    """As `write_into`, with the times of before."""
+    times = path.stat()
+    write_into(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    write_into(other)
+    os.replace(other, path)
+
+
+LATE_CHANGES = {
+    "written": write_into,
+    "written with old times": write_secretly,
+    "replaced": replace,
+    "removed": Path.unlink,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:100]),
+}
+
+
+@pytest.mark.parametrize("change", LATE_CHANGES)
+@pytest.mark.parametrize("name", [CONTENTS[0], CONTENTS[2], "optimizer-00001", STATE])
+def test_a_file_that_changes_after_its_verification(
+    name: str, change: str, sound: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The change is never loaded. Where identity or time show it, nothing has changed; else a note says what has."""
+    ours = Training(seed=3, scaled=True)
+    before = ours.bits()
+    (path,) = folder.glob(f"{name}*")
+    loading = importlib.import_module("roundpipe.checkpoint.load")
+    real = loading.verify_files
+
+    def verify_then_change(*args: Any) -> Any:
+        found = real(*args)
+        LATE_CHANGES[change](path)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "verify_files", verify_then_change)
+        with pytest.raises(CheckpointError, match=re.escape(str(path))) as caught:
+            ours.load(folder)
+    after, notes = ours.bits(), "".join(getattr(caught.value, "__notes__", ()))
+    if "are in the model already" in notes:
+        assert change == "written with old times"
+        assert name != STATE
+    else:
+        assert_same_bits(after, before)
+    ours.load(sound)
+    expected = ours.bits()
+    weights = "weights and buffers"
+    for key, value in after[weights].items():  # each is as before, or as in the sound checkpoint
+        assert torch.equal(value, before[weights][key]) or torch.equal(value, expected[weights][key]), key
+    ours.close()
+
+
+def test_scheduler_and_scaler_get_their_old_state_back_if_the_files_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Training(seed=3, scaled=True)
+    ours.train(1)
+    before = ours.bits()
+    real = torch.optim.lr_scheduler.LambdaLR.load_state_dict
+
+    def change_then_load(self: Any, state: Any) -> None:
+        (folder / CONTENTS[0]).write_bytes(b"")
+        real(self, state)
+
+    monkeypatch.setattr(torch.optim.lr_scheduler.LambdaLR, "load_state_dict", change_then_load)
+    with pytest.raises(CheckpointError, match=f"{CONTENTS[0]}.* was changed after it was verified"):
+        ours.load(folder)
+    assert_same_bits(ours.bits(), before)
+    ours.close()
+
+
+def test_large_tensors_are_compared_part_by_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of many parts, read by several threads: equal to one that is read at once."""
+    verified = importlib.import_module("roundpipe.checkpoint.verified")
+    expected, ours = Training(seed=3, scaled=True), Training(seed=4, scaled=True)
+    expected.load(folder)
+    monkeypatch.setattr(verified, "_PART_BYTES", 24)
+    monkeypatch.setattr(verified, "_MOST_OPEN", 1)
+    monkeypatch.setattr(verified, "io_threads", lambda: 3)
+    ours.load(folder)
+    assert_same_bits(ours.bits(), expected.bits())
+    ours.close()
+    expected.close()
+
+
 # Other models and optimizers.
 
 
@@ -471,6 +614,24 @@ def test_parameter_groups_in_another_order(tmp_path: Path) -> None:
     ours.save(tmp_path / "one").wait()
     ours.close()
     check_other(tmp_path / "one", None, "parameter group 0", "'0.0.weight'", make_optimizer=in_reverse)
+
+
+def test_tied_and_untied_weights(tmp_path: Path) -> None:
+    """As in plain PyTorch, tied weights load into both of two parameters. Two weights do not fit into one."""
+    tied = network(seed=5)
+    tied[2][0].weight = tied[0][0].weight
+    one, two = Training(tied, scaled=True), Training(seed=6, scaled=True)
+    try:
+        checkpoint.save(tmp_path / "tied", one.model).wait()
+        checkpoint.save(tmp_path / "untied", two.model).wait()
+        checkpoint.load(tmp_path / "tied", two.model)
+        assert torch.equal(two.model.model[2][0].weight, tied[0][0].weight)
+        assert torch.equal(two.model.model[0][0].weight, tied[0][0].weight)
+        reason = "'0.0.weight' and '2.0.weight' are one tensor in this Sequential and two in"
+        check_refused(one, tmp_path / "untied", reason, load=lambda: checkpoint.load(tmp_path / "untied", one.model))
+    finally:
+        one.close()
+        two.close()
 
 
 def test_checkpoint_without_optimizer_scheduler_and_scaler(run: Training, tmp_path: Path) -> None:

@@ -24,12 +24,23 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from helpers_checkpoint import MANIFEST, WIDTH, MakeOptimizer, Training, assert_same_bits, half_mse, momentum, network
+from helpers_checkpoint import (
+    MANIFEST,
+    WIDTH,
+    MakeOptimizer,
+    Training,
+    assert_same_bits,
+    half_mse,
+    momentum,
+    network,
+    rewrite_manifest,
+)
 from helpers_faults import WAIT_S, Background, run_script
 from helpers_files import as_another_user, watched_files
 from roundpipe import CheckpointError, ConfigError, checkpoint, optim
 from roundpipe.checkpoint import PendingSave
 from roundpipe.checkpoint.contents import Source
+from roundpipe.checkpoint.folders import check_parent
 from roundpipe.store import OptimizerCopy
 
 SAVING = importlib.import_module("roundpipe.checkpoint.save")  # the package's attribute `save` is the function
@@ -695,6 +706,217 @@ def test_targets_that_are_refused(opened: list[Training], tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="latest exists and is not a link"):
         training.save(tmp_path / "one")
     assert (tmp_path / "full" / "mine").exists()
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "the manifest of a web page": (lambda folder: (folder / MANIFEST).write_text('{"icons": []}'), "not the manifest"),
+    "an empty manifest": (lambda folder: (folder / MANIFEST).write_text(""), "cannot be read"),
+    "a folder named manifest": (lambda folder: (folder / MANIFEST).mkdir(), "it is a folder"),
+    "a manifest that was altered": (
+        lambda folder: (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace('"step"', '"steps"')),
+        "altered",
+    ),
+    "a file beside the checkpoint's": (lambda folder: (folder / "thesis.txt").write_text("years"), "'thesis.txt'"),
+    "files in a folder": (
+        lambda folder: [(folder / "mine").mkdir(), (folder / "mine" / "a").touch(), (folder / "mine" / "b").touch()],
+        "'mine/a' and 1 more files",
+    ),
+    "a link": (lambda folder: (folder / "link").symlink_to(".."), "'link'"),
+    "a FIFO beside the files": (lambda folder: os.mkfifo(folder / "fifo"), "'fifo'"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_folder_with_anything_but_a_checkpoint_is_not_replaced(
+    opened: list[Training], tmp_path: Path, kind: str
+) -> None:
+    opened.append(training := Training())
+    make, reason = FOREIGN[kind]
+    training.save(tmp_path / "one").wait()
+    make_all = "file" in kind or "link" in kind or "altered" in kind
+    if not make_all:  # a folder that never was a checkpoint
+        shutil.rmtree(tmp_path / "one")
+        (tmp_path / "one").mkdir()
+        (tmp_path / "one" / "thesis.txt").write_text("years")
+    make(tmp_path / "one")
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/one .*other content.*{reason}") as caught:
+        training.save(tmp_path / "one")
+    assert "a save would delete it" in str(caught.value)
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    training.train(1)
+    training.save(tmp_path / "two").wait()
+
+
+def test_a_folder_that_gets_other_content_while_files_are_written_is_not_replaced(
+    patch: pytest.MonkeyPatch, opened: list[Training], tmp_path: Path
+) -> None:
+    opened.append(training := Training())
+    training.save(tmp_path / "one").wait()
+    gate = Gate(patch, FIRST)
+    pending = training.save(tmp_path / "one")
+    gate.wait()
+    (tmp_path / "one" / "thesis.txt").write_text("years")
+    gate.open()
+    with pytest.raises(CheckpointError, match=r"'thesis\.txt'"):
+        pending.wait()
+    assert (tmp_path / "one" / "thesis.txt").read_text() == "years"
+    assert sorted(os.listdir(tmp_path)) == ["latest", "one"]
+    training.load(tmp_path / "one")
+
+
+def test_files_that_no_save_wrote_stay_when_an_old_checkpoint_is_removed(
+    opened: list[Training], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened.append(training := Training())
+    training.save(tmp_path / "one", files={"below/mine": ""}).wait()
+    (tmp_path / "one" / "thesis.txt").write_text("years")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").touch()
+    shutil.rmtree(tmp_path / "one" / "below")
+    (tmp_path / "one" / "below").symlink_to("../elsewhere")  # leads a name of the manifest out of the folder
+    with caplog.at_level(logging.WARNING, "roundpipe"):
+        training.save(tmp_path / "two", keep=1).wait()
+    assert "one: the checkpoint is removed; what no save wrote stays: 'below' and 1 more files" in caplog.text
+    assert sorted(os.listdir(tmp_path / "one")) == ["below", "thesis.txt"]
+    assert (tmp_path / "elsewhere" / "mine").exists()
+    assert checkpoint.latest(tmp_path) == tmp_path / "two"
+
+
+def test_folders_with_names_like_those_of_killed_saves_are_not_removed(opened: list[Training], tmp_path: Path) -> None:
+    opened.append(training := Training())
+    names = [".film.partial-download", ".notes.removed-by-me", ".a.replaced-", "x.partial-1"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").touch()
+    (tmp_path / ".one.removed-1").symlink_to(names[0])
+    training.save(tmp_path / "one").wait()
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, ".one.removed-1", "latest", "one"])
+    assert all((tmp_path / name / "content").exists() for name in names)
+
+
+@pytest.mark.parametrize("clock", ["back", "forward and back", "at rest"])
+def test_the_order_of_checkpoints_does_not_depend_on_the_clock(
+    patch: pytest.MonkeyPatch, opened: list[Training], tmp_path: Path, clock: str
+) -> None:
+    opened.append(training := Training())
+    hour_ns, now_ns = 3_600_000_000_000, time.time_ns()
+    shifts = {"back": [0, -1, -2, -3, -4], "forward and back": [0, 9, -9, 3, 1], "at rest": [0, 0, 0, 0, 0]}[clock]
+    for number, shift in enumerate(shifts):
+        patch.setattr(time, "time_ns", lambda shift=shift: now_ns + shift * hour_ns)
+        name = f"c{9 - number}"  # nor on the names
+        training.save(tmp_path / name, keep=2).wait()
+        os.utime(tmp_path / name, ns=(now_ns + shift * hour_ns,) * 2)
+        assert checkpoint.latest(tmp_path) == tmp_path / name
+        kept = sorted(f"c{9 - each}" for each in range(max(number - 1, 0), number + 1))
+        assert sorted(os.listdir(tmp_path)) == [*kept, "latest"]
+    training.save(tmp_path / "c6", keep=2).wait()  # saved again: the newest
+    assert checkpoint.latest(tmp_path) == tmp_path / "c6"
+
+
+def test_checkpoints_of_releases_that_did_not_count_come_first_by_their_times(
+    opened: list[Training], tmp_path: Path
+) -> None:
+    opened.append(training := Training())
+    for name, saved_at_ns in {"b": 1, "a": 3, "c": 2}.items():
+        training.save(tmp_path / name).wait()
+
+        def make_old(data: dict[str, Any], saved_at_ns: int = saved_at_ns) -> None:
+            del data["sequence"]
+            data["saved_at_ns"] = saved_at_ns
+
+        rewrite_manifest(tmp_path / name, make_old)
+    assert checkpoint.latest(tmp_path) == tmp_path / "a"
+    rewrite_manifest(tmp_path / "a", lambda data: data.update(saved_at_ns=2**62))
+    training.save(tmp_path / "new", keep=2).wait()
+    assert checkpoint.latest(tmp_path) == tmp_path / "new"
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest", "new"]
+
+
+def test_a_run_learns_before_it_begins_that_it_cannot_save(opened: list[Training], tmp_path: Path) -> None:
+    opened.append(training := Training())
+    folder = tmp_path / "out"
+    check_parent(folder, "checkpoint-", after=0)  # does not exist yet
+    training.save(folder / "checkpoint-20").wait()
+    for name in ("checkpoint-10", "checkpoint-30", "checkpoint-x", "checkpoint-050", "other-40"):
+        (folder / name).mkdir()
+        (folder / name / "optimizer.pt").touch()
+    check_parent(folder, "checkpoint-", after=10, until=29)  # a checkpoint is replaced, others are not reached
+    check_parent(folder, "checkpoint-", after=30)
+    for limits in ({"after": 0}, {"after": 9, "until": 10}, {"after": 29}):
+        with pytest.raises(CheckpointError, match=r"checkpoint-[13]0 has other content"):
+            check_parent(folder, "checkpoint-", **limits)
+    (folder / "latest").unlink()
+    (folder / "latest").mkdir()
+    with pytest.raises(CheckpointError, match="latest exists and is not a link"):
+        check_parent(folder, "checkpoint-", after=100)
+
+
+def test_a_system_that_refuses_advice(patch: pytest.MonkeyPatch, opened: list[Training], tmp_path: Path) -> None:
+    """Some file systems do not know posix_fadvise: the checkpoint is complete without it."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    opened.append(training := Training())
+    training.train(1)
+    patch.setattr(os, "posix_fadvise", refuse, raising=False)
+    training.save(tmp_path / "one").wait()
+    assert_holds(tmp_path / "one", twin_bits(1)[0])
+
+
+def endless() -> list[Any]:
+    made: list[Any] = []
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (
+            {"mask": torch.eye(3).to_sparse()},
+            r"state\.extra\.mask is a tensor of torch.float32, torch.sparse_coo.*to_dense",
+        ),
+        ([torch.eye(3).to_sparse()], r"state\.extra\[0\] .*sparse_coo"),
+        (torch.empty(2, device="meta"), r"state\.extra .*without values"),
+        (torch.ones(2, dtype=torch.complex128), r"state\.extra .*complex128"),
+        (endless(), "state cannot be saved"),
+        ({"digits": 10**5000}, "state cannot be saved"),
+        ({"set": {1}}, r"state\.extra\.set is a set"),
+    ],
+    ids=["sparse", "sparse in a list", "meta", "dtype", "endless", "long number", "set"],
+)
+def test_an_extra_that_no_checkpoint_can_hold(opened: list[Training], tmp_path: Path, extra: Any, reason: str) -> None:
+    opened.append(training := Training())
+    training.train(1)
+    before = training.bits()
+    with pytest.raises(CheckpointError, match=reason):
+        checkpoint.save(tmp_path / "one", training.model, training.optimizer, extra=extra)
+    assert os.listdir(tmp_path) == []
+    assert_same_bits(training.bits(), before)
+    training.train(1)
+    assert_same_bits(training.bits(), twin_bits(2)[0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_extra_of_nested_tensors(opened: list[Training], tmp_path: Path) -> None:
+    opened.append(training := Training())
+    extra = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(CheckpointError, match=r"state\.extra is a tensor of .*cannot hold"):
+        checkpoint.save(tmp_path / "one", training.model, extra=extra)
+
+
+def test_an_extra_whose_memory_is_not_its_values(opened: list[Training], tmp_path: Path) -> None:
+    """torch conjugates and negates lazily: the memory of such a tensor holds other values."""
+    opened.append(training := Training())
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    extra = {"conjugate": values.conj(), "negative": values.conj().imag, "transposed": torch.arange(6).view(2, 3).t()}
+    assert extra["conjugate"].is_conj()
+    assert extra["negative"].is_neg()
+    checkpoint.save(tmp_path / "one", training.model, extra=extra).wait()
+    found = checkpoint.load(tmp_path / "one", training.model)
+    assert {name: value.tolist() for name, value in found.items()} == {n: v.tolist() for n, v in extra.items()}
 
 
 def test_a_state_that_no_checkpoint_can_hold(opened: list[Training], tmp_path: Path) -> None:

@@ -157,6 +157,22 @@ def test_an_output_folder_that_is_a_file(folder: Path, tmp_path: Path, capsys: p
 
 
 @pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_an_output_folder_that_cannot_take_checkpoints(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    """Found before the data is read, not at the first save or at the step of the colliding one."""
+    (tmp_path / "latest").mkdir()
+    assert "latest exists and is not a link" in refusal(capsys, words(folder, tmp_path, *more))
+    (tmp_path / "latest").rmdir()
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "optimizer.pt").write_text("of transformers' own Trainer")
+    message = refusal(capsys, words(folder, tmp_path, *more))
+    assert "checkpoint-4 has other content than a checkpoint of RoundPipe, and a save would delete it" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
+@pytest.mark.usefixtures("no_model")
 def test_a_model_without_weights(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "bare", weights=False)
     message = refusal(capsys, words(folder, tmp_path / "out", "--model", str(tmp_path / "bare")))

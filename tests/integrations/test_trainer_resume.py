@@ -323,6 +323,37 @@ def test_checkpoint_of_plain_trainer_is_refused_with_advice(tmp_path: Path) -> N
     close(trainer)
 
 
+class Fails(TrainerCallback):
+    """Fails the test when training begins."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("training has begun")
+
+
+@pytest.mark.parametrize("name", ["latest", "checkpoint-6"])
+def test_an_output_folder_that_cannot_take_checkpoints_is_refused_before_training(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "optimizer.pt").write_text("of transformers' own Trainer")
+    trainer = new_trainer(tmp_path, new_model(False))
+    trainer.add_callback(Fails())
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/{name} "):
+        trainer.train()
+    assert os.listdir(tmp_path / name) == ["optimizer.pt"]
+    close(trainer)
+
+
+def test_other_folders_do_not_hinder_a_trainer(tmp_path: Path) -> None:
+    """Only names that this run can still give count, and none if it never saves."""
+    (tmp_path / f"checkpoint-{STEPS + 1}").mkdir()
+    (tmp_path / f"checkpoint-{STEPS + 1}" / "optimizer.pt").touch()
+    trained(new_trainer(tmp_path, new_model(False)))
+    assert latest(tmp_path) == tmp_path / f"checkpoint-{STEPS}"
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "optimizer.pt").touch()
+    trained(new_trainer(tmp_path, new_model(False)), resume=str(tmp_path / "checkpoint-3"))
+    trained(new_trainer(tmp_path, new_model(False), save_strategy="no"))
+
+
 def test_failure_of_the_last_save_is_raised_by_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = new_trainer(tmp_path, new_model(False))
 

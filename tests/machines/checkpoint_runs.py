@@ -281,3 +281,27 @@ def load_other(rank: int, size: int, folder: str) -> None:
     training = Training(rank, size, Run())
     with training.model:
         training.load(str(Path(folder) / f"step-{min(rank, 1) + 1}"))
+
+
+def save_and_load_with_other_arguments(rank: int, size: int, folder: str) -> list[Any]:
+    """One machine saves without optimizer, and loads without scheduler or random numbers. Returns what was raised."""
+    training, caught = Training(rank, size, Run()), list[Any]()
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+        except Exception as error:
+            caught.append([type(error).__name__, str(error), getattr(error, "rank", None)])
+
+    with training.model:
+        training.train(1)
+        model, optimizer, schedule = training.model, training.optimizer, training.scheduler
+        attempt(lambda: checkpoint.save(f"{folder}/one", model, None if rank else optimizer))
+        training.save(f"{folder}/two").wait()
+        before = training.state()
+        attempt(lambda: checkpoint.load(f"{folder}/two", model, optimizer, scheduler=None if rank else schedule))
+        attempt(lambda: checkpoint.load(f"{folder}/two", model, optimizer, restore_rng=not rank))
+        attempt(lambda: checkpoint.load(f"{folder}/two", model, None if rank else optimizer))
+        after = training.state()
+        training.train(1)
+        return [caught, before, after]

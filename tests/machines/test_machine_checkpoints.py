@@ -19,6 +19,7 @@ from checkpoint_runs import (
     load_other,
     save_alone,
     save_and_go_on,
+    save_and_load_with_other_arguments,
     save_in_own_folder,
 )
 from torch import Tensor
@@ -181,3 +182,16 @@ def test_machines_that_load_different_checkpoints_are_refused(pool: MachinePool,
         assert outcome.error == "MachineError"
         assert outcome.lost_rank == 1
         assert "rank 1 loads another checkpoint than rank 0: that of step 2 instead of step 1" in outcome.message
+
+
+def test_other_arguments_on_one_machine_raise_on_all(pool: MachinePool, tmp_path: Path) -> None:
+    """Without the ranges of one machine a checkpoint could never be loaded; after other loads the machines differ."""
+    for caught, before, after in values(pool.run(2, save_and_load_with_other_arguments, str(tmp_path))):
+        assert [(kind, rank) for kind, _, rank in caught] == [("MachineError", 1)] * 4
+        messages = [message for _, message, _ in caught]
+        assert "save() got optimizer=None on rank 1 and optimizer=AdamW on rank 0" in messages[0]
+        assert "load() got scheduler=None on rank 1 and scheduler=LambdaLR on rank 0" in messages[1]
+        assert "load() got restore_rng=False on rank 1 and restore_rng=True on rank 0" in messages[2]
+        assert "load() got optimizer=None on rank 1 and optimizer=AdamW on rank 0" in messages[3]
+        assert_same_bits(after, before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "two"]

@@ -160,3 +160,4 @@ def test_torchrun_starts_the_command(folder: Path, tmp_path: Path) -> None:
     assert (out / "model.safetensors").exists()
     manifest = json.loads((out / "latest" / "manifest.json").read_text())
     assert manifest["machines"] == 2
+    assert done.stderr.count("ranks 0, 1 run on the same host") == 1

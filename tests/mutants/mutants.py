@@ -616,18 +616,52 @@ CHECKPOINTS = [
     mutant(
         "a folder gets its name before its manifest is written",
         "checkpoint/save.py",
-        "        write_synced(self._partial / MANIFEST, self._manifest(parts).to_bytes())\n",
-        "        manifest = self._manifest(parts).to_bytes()\n"
+        "        write_synced(self._partial / MANIFEST, manifest.to_bytes())\n",
         "        (self.folder.parent / 'spare').mkdir(exist_ok=True)\n"
-        "        write_synced(self.folder.parent / 'spare' / MANIFEST, manifest)\n",
+        "        write_synced(self.folder.parent / 'spare' / MANIFEST, manifest.to_bytes())\n",
         SAVING,
     ),
     mutant(
         "files are not compared with their checksums",
-        "checkpoint/format.py",
-        "if entry != manifest.files[name]:",
+        "checkpoint/verified.py",
+        "if digest.hexdigest() != entry.sha256 or file.readinto(buffer[:1]):",
         "if False:",
         "tests/checkpoint/test_damage.py",
+    ),
+    mutant(
+        "files that change after their verification are loaded",
+        "checkpoint/verified.py",
+        "if digest.digest() != file.states[at + 1].digest():",
+        "if False:",
+        "tests/checkpoint/test_damage.py",
+    ),
+    mutant(
+        "tensors may share bytes of a file",
+        "checkpoint/format.py",
+        "            if start < end:\n",
+        "            if False:\n",
+        "tests/checkpoint/test_damage.py",
+    ),
+    mutant(
+        "checkpoints are ordered by the clock",
+        "checkpoint/format.py",
+        "return self.sequence, self.saved_at_ns",
+        "return self.saved_at_ns, self.sequence",
+        SAVING,
+    ),
+    mutant(
+        "folders with other content are replaced",
+        "checkpoint/folders.py",
+        "            _check_replaceable(target)\n",
+        "            pass\n",
+        SAVING,
+    ),
+    mutant(
+        "settings of machines are not compared",
+        "distributed/line.py",
+        'if settings is not None and any(header["by"] != digest for header in headers):',
+        "if False:",
+        "tests/machines/test_differing_settings.py",
     ),
     mutant(
         "random numbers do not go on after a load",
@@ -638,7 +672,7 @@ CHECKPOINTS = [
     ),
     mutant(
         "ties of halved masters are not loaded",
-        "checkpoint/load.py",
+        "checkpoint/ranges.py",
         "master.halves.ties.copy_(bits)",
         "pass",
         RESUME,

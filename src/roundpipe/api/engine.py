@@ -353,7 +353,7 @@ class ModelEngine:
         config = prepared.config
         split = functools.partial(split_inputs, prepared.args, prepared.kwargs, label, config)
         batches = self.group.lock.run_user_code(split).with_kwargs(prepared.additions)
-        whole = WholeBatch(self.group.machines)
+        whole = WholeBatch(self.group.machines, is_training=(self.split_model or self.store).is_training)
         batches = weighed(batches, config, self.own_loss, loss_fn, self.group.wait_until_quiet, whole)
         if config.requires_grad:
             self.group.check_training()

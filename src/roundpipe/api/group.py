@@ -32,6 +32,7 @@ from roundpipe.api.failures import IN_BACKGROUND, Recovery
 from roundpipe.context import current_iteration
 from roundpipe.devices import Device
 from roundpipe.distributed.machines import Machines
+from roundpipe.distributed.settings import Settings
 from roundpipe.errors import ClosedError, MachineError, StallError, UsageError, add_note
 from roundpipe.monitor import (
     WAIT_LIMIT_VARIABLE,
@@ -258,7 +259,8 @@ class Group:
         try:
             self.begin_call(name, is_outermost, members, ends_views=ends_views)
             self._open_machines(machines)
-            self._check_equal(machines.agree(f"{what} of {name}", self._state()))
+            flags = Settings.of_flags([record for member in members for record in member.store.parameters])
+            self._check_equal(machines.agree(f"{what} of {name}", self._state(), flags))
             return function()
         except BaseException as error:
             machines.tell(error)
@@ -286,12 +288,14 @@ class Group:
         if self.stepper.exchange is not None:
             return
         members = list(self.members)
-        lines = [
-            f"{member.name} {record.name} {tuple(record.weights.shape)} {record.weights.dtype} "
-            f"{record.param.requires_grad} {member.store.masters.optim_dtype} {member.store.is_read_on_host}"
-            for member in members
-            for record in member.store.parameters
-        ]
+        structure = {
+            f"{record.name} (parameter {at} of {member.name}, model {i})": (
+                f"{tuple(record.weights.shape)} {record.weights.dtype} requires_grad={record.param.requires_grad} "
+                f"optim_dtype={member.store.masters.optim_dtype} is_read_on_host={member.store.is_read_on_host}"
+            )
+            for i, member in enumerate(members)
+            for at, record in enumerate(member.store.parameters)
+        }
         records = {f"{i}.{r.name}": r for i, member in enumerate(members) for r in member.store.parameters}
 
         def values() -> list[tuple[str, torch.Tensor]]:
@@ -309,7 +313,8 @@ class Group:
                 own = [record for name, record in records.items() if name in names and name.startswith(f"{i}.")]
                 member.store.adopt_written(own)
 
-        machines.open("\n".join(lines), values, replaced)
+        structure["the number of parameters and buffers"] = str(len(values()))
+        machines.open(Settings.of(structure), values, replaced)
         self.stepper.exchange = machines.exchange
 
     def _state(self) -> dict[str, int]:

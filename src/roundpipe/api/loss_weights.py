@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from roundpipe.api.calls import Request, unwrapped
 from roundpipe.config import LossReduction, ResolvedRunConfig
 from roundpipe.distributed.machines import Machines
+from roundpipe.distributed.settings import Settings
 from roundpipe.errors import ConfigError, ModelSplitError
 from roundpipe.microbatch import MicrobatchInputs
 from roundpipe.microbatch.merge import losses_in, with_losses
@@ -134,8 +135,9 @@ class WholeBatch:
     first_microbatch: the number of this machine's first microbatch in the whole batch.
     """
 
-    def __init__(self, machines: Machines | None) -> None:
-        self._machines = machines
+    def __init__(self, machines: Machines | None, *, is_training: bool = False) -> None:
+        """`is_training`: the mode of the model on this machine."""
+        self._machines, self._is_training = machines, is_training
         self._seed: int | None = None
         self.is_alone = machines is None
         self.first_microbatch = 0
@@ -144,13 +146,25 @@ class WholeBatch:
         """The seed of the call: that of rank 0."""
         return draw_call_seed() if self._seed is None else self._seed
 
-    def counts(self, own: BatchCounts) -> BatchCounts:
-        """The counts of the whole batch, from those of this machine's part."""
+    def counts(self, own: BatchCounts, config: ResolvedRunConfig, weighing: Mapping[str, object]) -> BatchCounts:
+        """The counts of the whole batch, from those of this machine's part.
+
+        config, weighing: options of the call, and how it weighs losses; they must be equal on all machines.
+        """
         if self._machines is None:
             return own
+        settings = Settings.of(
+            {
+                "requires_grad": config.requires_grad,
+                "loss_reduction": config.loss_reduction.value,
+                "preserve_rng_state": config.preserve_rng_state,
+                "the training mode of the model": self._is_training,
+                **weighing,
+            }
+        )
         # Every machine draws, so that the generators of all machines advance alike; the seed of rank 0 counts.
         payload = {"counts": own.as_list(), "seed": draw_call_seed()}
-        answers = self._machines.agree("the counts of a batch", payload)
+        answers = self._machines.agree("the counts of a batch", payload, settings)
         self._seed = answers[0]["seed"]
         parts = [BatchCounts(*answer["counts"]) for answer in answers]
         given = {part.items is None for part in parts}
@@ -186,7 +200,9 @@ def weighed(
     counts = BatchCounts(num_microbatch, None if batches.rows is None else sum(batches.rows))
     if own_loss is not None and covers_own:
         own_form, counts = _with_labels(counts, batches, own_loss, named, wait_until_quiet, is_alone=whole.is_alone)
-    total = whole.counts(counts)
+    kind = None if own_form is None else own_form.kind.name
+    weighing = {"loss_fn is given": has_loss_fn, "whole_batch_loss": covers_own, "the kind of the model's loss": kind}
+    total = whole.counts(counts, config, weighing)
     is_single = total.microbatches == 1
     rows: Shares | None = None  # each microbatch's share of the rows
     if is_single:
@@ -309,7 +325,8 @@ def losses_of_all_machines(
     if request.loss_fn is None and not inside:
         return losses, outputs
     shown = [loss.detach().float().item() if loss.dtype is not torch.float64 else loss.item() for loss in every]
-    answers = machines.agree("the losses", {"losses": shown})
+    number = Settings.of({"the number of losses of the call and in its outputs": len(shown)})
+    answers = machines.agree("the losses", {"losses": shown}, number)
     totals = []
     for at, loss in enumerate(every):
         total = torch.tensor(answers[0]["losses"][at], dtype=loss.dtype)

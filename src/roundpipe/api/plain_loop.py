@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from roundpipe.api.failures import IN_BACKGROUND, restoring_grad_mode
 from roundpipe.api.group import Group
 from roundpipe.context import current_iteration, in_gradient_hook
+from roundpipe.distributed.settings import OptimizerSettings
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.monitor import process_lock
 from roundpipe.optim.adam import Adam, AdamW
@@ -56,6 +57,7 @@ class PlainLoop:
         self._own: Sequence[ParameterRecord] = ()  # the model's own parameters that an optimizer is updating
         self._viewed: list[OptimizerCopy] = []
         self._seen: object = None  # the value of `_gathered_so_far()` when the views were made
+        self._settings = OptimizerSettings(group.stepper.stores)  # for comparisons with other machines
         _install_hooks()
 
     # Showing gradients outside of steps.
@@ -174,6 +176,19 @@ class PlainLoop:
                 self._begin_call(is_outermost)
                 self._calls = calls
                 self._begin_step(own)
+
+    @property
+    def order(self) -> int:
+        """The position of the group among those that several machines train; equal on all machines."""
+        return 0 if self._group.machines is None else self._group.machines.number
+
+    def compare(self, optimizer: Optimizer) -> None:
+        """Raise MachineError, on all machines, if an optimizer whose step() begins is another one on one of them."""
+        machines, step = self._group.machines, self._step
+        if machines is None or machines.exchange is None:
+            return
+        work = functools.partial(machines.exchange.compare, "the optimizer", self._settings.of(optimizer))
+        step.carry_out(work) if step is not None else work()
 
     def leave(self) -> None:
         """Prepare for a call of a model: end the views, and end a step whose optimizer has raised.
@@ -318,6 +333,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         return None
     if current_iteration() is not None:
         _check_inside_step_fn(optimizer, held)
+        for loop in held:
+            loop.compare(optimizer)
         _check_memory(optimizer)
         return None
     # All checks come before the first step opens: an error then leaves every model as it was.
@@ -326,6 +343,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     frame = sys._getframe(1)  # torch's wrapper around step(), which is on the stack as long as the step runs
     for loop, own in held.items():
         loop.before_step(frame, own)
+        loop.compare(optimizer)
     _check_memory(optimizer)
     return _with_closure(args, kwargs, list(held))
 
@@ -351,7 +369,8 @@ def _held_by(optimizer: Optimizer) -> dict[PlainLoop, list[ParameterRecord]]:
         store = owner_of(param)
         if isinstance(store, LayerStore) and store.gradient_owner is not None:
             held.setdefault(_loop_of(store), []).append(store.record_of(param))
-    return held
+    # Other machines may have the parameters in another order: they must open the steps of the groups in the same one.
+    return dict(sorted(held.items(), key=lambda item: item[0].order))
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Any]:

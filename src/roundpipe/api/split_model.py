@@ -55,6 +55,10 @@ class SplitModel:
     def layers(self) -> Sequence[nn.Module]:
         return self._splitter.layers
 
+    @property
+    def is_training(self) -> bool:
+        return self._model.training
+
     def take_out(self) -> None:
         """Make the model a plain module again."""
         self._splitter.take_out()

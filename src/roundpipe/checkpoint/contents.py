@@ -33,6 +33,8 @@ from roundpipe.checkpoint.format import (
     Piece,
     TensorEntry,
     entry_from_json,
+    is_inside,
+    require_storable,
     shard_header,
 )
 from roundpipe.checkpoint.ranges import (
@@ -102,16 +104,11 @@ def weights_of(model: nn.Module) -> list[WeightSet]:
             for adapter in model.peft_config  # type: ignore[union-attr]
         ]
     for one in sets:
+        if not is_inside(f"{one.folder}x"):
+            raise CheckpointError(f"the adapter {one.folder[:-1]!r} cannot have a folder in a checkpoint; rename it.")
         for key, value in one.tensors.items():
-            _check_kind(f"{key!r} of the model's state dict", value)
+            require_storable(value, f"{key!r} of the model's state dict")
     return sets
-
-
-def _check_kind(what: str, value: object) -> None:
-    """Raise CheckpointError if a checkpoint cannot hold a value as a tensor."""
-    if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.layout is not torch.strided:
-        kind = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise CheckpointError(f"{what} is a {kind}, which a checkpoint cannot hold.")
 
 
 def description(model: nn.Module) -> dict[str, str]:
@@ -258,7 +255,7 @@ def _optimizer_state(
         home = by_name.get(name)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                _check_kind(f"{key!r} of the optimizer's state of {name!r}", value)
+                require_storable(value, f"{key!r} of the optimizer's state of {name!r}")
                 place = None if share is None else place_of(value, param)
                 if share is not None and (not value.numel() if place is not None else share.rank > 0):
                     continue  # another machine has the values
@@ -274,6 +271,19 @@ def _optimizer_state(
         for group in optimizer.param_groups
     ]
     return sources, {"class": type(optimizer).__name__, "groups": copy.deepcopy(groups), "numbers": numbers}
+
+
+def check_optimizer_values(saved: Any) -> None:
+    """Raise ValueError unless `saved` has the form of what `_optimizer_state` gives, or is None."""
+    if saved is None:
+        return
+    groups, numbers = saved["groups"], saved["numbers"]
+    is_sound = isinstance(saved["class"], str) and isinstance(groups, list) and isinstance(numbers, dict)
+    for group in groups if is_sound else ():
+        is_sound &= isinstance(group, dict) and all(isinstance(key, str) for key in group)
+        is_sound = is_sound and isinstance(group["params"], list) and all(isinstance(n, str) for n in group["params"])
+    if not is_sound or not all(isinstance(each, dict) for each in numbers.values()):
+        raise ValueError("the state of the optimizer has another form")
 
 
 def names_in(optimizer: torch.optim.Optimizer, records: Mapping[ParameterRecord, Any]) -> dict[int, str]:
@@ -314,7 +324,8 @@ def check_random_states(states: Mapping[str, Any]) -> None:
     """Raise if `set_random_states` would: set generators that are not used otherwise."""
     torch.Generator().set_state(states["torch"])
     random.Random().setstate(states["python"])
-    _ = states["devices"]
+    if not all(state.dtype is torch.uint8 and state.dim() == 1 for state in states["devices"]):
+        raise ValueError("the state of a device's generator is no tensor of bytes")
     _set_numpy_state(states["numpy"], lambda numpy: numpy.random.RandomState())
 
 
@@ -432,7 +443,7 @@ def all_entries(shards: Sequence[Shard], parts: Sequence[Payload]) -> dict[str, 
         tensors[shard.group].update(shard.entries())
     for part in parts:
         for group, name, data in part["tensors"]:
-            entry = entry_from_json(data)
+            entry = entry_from_json(name, data)
             known = tensors[group].get(name)
             if known is not None and sum(piece.num_bytes for piece in known.pieces) >= known.num_bytes:
                 continue  # a parameter of one element: its machine cannot tell a range from the whole
@@ -446,7 +457,7 @@ def check_names(files: Mapping[str, str]) -> None:
     """Refuse further files that would lie outside of the checkpoint or replace one of its files."""
     for name in files:
         path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts:
+        if not is_inside(name):
             raise ConfigError(f"files has the name {name!r}, which does not lie inside of the checkpoint's folder.")
         if path.suffix == ".safetensors" or str(path) in (MANIFEST, STATE_FILE):
             raise ConfigError(f"files has the name {name!r}, which the checkpoint itself uses; choose another one.")

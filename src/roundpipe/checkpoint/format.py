@@ -7,6 +7,11 @@ written tensor by tensor from the memory in which training uses it, while its ch
 every file with its size and SHA-256, and for each tensor the pieces that hold it: which bytes of the tensor lie where
 in which file. Several writers can each write a part of a tensor, and a reader can read any range. The manifest is
 written last and has a checksum over itself, so a folder with a valid manifest is complete.
+
+[Note: a manifest is not trusted] A checksum proves no author. So `check_manifest` refuses every manifest whose reading
+could fail later or reach anything but the files of the folder: names that lead out of it, numbers that are none, pieces
+outside of a file, and pieces that overlap or leave gaps in their tensor. `check_overlaps` refuses tensors that share
+bytes. `open_regular` opens nothing but regular files, and follows no link below the folder.
 """
 
 from __future__ import annotations
@@ -14,13 +19,16 @@ from __future__ import annotations
 import base64
 import ctypes
 import dataclasses
+import errno
 import hashlib
+import io
+import itertools
 import json
 import math
 import os
+import stat
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -62,6 +70,11 @@ def state_file(rank: int) -> str:
 
 
 # Tensors as bytes.
+
+
+def plain_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in row-major order, with its values in memory as they are. Copies only where it must."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -123,6 +136,16 @@ def shard_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) ->
 # Files and checksums.
 
 
+def is_inside(name: str) -> bool:
+    """Whether a name, taken below the folder of a checkpoint, can be that of a file in it."""
+    path = PurePosixPath(name)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+
+
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
     """The size and checksum of one file."""
@@ -131,11 +154,45 @@ class FileEntry:
     sha256: str
 
 
+_KINDS = {stat.S_IFDIR: "folder", stat.S_IFLNK: "link", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+
+
+class NotRegular(OSError):
+    """A name of a checkpoint that leads to something else than a regular file inside of its folder."""
+
+
+def open_regular(folder: Path, name: str) -> io.FileIO:
+    """Open a file below `folder` for reading. Raises NotRegular, before it opens anything, for what is no such file.
+
+    A FIFO would block, a device may have effects, and a link below the folder may lead out of it. `folder` itself may
+    be a link.
+    """
+    path = folder / name
+    for parent in [*reversed(PurePosixPath(name).parents)][1:]:
+        _require_kind(folder / parent, stat.S_IFDIR)
+    before = _require_kind(path, stat.S_IFREG)
+    file = io.FileIO(path)
+    after = os.fstat(file.fileno())
+    if (before.st_dev, before.st_ino) != (after.st_dev, after.st_ino):
+        file.close()
+        raise NotRegular(errno.ESTALE, "it was replaced while it was being opened", str(path))
+    return file
+
+
+def _require_kind(path: Path, kind: int) -> os.stat_result:
+    found = os.lstat(path)
+    present = stat.S_IFMT(found.st_mode)
+    if present != kind:
+        wanted = "folder" if kind == stat.S_IFDIR else "regular file"
+        raise NotRegular(errno.EINVAL, f"it is a {_KINDS.get(present, 'device')}, not a {wanted}", str(path))
+    return found
+
+
 def file_entry(path: Path) -> FileEntry:
-    """Read a file and return its size and checksum."""
+    """Read a file that was just written, and return its size and checksum."""
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path.parent, path.name) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
@@ -172,6 +229,14 @@ def write_synced(path: Path, content: bytes) -> None:
 _TAG = "$type"
 
 
+def state_text(values: Any, where: str) -> str:
+    """Values as a JSON text. Raises CheckpointError for what a checkpoint cannot hold."""
+    try:
+        return json.dumps(to_json(values, where))
+    except (RecursionError, ValueError) as error:  # a list that contains itself; a number of thousands of digits
+        raise CheckpointError(f"{where} cannot be saved: {error}.") from error
+
+
 def to_json(value: Any, where: str) -> Any:
     """A value as JSON data from which `from_json` restores it exactly. `where` names the value in errors."""
     if value is None or isinstance(value, bool | int | str):
@@ -179,9 +244,8 @@ def to_json(value: Any, where: str) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_TAG: "float", "value": repr(float(value))}
     if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().contiguous()
-        if plain.dtype not in DTYPES:
-            raise CheckpointError(f"{where} is a tensor of {plain.dtype}, which a checkpoint cannot hold.")
+        require_storable(value, where)
+        plain = plain_values(value.detach().cpu())
         data = base64.b64encode(raw_bytes(plain)).decode()
         return {_TAG: "tensor", "dtype": DTYPES[plain.dtype], "shape": list(plain.shape), "value": data}
     if isinstance(value, bytes):
@@ -198,6 +262,19 @@ def to_json(value: Any, where: str) -> Any:
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: it stores numbers, strings, tensors and "
         "lists, tuples and dicts of them."
     )
+
+
+def require_storable(value: object, what: str) -> None:
+    """Raise CheckpointError if a checkpoint cannot hold a value as a tensor: it has other memory than plain numbers."""
+    if isinstance(value, torch.Tensor):
+        is_plain = value.layout is torch.strided and not value.is_meta and not value.is_nested
+        if is_plain and value.dtype in DTYPES:
+            return
+        kind = f"tensor of {value.dtype}, {value.layout}" + (", without values" if value.is_meta else "")
+        advice = "; save to_dense() of it" if value.layout is not torch.strided else ""
+    else:
+        kind, advice = type(value).__name__, ""
+    raise CheckpointError(f"{what} is a {kind}, which a checkpoint cannot hold{advice}.")
 
 
 def from_json(data: Any) -> Any:
@@ -219,9 +296,9 @@ def from_json(data: Any) -> Any:
     if kind == "dict":
         return {from_json(key): from_json(item) for key, item in value}
     if kind == "tensor":
-        dtype, shape = DTYPE_OF[data["dtype"]], data["shape"]
-        content = bytearray(base64.b64decode(value))
-        return torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
+        content, dtype = bytearray(base64.b64decode(value)), DTYPE_OF[data["dtype"]]
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        return flat.reshape(data["shape"])
     raise ValueError(f"unknown kind of value {kind!r}")
 
 
@@ -230,7 +307,11 @@ def from_json(data: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Everything a reader needs to know of a checkpoint before it reads a file."""
+    """Everything a reader needs to know of a checkpoint before it reads a file.
+
+    sequence: counts the checkpoints of a folder in the order of their saves, from 1; 0 in manifests of releases that
+        did not count. It orders checkpoints, because clocks can be set back.
+    """
 
     saved_at_ns: int
     step: int
@@ -240,6 +321,17 @@ class Manifest:
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, Mapping[str, TensorEntry]]  # by group ("weights", "optimizer") and name
     machines: int = 1  # how many machines have written it
+    sequence: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Later checkpoints of a folder have larger values. The clock counts only where no sequence is known."""
+        return self.sequence, self.saved_at_ns
+
+    @property
+    def identity(self) -> str:
+        """A text that differs between any two checkpoints with other content."""
+        return _body_digest(dataclasses.asdict(self))
 
     def to_bytes(self) -> bytes:
         version = FORMAT_VERSION if self.machines == 1 else SHARED_FORMAT_VERSION
@@ -255,26 +347,29 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint. Raises CheckpointError that names the fault."""
     path = folder / MANIFEST
     try:
-        data = json.loads(path.read_bytes())
+        with open_regular(folder, MANIFEST) as file:
+            data = json.loads(file.readall())
+        digest = data.pop("sha256", None) if isinstance(data, dict) else None
+        is_sound = digest == _body_digest(data)
     except FileNotFoundError:
         raise _no_checkpoint(folder) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the manifest of a RoundPipe checkpoint; load a folder that save() wrote.")
-    if data.get("version") not in (FORMAT_VERSION, SHARED_FORMAT_VERSION):
+    version = data.get("version")
+    if type(version) is not int or version not in (FORMAT_VERSION, SHARED_FORMAT_VERSION):
         raise CheckpointError(
-            f"{path} has format version {data.get('version')!r}, this release reads version {FORMAT_VERSION} and "
+            f"{path} has format version {version!r}, this release reads version {FORMAT_VERSION} and "
             f"{SHARED_FORMAT_VERSION}; install the release that wrote it, or a newer one."
         )
-    digest = data.pop("sha256", None)
-    if digest != _body_digest(data):
+    if not is_sound:
         raise CheckpointError(f"{path} was altered after it was written: its checksum does not match its content.")
     try:
         manifest = _parsed(data)
-        _check_paths(path, manifest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} does not have the expected content ({error!r}).") from error
+    check_manifest(manifest, path)
     return manifest
 
 
@@ -288,55 +383,109 @@ def _no_checkpoint(folder: Path) -> CheckpointError:
 
 def _parsed(data: Mapping[str, Any]) -> Manifest:
     tensors = {
-        group: {name: entry_from_json(entry) for name, entry in entries.items()}
+        group: {name: entry_from_json(name, entry) for name, entry in entries.items()}
         for group, entries in data["tensors"].items()
     }
     return Manifest(
-        saved_at_ns=int(data["saved_at_ns"]),
-        step=int(data["step"]),
-        versions=dict(data["versions"]),
-        model=dict(data["model"]),
-        aliases=dict(data["aliases"]),
-        files={name: FileEntry(**entry) for name, entry in data["files"].items()},
+        saved_at_ns=_integer(data["saved_at_ns"], "saved_at_ns", at_least=-(1 << 63)),
+        step=_integer(data["step"], "step"),
+        versions=_texts(data["versions"]),
+        model=_texts(data["model"]),
+        aliases=_texts(data["aliases"]),
+        files={name: _file_from_json(name, entry) for name, entry in data["files"].items()},
         tensors=tensors,
-        machines=int(data.get("machines", 1)),
+        machines=_integer(data.get("machines", 1), "machines", at_least=1),
+        sequence=_integer(data.get("sequence", 0), "sequence"),
     )
 
 
-def entry_from_json(data: Mapping[str, Any]) -> TensorEntry:
-    """The entry that `dataclasses.asdict` has made `data` of."""
+def _file_from_json(name: str, data: Mapping[str, Any]) -> FileEntry:
+    return FileEntry(_integer(data["num_bytes"], f"num_bytes of {name}"), _text(data["sha256"]))
+
+
+def entry_from_json(name: str, data: Mapping[str, Any]) -> TensorEntry:
+    """The entry of the tensor `name`, of which `dataclasses.asdict` has made `data`."""
     stride = data.get("stride")
+    pieces = [
+        Piece(
+            _text(one["file"]), *(_integer(one[key], f"{key} of {name!r}") for key in ("offset", "num_bytes", "start"))
+        )
+        for one in data["pieces"]
+    ]
     return TensorEntry(
-        data["dtype"],
-        tuple(data["shape"]),
-        tuple(Piece(**piece) for piece in data["pieces"]),
-        None if stride is None else tuple(stride),
+        _text(data["dtype"]),
+        tuple(_integer(size, f"shape of {name!r}") for size in data["shape"]),
+        tuple(pieces),
+        None if stride is None else tuple(_integer(step, f"stride of {name!r}") for step in stride),
     )
 
 
-def _check_paths(path: Path, manifest: Manifest) -> None:
-    """Refuse names that lead out of the folder, and pieces outside of their file or tensor."""
+def _integer(value: object, what: str, at_least: int = 0) -> int:
+    if type(value) is not int or not at_least <= value < 1 << 63:
+        raise ValueError(f"{what} is {value!r}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _texts(data: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _text(value) for name, value in data.items()}
+
+
+def check_manifest(manifest: Manifest, path: Path) -> None:
+    """Raise CheckpointError if a manifest is not one that can be read: see [Note: a manifest is not trusted].
+
+    path: of the manifest, for errors.
+    """
     for name in manifest.files:
-        parts = PurePosixPath(name).parts
-        if not parts or PurePosixPath(name).is_absolute() or any(part in ("", ".", "..") for part in parts):
+        if not is_inside(name) or str(PurePosixPath(name)) != name:
             raise CheckpointError(f"{path} names the file {name!r}, which is outside of the checkpoint.")
+    if unknown := manifest.tensors.keys() - {"weights", "optimizer"}:
+        raise CheckpointError(f"{path} has tensors of the unknown kind {min(unknown)!r}.")
     for entries in manifest.tensors.values():
         for name, entry in entries.items():
-            if entry.dtype not in DTYPE_OF or any(size < 0 for size in entry.shape):
-                raise CheckpointError(f"{path}: tensor {name!r} has dtype {entry.dtype!r} and shape {entry.shape}.")
-            if entry.stride is not None and not _is_dense(entry.shape, entry.stride):
-                raise CheckpointError(f"{path}: tensor {name!r} of shape {entry.shape} has strides {entry.stride}.")
-            covered = 0
-            for piece in sorted(entry.pieces, key=lambda piece: piece.start):
-                file = manifest.files.get(piece.file)
-                is_inside = piece.offset >= 0 and piece.num_bytes >= 0
-                if file is None or not is_inside or piece.offset + piece.num_bytes > file.num_bytes:
-                    raise CheckpointError(f"{path}: tensor {name!r} lies outside of its file {piece.file!r}.")
-                if piece.start != covered:
-                    break
-                covered += piece.num_bytes
-            if covered != entry.num_bytes:
-                raise CheckpointError(f"{path}: {covered} of the {entry.num_bytes} bytes of {name!r} are in its files.")
+            _check_entry(path, name, entry, manifest.files)
+
+
+def check_overlaps(manifest: Manifest, path: Path) -> None:
+    """Raise CheckpointError if two tensors have a byte of a file in common: one of them would get wrong values."""
+    taken: dict[str, list[tuple[int, int, str]]] = {}
+    for entries in manifest.tensors.values():
+        for name, entry in entries.items():
+            for piece in entry.pieces:
+                if piece.num_bytes:
+                    taken.setdefault(piece.file, []).append((piece.offset, piece.offset + piece.num_bytes, name))
+    for file, ranges in taken.items():
+        ranges.sort()
+        for (_, end, one), (start, _, other) in itertools.pairwise(ranges):
+            if start < end:
+                raise CheckpointError(f"{path}: the pieces of {one!r} and {other!r} overlap in {file!r}.")
+
+
+def _check_entry(path: Path, name: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None:
+    """Raise CheckpointError unless the pieces of a tensor lie in their files and hold each of its bytes once."""
+    if entry.dtype not in DTYPE_OF or entry.num_bytes >= 1 << 63:
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {entry.dtype!r} and shape {entry.shape}.")
+    if entry.stride is not None and not _is_dense(entry.shape, entry.stride):
+        raise CheckpointError(f"{path}: tensor {name!r} of shape {entry.shape} has strides {entry.stride}.")
+    for piece in entry.pieces:
+        file = files.get(piece.file)
+        if file is None or piece.offset + piece.num_bytes > file.num_bytes:
+            raise CheckpointError(f"{path}: tensor {name!r} lies outside of its file {piece.file!r}.")
+    covered = 0
+    for piece in sorted(entry.pieces, key=lambda piece: (piece.start, piece.num_bytes)):
+        if piece.start != covered:
+            raise CheckpointError(
+                f"{path}: the pieces of {name!r} {'overlap' if piece.start < covered else 'leave a gap'} at its byte "
+                f"{min(piece.start, covered)}."
+            )
+        covered += piece.num_bytes
+    if covered != entry.num_bytes:
+        raise CheckpointError(f"{path}: {covered} of the {entry.num_bytes} bytes of {name!r} are in its files.")
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -349,106 +498,3 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return False
         expected *= size
     return True
-
-
-def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
-    """Compare files with the manifest. Raises CheckpointError that names the first file that differs."""
-    paths = {name: folder / name for name in names}
-    for name, path in paths.items():  # sizes first: they tell most damage at once
-        expected = manifest.files[name].num_bytes
-        try:
-            found = path.stat().st_size if path.is_file() else None
-        except OSError as error:
-            raise CheckpointError(f"{path} of the checkpoint cannot be read: {error}.") from error
-        if found is None:
-            raise CheckpointError(f"{path} of the checkpoint is missing.")
-        if found != expected:
-            raise CheckpointError(f"{path} of the checkpoint is damaged: it has {found} bytes instead of {expected}.")
-    for name, entry in zip(paths, _entries(paths.values()), strict=True):
-        if entry != manifest.files[name]:
-            raise CheckpointError(
-                f"{paths[name]} of the checkpoint is damaged: its checksum does not match the manifest."
-            )
-
-
-def _entries(paths: Iterable[Path]) -> Iterator[FileEntry]:
-    """The entries of files, which several threads read."""
-
-    def entry_of(path: Path) -> FileEntry:
-        try:
-            return file_entry(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} of the checkpoint cannot be read: {error}.") from error
-
-    with ThreadPoolExecutor(io_threads(), thread_name_prefix="roundpipe-verify") as pool:
-        yield from pool.map(entry_of, paths)
-
-
-def io_threads() -> int:
-    """How many threads read or write files: a few, so that checksums keep up with the disk."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores // 2))
-
-
-def has_order_of(entry: TensorEntry, tensor: torch.Tensor) -> bool:
-    """Whether the memory of a dense tensor has its elements in the order of the entry's bytes."""
-    return tensor.is_contiguous() if entry.stride is None else tuple(tensor.stride()) == entry.stride
-
-
-class Reader:
-    """Reads ranges of tensors from the files of one checkpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._handles: dict[str, int] = {}
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
-
-    def read_into(self, entry: TensorEntry, target: torch.Tensor) -> None:
-        """Fill a tensor of the entry's shape and dtype, directly if its memory has the entry's order."""
-        assert tuple(target.shape) == entry.shape
-        direct = has_order_of(entry, target) and target.device.type == "cpu"
-        plain = target
-        if not direct:
-            stride = entry.stride or torch.empty(entry.shape, device="meta").stride()
-            plain = torch.empty_strided(entry.shape, stride, dtype=target.dtype)
-        self.read_range(entry, 0, plain.detach().as_strided((plain.numel(),), (1,)))
-        if not direct:
-            target.copy_(plain)
-
-    def read_range(self, entry: TensorEntry, start: int, target: torch.Tensor) -> None:
-        """Fill a flat tensor with consecutive elements of the entry, from element `start` on, in the entry's order."""
-        assert DTYPES[target.dtype] == entry.dtype
-        memory, first = raw_bytes(target), start * target.itemsize
-        for piece in entry.pieces:
-            low = max(piece.start, first)
-            high = min(piece.start + piece.num_bytes, first + len(memory))
-            if low < high:
-                part = Piece(piece.file, piece.offset + low - piece.start, high - low)
-                self._read(part, memory[low - first : high - first])
-
-    def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The whole tensor in new memory."""
-        tensor = torch.empty(entry.shape, dtype=DTYPE_OF[entry.dtype])
-        self.read_into(entry, tensor)
-        return tensor
-
-    def _read(self, piece: Piece, memory: memoryview) -> None:
-        path = self._folder / piece.file
-        try:
-            if piece.file not in self._handles:
-                self._handles[piece.file] = os.open(path, os.O_RDONLY)
-            position = 0
-            while position < len(memory):
-                count = os.preadv(self._handles[piece.file], [memory[position:]], piece.offset + position)
-                if not count:
-                    raise CheckpointError(f"{path} ends before byte {piece.offset + len(memory)}.")
-                position += count
-        except OSError as error:
-            raise CheckpointError(f"{path} of the checkpoint cannot be read: {error}.") from error

@@ -2,6 +2,13 @@
 
 Reads each tensor from its file into the memory where training uses it; no second copy exists. Knows no writer: it reads
 whatever ranges the manifest names.
+
+[Note: all or nothing] Whatever is wrong with a checkpoint is found before the first write into model, optimizer,
+scheduler, scaler or generators: the manifest, the checksum of every file, the form of all values, and whether they fit.
+Scheduler and scaler alone can only be tried; they get their old state back if anything else is refused. After the first
+write one thing can still fail: the files themselves, if the disk fails or another process writes into them. Then no
+byte that was not verified is loaded, and the error has a note that parts of the checkpoint are in the model
+([Note: verified twice] in verified). Restoring the old values would need a second copy of the model.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import (
     STATE,
     HasState,
+    check_optimizer_values,
     check_random_states,
     description,
     names_in,
@@ -34,33 +42,32 @@ from roundpipe.checkpoint.format import (
     MANIFEST,
     STATE_FILE,
     Manifest,
-    Reader,
     TensorEntry,
+    check_overlaps,
     from_json,
     read_manifest,
     state_file,
-    verify_files,
 )
 from roundpipe.checkpoint.ranges import (
     MASTER,
     MASTER_LOW,
     MASTER_TIES,
     RANGED_TIES,
+    check_forms,
+    read_master,
     read_own_range,
-    read_sharded,
-    read_ties,
     ties_in,
 )
 from roundpipe.checkpoint.save import check_model
-from roundpipe.checkpoint.together import outcome_of, together
+from roundpipe.checkpoint.together import outcome_of, require_same, together
+from roundpipe.checkpoint.verified import Reader, VerifiedFile, verify_files
 from roundpipe.distributed.line import Payload
 from roundpipe.distributed.machines import Machines
 from roundpipe.errors import CheckpointError, MachineError, add_note
 from roundpipe.optim.adam import divides_moments
 from roundpipe.optim.state_memory import moment_count, new_moment
-from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord, Share
+from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord, Share
 from roundpipe.store.host_memory import host_zeros_like, require_host_memory
-from roundpipe.store.values import ShardedMaster
 
 _MOST_NAMED = 5  # an error lists at most so many keys
 _ADVICE = "Nothing was loaded. Free memory, or train fewer parameters."
@@ -80,8 +87,10 @@ def load(
     Training then continues bit for bit as after the save, with the same num_microbatch on any number of devices. With a
     process group, all machines call this together; the number of machines that saved may be another one. All files are
     verified first: if the checkpoint is damaged or does not fit, a CheckpointError names the reason and nothing has
-    changed. What is not given is not loaded; without an optimizer, masters that do not exist yet are made from the
-    weights when needed.
+    changed. If a file changes after that, a CheckpointError says so, and no byte of the change is loaded; only if the
+    files change or fail while tensors are read, a note says that parts of the checkpoint are in the model already. What
+    is not given is not loaded; without an optimizer, masters that do not exist yet are made from the weights when
+    needed.
 
     restore_rng: False leaves the random number generators as they are.
     """
@@ -108,8 +117,7 @@ class _Request:
 
     def restore(self, verified: _Verified) -> Any:
         """Load on this machine alone."""
-        plan, _ = self._checked(verified)
-        self._read(plan, verified)
+        self._read(*self._checked(verified), verified)
         return verified.values["extra"]
 
     def restore_together(self, machines: Machines) -> Any:
@@ -119,23 +127,35 @@ class _Request:
         def check() -> Payload:
             verified = _verified(self.folder, share=machines.share)
             found.append((verified, *self._checked(verified)))
-            return {"checkpoint": verified.manifest.saved_at_ns, "step": verified.manifest.step}
+            return {"checkpoint": verified.manifest.identity, "step": verified.manifest.step, **self._loads()}
+
+        def compare_again() -> Payload:
+            # A machine may have waited long for those that verify more files.
+            found[0][0].require_unchanged()
+            return {}
 
         what = "loading a checkpoint"
         try:
             _check_same(together(machines, what, check))
+            together(machines, f"{what}: the files", compare_again)
         except BaseException:
             for _, _, undo in found:
                 undo()
             raise
-        verified, plan, _ = found[0]
+        verified, plan, undo = found[0]
 
         def read() -> Payload:
-            self._read(plan, verified)
+            self._read(plan, undo, verified)
             return {}
 
         together(machines, f"{what}: reading", read)
         return verified.values["extra"]
+
+    def _loads(self) -> dict[str, Any]:
+        """What this call loads besides the weights; it must be equal on all machines."""
+        given = {"optimizer": self.optimizer, "scheduler": None, "scaler": None, **dict(self.small)}
+        classes = {name: None if part is None else type(part).__name__ for name, part in given.items()}
+        return {**classes, "restore_rng": self.restore_rng}
 
     def _checked(self, verified: _Verified) -> tuple[_Restoration, Undo]:
         plan = _Restoration(verified, self.model, self.model._engine.group, wants_masters=self.optimizer is not None)
@@ -143,37 +163,47 @@ class _Request:
         plan.check_masters()
         if self.optimizer is not None:
             plan.check_optimizer(self.optimizer)
+        check_overlaps(verified.manifest, verified.path / MANIFEST)
         return plan, _load_small([(name, part, verified.values[name]) for name, part in self.small], verified.path)
 
-    def _read(self, plan: _Restoration, verified: _Verified) -> None:
+    def _read(self, plan: _Restoration, undo: Undo, verified: _Verified) -> None:
+        """Fill model and optimizer: see [Note: all or nothing]. `undo`: gives scheduler and scaler their old state."""
         restore_rng = self.restore_rng
-        try:
-            with Reader(verified.path) as reader:
+        with Reader(verified.path, verified.files) as reader:
+            try:
+                verified.require_unchanged()
                 plan.read_weights(reader)
                 plan.read_masters(reader, self.optimizer)
                 if self.optimizer is not None:
                     plan.read_optimizer(reader, self.optimizer)
-        except BaseException as error:
-            add_note(error, f"parts of {verified.path} are in the model already: load a checkpoint before you train on")
-            raise
+            except BaseException as error:
+                if reader.has_filled:
+                    note = f"parts of {verified.path} are in the model already: load a checkpoint before you train on"
+                    add_note(error, note)
+                undo()
+                raise
         if restore_rng:
             set_random_states(verified.values["random"])
 
 
 def _check_same(answers: Sequence[Payload]) -> None:
-    """Raise MachineError if machines load different checkpoints."""
+    """Raise MachineError if machines load different checkpoints, or other parts of one."""
     for rank, answer in enumerate(answers):
-        if answer != answers[0]:
+        if answer["checkpoint"] != answers[0]["checkpoint"]:
             raise MachineError(
                 rank,
                 f"rank {rank} loads another checkpoint than rank 0: that of step {answer['step']} instead of step "
                 f"{answers[0]['step']}, or another save of it. Give all machines the same folder.",
             )
+    for key in ("optimizer", "scheduler", "scaler", "restore_rng"):
+        require_same(answers, key, "load()")
 
 
 def verify(folder: str | os.PathLike[str], names: Sequence[str] = ()) -> None:
     """Raise CheckpointError if a folder is not a complete checkpoint, or a file (of `names`) is damaged or missing."""
-    _verified_files(folder, names)
+    path, manifest = _found(folder, names)
+    check_overlaps(manifest, path / MANIFEST)
+    verify_files(path, manifest, names or tuple(manifest.files))
 
 
 def load_rng(folder: str | os.PathLike[str], rank: int = 0) -> None:
@@ -181,14 +211,13 @@ def load_rng(folder: str | os.PathLike[str], rank: int = 0) -> None:
     set_random_states(_verified(folder, only=(STATE_FILE,), share=Share(rank, rank + 1)).values["random"])
 
 
-def _verified_files(folder: str | os.PathLike[str], names: Sequence[str]) -> tuple[Path, Manifest]:
-    """Read the manifest of a checkpoint and compare all files, or only `names`, with it."""
+def _found(folder: str | os.PathLike[str], needed: Sequence[str]) -> tuple[Path, Manifest]:
+    """Where a checkpoint is, and its manifest. Raises CheckpointError if it does not list the `needed` files."""
     path = find(Path(folder))
     manifest = read_manifest(path)
-    for name in names:
+    for name in needed:
         if name not in manifest.files:
             raise CheckpointError(f"{path / MANIFEST} does not list {name}.")
-    verify_files(path, manifest, names or tuple(manifest.files))
     return path, manifest
 
 
@@ -199,6 +228,12 @@ class _Verified:
     path: Path
     manifest: Manifest
     values: dict[str, Any]
+    files: Mapping[str, VerifiedFile]
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError if a file was replaced, removed or written since it was verified."""
+        for file in self.files.values():
+            file.require_unchanged()
 
 
 def _verified(folder: str | os.PathLike[str], only: Sequence[str] = (), share: Share | None = None) -> _Verified:
@@ -207,27 +242,25 @@ def _verified(folder: str | os.PathLike[str], only: Sequence[str] = (), share: S
     share: that of this machine in a process group. It has random states for itself, and need not read the files that
     hold ranges of other machines alone: these compare them.
     """
-    path = find(Path(folder))
-    manifest = read_manifest(path)
-    for name in only or (STATE_FILE,):
-        if name not in manifest.files:
-            raise CheckpointError(f"{path / MANIFEST} does not list {name}.")
+    path, manifest = _found(folder, only or (STATE_FILE,))
     own = STATE_FILE if share is None else state_file(share.rank)
     own = own if own in manifest.files else STATE_FILE  # the checkpoint is of fewer machines
     names = {*(only or manifest.files), own}
-    verify_files(path, manifest, sorted(names - (set() if share is None else _files_of_others(manifest, share))))
+    unread = set() if share is None else _files_of_others(manifest, share) - {own, STATE_FILE}
+    files = verify_files(path, manifest, sorted(names - unread))
+    with Reader(path, files) as reader:
+        texts = {name: reader.content(name) for name in (own, STATE_FILE)}
     read = own
     try:
-        random = from_json(json.loads((path / own).read_bytes()))["random"]
+        random = from_json(json.loads(texts[own]))["random"]
         check_random_states(random)
         read = STATE_FILE
-        values = from_json(json.loads((path / STATE_FILE).read_bytes()))
+        values = from_json(json.loads(texts[STATE_FILE]))
         _ = values["extra"], values["scheduler"], values["scaler"]
-        if values["optimizer"] is not None:
-            _ = values["optimizer"]["class"], values["optimizer"]["groups"], values["optimizer"]["numbers"]
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # RuntimeError includes RecursionError
+        check_optimizer_values(values["optimizer"])
+    except Exception as error:  # values of another form can make torch, numpy and json raise anything
         raise CheckpointError(f"{path / read} does not have the expected content ({error!r}).") from error
-    return _Verified(path, manifest, {**values, "random": random})
+    return _Verified(path, manifest, {**values, "random": random}, files)
 
 
 def _files_of_others(manifest: Manifest, share: Share) -> set[str]:
@@ -299,7 +332,7 @@ class _Restoration:
         self._wants_masters = wants_masters
         self._weights = self._manifest.tensors.get("weights", {})
         self._tensors = self._manifest.tensors.get("optimizer", {})
-        self._ties = ties_in(self._tensors)
+        self._ties = ties_in(self._tensors, self._path)
         self._records: dict[ParameterRecord, LayerStore] = {
             record: store for store in group.stores for record in store.parameters
         }
@@ -333,22 +366,34 @@ class _Restoration:
             )
         by_address = {record.weights.data_ptr(): record for record in self._records if record.weights.numel()}
         buffers = {buffer.data_ptr(): buffer for buffer in self._model.buffers() if buffer.numel()}
+        names: dict[ParameterRecord, str] = {}
         for name, tensor in current.items():
             entry = self._entry(self._weights, known[name])
             self._check_tensor(name, entry, tensor)
-            if name in self._weights:
-                record, buffer = by_address.get(tensor.data_ptr()), buffers.get(tensor.data_ptr())
-                if record is not None and record.weights.shape == tensor.shape:
+            record, buffer = by_address.get(tensor.data_ptr()), buffers.get(tensor.data_ptr())
+            if record is not None and record.weights.shape == tensor.shape:
+                if (first := names.setdefault(record, name)) == name:
                     self._targets.append((entry, record))
-                elif buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
-                    self._buffers.append((entry, buffer))
-                else:
-                    self._others[name] = entry
+                elif known[first] != known[name]:
+                    raise CheckpointError(
+                        f"{first!r} and {name!r} are one tensor in this {present['class']} and two in {self._path}; "
+                        "load it into a model that does not tie them."
+                    )
+            elif buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+                self._buffers.append((entry, buffer))
+            else:
+                self._others[name] = entry
 
     def check_masters(self) -> None:
-        """Compare the precision of the masters that will be read with that of the model's."""
+        """Compare the masters in the checkpoint with the model's, and the precision of those that will be read."""
+        known = {record.name for record in self._records}
+        for name in self._tensors:
+            kind, _, owner = name.partition("/")
+            is_of_master = f"{kind}/" in (MASTER, MASTER_LOW, MASTER_TIES) or kind.startswith(RANGED_TIES)
+            if not name.startswith(STATE) and not (is_of_master and owner in known):
+                raise CheckpointError(f"{self._path} has {name!r}, but the model has no such parameter.")
         for record, store in self._records.items():
-            self._check_master_shapes(record)
+            check_forms(record, self._tensors, self._ties.get(record.name, ()), self._path)
             saved = self._tensors.get(MASTER + record.name)
             dtype = saved and DTYPE_OF[saved.dtype]
             if MASTER_LOW + record.name in self._tensors:
@@ -358,22 +403,6 @@ class _Restoration:
                 raise CheckpointError(
                     f"the optimizer's copy of {record.name!r} in {self._path} has dtype {dtype}, this model's has "
                     f"{wanted}; wrap the model with optim_dtype={dtype}."
-                )
-
-    def _check_master_shapes(self, record: ParameterRecord) -> None:
-        count = record.weights.numel()
-        shapes = {MASTER: tuple(record.weights.shape), MASTER_LOW: (count,), MASTER_TIES: (-(-count // 8),)}
-        for prefix, shape in shapes.items():
-            entry = self._tensors.get(prefix + record.name)
-            if entry is not None and entry.shape != shape:
-                raise CheckpointError(
-                    f"{prefix + record.name!r} has shape {list(entry.shape)} in {self._path} instead of {list(shape)}."
-                )
-        for start, bits in self._ties.get(record.name, ()):
-            if len(bits.shape) != 1 or not 0 <= start < count or bits.shape[0] > -(-(count - start) // 8):
-                raise CheckpointError(
-                    f"the range of {record.name!r} from value {start} on has {list(bits.shape)} bytes of "
-                    f"{MASTER_TIES.rstrip('/')} in {self._path}, of {count} values in all."
                 )
 
     def _reads_master(self, record: ParameterRecord) -> bool:
@@ -407,6 +436,7 @@ class _Restoration:
                 param = params.get(name.removeprefix(STATE).partition("/")[2])
                 if param is None:
                     raise CheckpointError(f"{self._path} has {name!r}, but the optimizer has no such parameter.")
+                self._check_state(name, entry, optimizer, param)
                 if not optimizer.state.get(param):
                     is_ranged = id(param) in ranged and entry.shape == tuple(param.shape)
                     needed += entry.num_bytes // (param.share.size if is_ranged else 1)
@@ -414,6 +444,17 @@ class _Restoration:
         if unknown:
             raise CheckpointError(f"{self._path} has a state of {_listed(unknown)}, which the optimizer does not have.")
         require_host_memory({"optimizer state": needed}, f"loading {self._path}", _ADVICE)
+
+    def _check_state(
+        self, name: str, entry: TensorEntry, optimizer: torch.optim.Optimizer, param: torch.Tensor
+    ) -> None:
+        """Raise if a tensor cannot be part of the state of a parameter. Only Adam's are known."""
+        is_known = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+        if is_known and (entry.shape != tuple(param.shape) or entry.dtype != DTYPES.get(param.dtype)):
+            raise CheckpointError(
+                f"{name!r} has shape {list(entry.shape)} and dtype {DTYPE_OF[entry.dtype]} in {self._path}, the "
+                f"parameter has {list(param.shape)} and {param.dtype}."
+            )
 
     def _entry(self, group: Mapping[str, TensorEntry], name: str) -> TensorEntry:
         if name not in group:
@@ -455,24 +496,10 @@ class _Restoration:
             if (low is None and full is None) or not self._reads_master(record):
                 continue
             master = store.masters.of(record)
-            ties = self._ties.get(record.name, ())
             with master.lock:
                 if id(master) in whole:
                     master.take_memory()
-                if isinstance(master.halves, ShardedMaster):
-                    read_sharded(reader, record.weights, master.halves, full, low, ties)
-                    continue
-                if full is not None:
-                    _set_values(master, reader.read(full))
-                    continue
-                assert low is not None
-                bits = read_ties(reader, ties, slice(0, record.weights.numel()))
-                if not isinstance(master.halves, HalvedMaster):
-                    HalvedMaster(record.weights, reader.read(low), bits).join_into(master.values())
-                    continue
-                reader.read_into(low, master.halves.low)
-                if bits is not None:
-                    master.halves.ties.copy_(bits)
+                read_master(reader, record, master, full, low, self._ties.get(record.name, ()))
 
     def read_optimizer(self, reader: Reader, optimizer: torch.optim.Optimizer) -> None:
         saved, names = self._values["optimizer"], names_in(optimizer, self._records)
@@ -530,16 +557,3 @@ def _memory_for(entry: TensorEntry, param: torch.Tensor) -> torch.Tensor:
     if entry.shape == tuple(param.shape) and dtype == param.dtype and param.device.type == "cpu":
         return host_zeros_like(param)
     return torch.empty(entry.shape, dtype=dtype, device=param.device)
-
-
-def _set_values(master: OptimizerCopy, values: torch.Tensor) -> None:
-    """Set the values of a master; it stays halved if its halves can hold them."""
-    with master.lock:
-        if master.halves is None or not master.halves.take(_like(values, master.halves.weight)):
-            master.values().copy_(values)
-            master.mark_touched()
-
-
-def _like(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The values in the memory order of a weight."""
-    return torch.empty_like(weight, dtype=values.dtype, memory_format=torch.preserve_format).copy_(values)

@@ -1,4 +1,4 @@
-"""Ranges of masters and moments: those that one machine writes, and those that it reads from a checkpoint of any kind.
+"""Masters in checkpoints: the ranges that one machine writes, and reading them from a checkpoint of any kind.
 
 Knows no optimizer and no model; reads files through a Reader.
 
@@ -15,11 +15,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from roundpipe.checkpoint.format import Reader, TensorEntry, has_order_of
+from roundpipe.checkpoint.format import TensorEntry
+from roundpipe.checkpoint.verified import Reader, has_order_of
 from roundpipe.errors import CheckpointError
 from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord, Share
 from roundpipe.store.values import ShardedMaster, flat, packed_bits, unpacked_bits
@@ -140,8 +142,8 @@ def place_of(state: torch.Tensor, param: Any) -> Range | None:
 # Reading.
 
 
-def ties_in(tensors: Mapping[str, TensorEntry]) -> dict[str, list[tuple[int, TensorEntry]]]:
-    """The ties of all masters in a checkpoint, by name of the parameter."""
+def ties_in(tensors: Mapping[str, TensorEntry], path: Path) -> dict[str, list[tuple[int, TensorEntry]]]:
+    """The ties of all masters in the checkpoint at `path`, by name of the parameter."""
     found: dict[str, list[tuple[int, TensorEntry]]] = {}
     for name, entry in tensors.items():
         if name.startswith(MASTER_TIES):
@@ -149,9 +151,70 @@ def ties_in(tensors: Mapping[str, TensorEntry]) -> dict[str, list[tuple[int, Ten
         elif name.startswith(RANGED_TIES):
             start, _, owner = name.removeprefix(RANGED_TIES).partition("/")
             if not start.isdecimal():
-                raise CheckpointError(f"a checkpoint has the tensor {name!r}, whose name does not begin with a number.")
+                raise CheckpointError(f"{path} has {name!r}, which does not name the first value of a range.")
             found.setdefault(owner, []).append((int(start), entry))
     return found
+
+
+def check_forms(record: ParameterRecord, tensors: Mapping[str, TensorEntry], ties: Ties, path: Path) -> None:
+    """Raise CheckpointError if what the checkpoint at `path` has of a master cannot be that of this parameter."""
+    count, name = record.weights.numel(), record.name
+    shapes = {MASTER: tuple(record.weights.shape), MASTER_LOW: (count,), MASTER_TIES: (-(-count // 8),)}
+    present = {prefix: tensors.get(prefix + name) for prefix in shapes}
+    for prefix, shape in shapes.items():
+        entry = present[prefix]
+        if entry is not None and entry.shape != shape:
+            raise CheckpointError(
+                f"{prefix + name!r} has shape {list(entry.shape)} in {path} instead of {list(shape)}."
+            )
+    low = present[MASTER_LOW]
+    is_halved = low is not None and low.dtype == "I16" and record.weights.dtype is torch.bfloat16
+    if low is not None and (not is_halved or present[MASTER] is not None):
+        raise CheckpointError(f"{MASTER_LOW + name!r} in {path} is not a low half of a {record.weights.dtype} weight.")
+    for start, bits in ties:
+        is_flat = len(bits.shape) == 1 and bits.dtype == "U8" and is_halved
+        if not is_flat or not 0 <= start < count or bits.shape[0] > -(-(count - start) // 8):
+            raise CheckpointError(
+                f"the range of {name!r} from value {start} on has {list(bits.shape)} bytes of "
+                f"{MASTER_TIES.rstrip('/')} in {path}, of {count} values in all."
+            )
+
+
+def read_master(
+    reader: Reader,
+    record: ParameterRecord,
+    master: OptimizerCopy,
+    full: TensorEntry | None,
+    low: TensorEntry | None,
+    ties: Ties,
+) -> None:
+    """Set the values of a master whose weight was read already, from float32 values or from low halves."""
+    if isinstance(master.halves, ShardedMaster):
+        _read_sharded(reader, record.weights, master.halves, full, low, ties)
+        return
+    if full is not None:
+        _set_values(master, reader.read(full))
+        return
+    assert low is not None
+    bits = read_ties(reader, ties, slice(0, record.weights.numel()))
+    if not isinstance(master.halves, HalvedMaster):
+        HalvedMaster(record.weights, reader.read(low), bits).join_into(master.values())
+        return
+    reader.read_into(low, master.halves.low)
+    if bits is not None:
+        master.halves.ties.copy_(bits)
+
+
+def _set_values(master: OptimizerCopy, values: torch.Tensor) -> None:
+    """Set the values of a master; it stays halved if its halves can hold them."""
+    if master.halves is None or not master.halves.take(_like(values, master.halves.weight)):
+        master.values().copy_(values)
+        master.mark_touched()
+
+
+def _like(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The values in the memory order of a weight."""
+    return torch.empty_like(weight, dtype=values.dtype, memory_format=torch.preserve_format).copy_(values)
 
 
 def read_ties(reader: Reader, ties: Ties, values: slice) -> torch.Tensor | None:
@@ -177,7 +240,7 @@ def read_own_range(reader: Reader, entry: TensorEntry, whole: torch.Tensor, shar
     target.copy_(flat(ordered)[mine])
 
 
-def read_sharded(
+def _read_sharded(
     reader: Reader,
     weights: torch.Tensor,
     master: ShardedMaster,

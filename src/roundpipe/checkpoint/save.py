@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -49,36 +48,39 @@ from roundpipe.checkpoint.contents import (
 )
 from roundpipe.checkpoint.folders import (
     LATEST,
-    REPLACED,
     TOKEN,
     check_target,
-    free_name,
     make_partial,
     make_token,
+    next_sequence,
     not_written,
     point_to,
     prune,
     remove,
     remove_abandoned,
     see_token,
+    take_name,
 )
 from roundpipe.checkpoint.format import (
     MANIFEST,
     STATE_FILE,
     FileEntry,
     Manifest,
+    check_manifest,
+    check_overlaps,
     chunks,
     file_entry,
-    io_threads,
     make_synced,
+    plain_values,
     raw_bytes,
     state_file,
+    state_text,
     sync_folder,
-    to_json,
     write_synced,
 )
 from roundpipe.checkpoint.ranges import Source
-from roundpipe.checkpoint.together import Progress, outcome_of, together
+from roundpipe.checkpoint.together import Progress, outcome_of, require_same, together
+from roundpipe.checkpoint.verified import io_threads
 from roundpipe.distributed.line import Payload
 from roundpipe.distributed.machines import Machines
 from roundpipe.errors import ArgumentTypeError, CheckpointError, ConfigError, add_note
@@ -171,7 +173,10 @@ class _Request:
     def begin_together(self, machines: Machines) -> PendingSave:
         """Save on all machines: see [Note: saving together]."""
         group, what = self.model._engine.group, f"saving the checkpoint {self.target.name}"
-        kinds = [each["kinds"] for each in together(machines, what, lambda: {"kinds": master_kinds(group)})]
+        optimizer = None if self.optimizer is None else type(self.optimizer).__name__
+        answers = together(machines, what, lambda: {"kinds": master_kinds(group), "optimizer": optimizer})
+        require_same(answers, "optimizer", "save()")  # else the ranges of some machines would be missing
+        kinds = [each["kinds"] for each in answers]
         if machines.share.rank == 0:
             self._warn()
         jobs: list[PendingSave] = []
@@ -292,8 +297,8 @@ class PendingSave:
                 if self._share.rank:
                     see_token(partial, folder["token"], self.folder)
                     self._partial = partial
-                    state = to_json({"random": random_states()}, "state")
-                    self._write_small(state_file(self._share.rank), json.dumps(state))
+                    state = state_text({"random": random_states()}, "state")
+                    self._write_small(state_file(self._share.rank), state)
                 else:
                     self._write_small_files(model, tokenizer, files)
                 self._make_subfolders()
@@ -332,8 +337,7 @@ class PendingSave:
         write_configuration(self._partial, model, tokenizer)
         for name, text in files.items():
             self._write_small(name, text)
-        state = to_json(self._contents.values, "state")
-        self._write_small(STATE_FILE, json.dumps(state))
+        self._write_small(STATE_FILE, state_text(self._contents.values, "state"))
         for name, text in self._indices.items():
             self._write_small(name, text)
         self._contents.values = {}
@@ -470,15 +474,16 @@ class PendingSave:
             for source in shard.sources:
                 self._write_tensor(source, put)
             os.fsync(file.fileno())
-            # The system need not keep the file in memory, which training needs.
+            # The system need not keep the file in memory, which training needs. The file is complete without that.
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with self._monitor:
             self._files[shard.name] = FileEntry(size, digest.hexdigest())
 
     def _write_tensor(self, source: Source, put: Callable[[memoryview], None]) -> None:
         """Write one tensor, then let the optimizer change its layer if no tensor of the layer is left."""
-        plain = source.tensor.contiguous()  # copies only a tensor whose memory is in another order
+        plain = plain_values(source.tensor)
         for chunk in chunks(raw_bytes(plain)):
             put(chunk)
         if source.was_changed:
@@ -520,7 +525,10 @@ class PendingSave:
                 with open(path, "rb") as file:  # another library may have written it
                     os.fsync(file.fileno())
                 self._files[name] = file_entry(path)
-        write_synced(self._partial / MANIFEST, self._manifest(parts).to_bytes())
+        manifest = self._manifest(parts)
+        check_manifest(manifest, self.folder / MANIFEST)  # what is saved can be loaded
+        check_overlaps(manifest, self.folder / MANIFEST)
+        write_synced(self._partial / MANIFEST, manifest.to_bytes())
         sync_folder(self._partial)
         self._take_name(self._partial)
         point_to(self.folder.parent / LATEST, self.folder.name)
@@ -537,20 +545,12 @@ class PendingSave:
             files=self._files,
             tensors=all_entries(self._shards, parts[1:]),
             machines=self._share.size,
+            sequence=next_sequence(self.folder.parent),
         )
 
     def _take_name(self, partial: Path) -> None:
         """Rename the partial folder; an older checkpoint of the same name is removed afterwards."""
-        replaced = None
-        if self.folder.exists():
-            replaced = free_name(self.folder, REPLACED)
-            os.rename(self.folder, replaced)
-        try:
-            os.rename(partial, self.folder)
-        except BaseException:
-            if replaced is not None:
-                os.rename(replaced, self.folder)
-            raise
+        replaced = take_name(partial, self.folder)
         self._partial, self._is_named = None, True
         sync_folder(self.folder.parent)
         if replaced is not None:

@@ -13,7 +13,7 @@ files of all machines.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from roundpipe.distributed.line import Line, Payload, described
@@ -55,6 +55,17 @@ def together(
         if _FAILED in each:
             raise MachineError(rank, f"{what}: rank {rank} has failed: {each[_FAILED]}")
     return [each["gives"] for each in answers]
+
+
+def require_same(answers: Sequence[Payload], key: str, call: str) -> None:
+    """Raise MachineError, on all machines, if one has passed another argument `key` to `call` than rank 0."""
+    for rank, answer in enumerate(answers):
+        if answer[key] != answers[0][key]:
+            raise MachineError(
+                rank,
+                f"{call} got {key}={answer[key]} on rank {rank} and {key}={answers[0][key]} on rank 0. Pass the same "
+                "arguments on all machines.",
+            )
 
 
 def outcome_of(work: Callable[[], Any]) -> Callable[[], Any]:

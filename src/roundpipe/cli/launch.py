@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -37,6 +39,44 @@ def _number(variable: str, default: int) -> int:
     return int(text) if text.isdecimal() else default
 
 
+def _store(rank: int, size: int) -> Any:
+    """The store through which the processes of the run find each other: that of torchrun, or one that rank 0 makes.
+
+    A store of torch listens on all interfaces. One that rank 0 makes listens only on the address that the others use,
+    as far as that is known. Connections are neither authenticated nor encrypted.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = _listener(host, port) if rank == 0 and not is_of_torchrun else None
+    if listener is None:
+        return next(rendezvous("env://"))[0]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=dist.distributed_c10d.default_pg_timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # that of torch 2.6 and 2.7 cannot take over a socket
+    )
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    """A socket that listens on the address of `host` alone; None if others may know this machine by another address.
+
+    The name of a machine often means a loopback address on the machine itself, and another one elsewhere.
+    """
+    with contextlib.suppress(OSError):  # the name is unknown, or the address is none of this machine's
+        found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        addresses = [str(address) for address in found if host != "localhost" or found[address] == socket.AF_INET]
+        if len(addresses) == 1:
+            is_loopback = ipaddress.ip_address(addresses[0]).is_loopback
+            if not is_loopback or host in ("localhost", addresses[0]):
+                return socket.create_server((addresses[0], port), family=found[addresses[0]], backlog=2048)
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """This process among those of the run."""
@@ -62,7 +102,8 @@ class Launch:
                 "WORLD_SIZE."
             )
         try:
-            store, rank, _ = next(rendezvous("env://"))
+            rank = int(os.environ["RANK"])
+            store = _store(rank, size)
             # torchrun keeps the store when it starts the processes again: without a prefix of their own, they would
             # find the addresses of those that have ended.
             own = dist.distributed_c10d.PrefixStore(

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from roundpipe.checkpoint import latest, verify
+from roundpipe.checkpoint.folders import check_parent
 from roundpipe.cli.arguments import TrainSettings, option
 from roundpipe.cli.launch import Launch, is_restart
 from roundpipe.cli.preparation import (
@@ -49,6 +50,7 @@ logger = logging.getLogger("roundpipe")
 _LOCK_FILE = ".train.lock"  # in the output folder: locked by the process that trains there
 _DATA_FILE = ".data.sha256"  # in the output folder: a checksum of the tokens of the run
 _STATE_FILE = "trainer_state.json"  # in every checkpoint of a trainer
+_CHECKPOINT = "checkpoint-"  # the names of a trainer's checkpoints begin so, and end with the step
 SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
 _STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
 _NOT_KEPT = ("resume", "dry_run")
@@ -80,7 +82,9 @@ def _run(settings: TrainSettings, launch: Launch) -> int:
         if not settings.dry_run and (settings.out / _LOCK_FILE).exists():
             with _held(settings.out):
                 pass  # refuses at once what it would refuse below, where the data is prepared
-        return starting_point(settings)
+        start = starting_point(settings)
+        check_parent(settings.out, _CHECKPOINT, after=_step_of(start))
+        return start
 
     def check() -> tuple[Prepared, Needs]:
         prepared = prepare(settings, launch.size)
@@ -156,6 +160,12 @@ def starting_point(settings: TrainSettings) -> Path | None:
     checkpoint = latest(folder) or folder
     verify(checkpoint, [_STATE_FILE])  # load() verifies all files
     return checkpoint
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    """The step of a trainer's checkpoint by its name; 0 if there is none, or if it was renamed."""
+    step = "" if checkpoint is None else checkpoint.resolve().name.removeprefix(_CHECKPOINT)
+    return int(step) if step.isdecimal() else 0
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ wraps the model. All machines hold all weights; each holds 1/N of masters and mo
    one thread each: `calls` for calls of the API, `steps` for optimizer steps. The user's collectives stay apart.
 2. Every call begins with a header on `calls`: its kind, model, generation, version of the weights. A call that differs,
    or that has failed on one machine, raises MachineError on all machines in the same place ([Note: slots] in line.py).
+   So do other settings, of the call or of the optimizer, on one machine ([Note: equal settings] in settings.py).
 3. A call of a batch exchanges rows, label counts and numbers of microbatches, so shares and random streams are those of
    the whole batch. `forward_backward` returns the sum of the losses of all machines.
 4. A step (`Exchange`, exchange.py) exchanges gradients layer by layer from the last layer on, when they have landed:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from roundpipe.distributed.line import Line, Ticket, described
+from roundpipe.distributed.settings import Settings
 from roundpipe.errors import MachineError
 from roundpipe.store import HostGradient, LayerUpdate, ParameterRecord, Share
 from roundpipe.store.host_memory import HostBuffer, dense_stride
@@ -114,16 +115,13 @@ class Exchange:
         """Begin to exchange gradients; see StepExchange."""
         if self._outside is not None and not self._is_in_step:
             return self._outside.fetch(what, records, landed, may_overwrite=may_overwrite)
-        names = zlib.crc32("\n".join(record.name for record in records).encode())
-        return self._submit(
-            f"{what} (parameters {names:08x})", lambda name: self._fetch(name, records, landed(), may_overwrite)
-        )
+        return self._submit(_named(what, records), lambda name: self._fetch(name, records, landed(), may_overwrite))
 
-    def gather(self, what: str, memories: Sequence[torch.Tensor]) -> Ticket[None]:
+    def gather(self, what: str, records: Sequence[ParameterRecord], memories: Sequence[torch.Tensor]) -> Ticket[None]:
         """Begin to complete tensors with the ranges of the other machines; see StepExchange."""
         if self._outside is not None and not self._is_in_step:
-            return self._outside.gather(what, memories)
-        return self._submit(what, lambda name: self._gather(name, memories))
+            return self._outside.gather(what, records, memories)
+        return self._submit(_named(what, records), lambda name: self._gather(name, memories))
 
     def numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:
         """The numbers of all machines, by rank."""
@@ -131,6 +129,17 @@ class Exchange:
             return self._outside.numbers(what, values)
         ticket = self._submit(what, lambda name: self._line.agree(name, {"numbers": list(values)}))
         return [payload["numbers"] for payload in ticket.wait()]
+
+    def require_equal(self, what: str, values: Mapping[str, object], params: Sequence[str]) -> None:
+        """Raise MachineError on all machines if one has other values or parameters; see StepExchange."""
+        self.compare(what, Settings.of(values, params))
+
+    def compare(self, what: str, settings: Settings) -> None:
+        """Raise MachineError on all machines if one has other settings: see [Note: equal settings] in settings."""
+        if self._outside is not None and not self._is_in_step:
+            self._outside.compare(what, settings)
+            return
+        self._submit(what, lambda name: self._line.agree(name, None, settings)).wait()
 
     def _submit(self, what: str, work: Callable[[str], T]) -> Ticket[T]:
         name = what if self._outside is None else f"optimizer step {self._step}: {what}"
@@ -193,6 +202,12 @@ class Exchange:
                 if piece.numel():
                     for part, sent in zip(of_rank, piece.split([part.nbytes for part in of_rank]), strict=True):
                         part.view(torch.uint8).copy_(sent)
+
+
+def _named(what: str, records: Sequence[ParameterRecord]) -> str:
+    """The name of an exchange with a checksum of its parameters, so that machines with other ones do not exchange."""
+    names = "\n".join(record.name for record in records)
+    return f"{what} (parameters {zlib.crc32(names.encode()):08x})"
 
 
 def _own_bytes(record: ParameterRecord, share: Share) -> int:

@@ -10,7 +10,7 @@ in its next slot, whatever the others do there. So no machine waits for one that
 directly: one message to and one from each machine. The bytes are those of an all-to-all and an all-gather, and a wait
 and an error always belong to one rank. If a process ends, its sockets close, and every other machine learns it at once.
 
-Knows bytes and ranks; never models, weights or steps.
+Knows bytes, ranks and checksums of settings; never models, weights or steps.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import distributed as dist
 
+from roundpipe.distributed.settings import Settings, difference
 from roundpipe.errors import MachineError
 from roundpipe.monitor import THREAD_PREFIX, Monitor, end_threads, start_thread
 
@@ -154,12 +155,13 @@ class Line:
             self._monitor.idle_until(lambda: bool(self._tickets) or self._is_closing)
             return self._tickets.popleft() if self._tickets else None
 
-    def agree(self, operation: str, payload: Payload | None = None) -> list[Payload]:
+    def agree(self, operation: str, payload: Payload | None = None, settings: Settings | None = None) -> list[Payload]:
         """Tell all machines what this one does now; return the payloads of all machines, by rank.
 
-        Raises MachineError on all machines if one has failed or does something else.
+        Raises MachineError on all machines if one has failed, does something else, or has other settings.
         """
-        headers = self._swap({"does": operation, "with": payload or {}})
+        digest = "" if settings is None else settings.digest
+        headers = self._swap({"does": operation, "by": digest, "with": payload or {}})
         failed = [(rank, header) for rank, header in enumerate(headers) if "failed" in header]
         if failed:
             rank, header = failed[0]
@@ -170,6 +172,14 @@ class Line:
             shown = ", ".join(f"rank {at} is in {header['does']}" for at, header in enumerate(headers))
             raise MachineError(
                 rank, f"the machines do different things at the same time: {shown}. Make the same calls on all of them."
+            )
+        if settings is not None and any(header["by"] != digest for header in headers):
+            of_ranks = self.agree(f"{operation}: the settings", dict(settings.values()))
+            other, differing = difference(of_ranks)
+            raise MachineError(
+                other,
+                f"{operation}: the machines have different settings: {differing}. Give all machines the same model, "
+                "optimizer and options.",
             )
         return [header["with"] for header in headers]
 

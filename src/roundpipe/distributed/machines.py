@@ -10,8 +10,11 @@ compared again.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import itertools
 import logging
+import socket
 import threading
 import time
 import zlib
@@ -23,6 +26,7 @@ from torch import distributed as dist
 
 from roundpipe.distributed.exchange import Exchange
 from roundpipe.distributed.line import STORE_S, Line, Payload, Ticket, described, within
+from roundpipe.distributed.settings import Settings
 from roundpipe.errors import ArgumentTypeError, ConfigError, MachineError
 from roundpipe.monitor import THREAD_PREFIX, Monitor, start_thread
 from roundpipe.store import Share
@@ -37,13 +41,16 @@ _ALIVE = datetime.timedelta(seconds=5)  # if they do not, all that are alive not
 _POLL_S = 0.01
 _TELL_S = 1.0  # a failed call waits at most this long until the other machines know of the failure
 _CHUNK = 1 << 20  # elements of a checksum that are multiplied at a time
+_numbers = itertools.count(1)
 _has_said_alone: list[None] = []  # one entry once the log says that a model trains alone
+_has_said_shared: list[None] = []  # one entry once the log says that several ranks share this host
 
 
 class Machines:
     """The machines that train one group of models together. The lines are None until `open`."""
 
     def __init__(self, process_group: dist.ProcessGroup, name: str, monitor: Monitor) -> None:
+        self.number = next(_numbers)  # machines make the same models in the same order
         self.process_group = process_group
         self.share = Share(dist.get_rank(process_group), dist.get_world_size(process_group))
         self.calls: Line | None = None
@@ -80,7 +87,7 @@ class Machines:
 
     # Opening and closing.
 
-    def open(self, structure: str, values: Callable[[], Values], replaced: Callable[[set[str]], None]) -> None:
+    def open(self, structure: Settings, values: Callable[[], Values], replaced: Callable[[set[str]], None]) -> None:
         """Connect to all machines and make the weights equal. Does nothing if that is done.
 
         structure: describes the model; it must be equal on all machines.
@@ -97,7 +104,7 @@ class Machines:
         self._opening = None
         opening.wait()
 
-    def _open(self, structure: str, values: Callable[[], Values], replaced: Callable[[set[str]], None]) -> None:
+    def _open(self, structure: Settings, values: Callable[[], Values], replaced: Callable[[set[str]], None]) -> None:
         """Open the lines, on a thread that no signal handler interrupts: so all machines do it, or none."""
         if self.calls is None:
             self._connect()
@@ -180,11 +187,20 @@ class Machines:
 
     # Calls.
 
-    def agree(self, what: str, payload: Payload | None = None) -> list[Payload]:
-        """Wait until all machines are at `what`; return the payloads of all machines, by rank."""
-        return self.together(what, payload, lambda answers: answers)
+    def agree(self, what: str, payload: Payload | None = None, settings: Settings | None = None) -> list[Payload]:
+        """Wait until all machines are at `what`; return the payloads of all machines, by rank.
 
-    def together(self, what: str, payload: Payload | None, then: Callable[[list[Payload]], T]) -> T:
+        Raises MachineError on all machines if one has other settings.
+        """
+        return self.together(what, payload, lambda answers: answers, settings)
+
+    def together(
+        self,
+        what: str,
+        payload: Payload | None,
+        then: Callable[[list[Payload]], T],
+        settings: Settings | None = None,
+    ) -> T:
         """As `agree`, and return `then(payloads)`, which runs on another thread: no signal handler can interrupt it.
 
         So either all machines do it, or none.
@@ -194,7 +210,7 @@ class Machines:
 
         def work() -> T:
             try:
-                answers = line.agree(what, payload)
+                answers = line.agree(what, payload, settings)
             except MachineError:
                 self.is_told = True
                 raise
@@ -241,19 +257,12 @@ def _timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
 # Making weights equal.
 
 
-def make_equal(line: Line, what: str, structure: str, values: Values) -> set[str]:
+def make_equal(line: Line, what: str, structure: Settings, values: Values) -> set[str]:
     """Compare the tensors of all machines, and copy those of rank 0 where any differs. See [Note: equal weights].
 
     Returns the names of the tensors that were overwritten on this machine. Runs on the line's thread.
     """
-    described_ = line.agree(what, {"structure": zlib.crc32(structure.encode()), "number": len(values)})
-    for rank, other in enumerate(described_):
-        if other != described_[0]:
-            raise MachineError(
-                rank,
-                f"rank {rank} has wrapped another model than rank 0: names, shapes or dtypes of its parameters or "
-                f"options differ ({other['number']} against {described_[0]['number']} tensors).",
-            )
+    _warn_of_shared_hosts([answer["host"] for answer in line.agree(what, {"host": _host()}, structure)], line.rank)
     sums = [checksum(tensor) for _, tensor in values]
     of_ranks = [payload["sums"] for payload in line.agree(f"{what}: checksums", {"sums": sums})]
     different = [at for at in range(len(values)) if any(sums_[at] != of_ranks[0][at] for sums_ in of_ranks)]
@@ -278,6 +287,28 @@ def make_equal(line: Line, what: str, structure: str, values: Values) -> set[str
             values[different[0]][0],
         )
     return replaced
+
+
+def _host() -> str:
+    """The name of this host, and what tells it from another one of the same name."""
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()} {boot}"
+
+
+def _warn_of_shared_hosts(hosts: Sequence[str], rank: int) -> None:
+    """Log once if this is the first of several ranks on one host. `hosts`: of all ranks."""
+    sharing = [at for at, host in enumerate(hosts) if host == hosts[rank]]
+    if len(sharing) > 1 and rank == sharing[0] and not _has_said_shared:
+        _has_said_shared.append(None)
+        logger.warning(
+            "ranks %s run on the same host %s as separate machines: each holds all weights in its memory, and they "
+            "exchange gradients over the network. Start one process per host (torchrun --nproc-per-node 1): it drives "
+            "all GPUs of the host.",
+            ", ".join(map(str, sharing)),
+            hosts[rank].partition(" ")[0],
+        )
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -31,6 +31,7 @@ from roundpipe.api.proxy import ModelProxy
 from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.api.wrap import wrap_model_to_roundpipe
 from roundpipe.checkpoint import load, load_rng, save, verify
+from roundpipe.checkpoint.folders import check_parent
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx
 from roundpipe.devices import parse_devices
@@ -231,6 +232,7 @@ class RoundPipeMixin(MachinesMixin):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the model itself. Before training, make the optimizer step through the model."""
         if training:
+            self._check_output_folder()
             self._grad_norms, self._skips_step = [], False
         if training and not isinstance(self.optimizer, SteppedOptimizer):
             inner = self.optimizer
@@ -238,6 +240,13 @@ class RoundPipeMixin(MachinesMixin):
             self.optimizer = SteppedOptimizer(inner, self._run_step)
             give_optimizer(self.lr_scheduler, inner, self.optimizer)
         return model
+
+    def _check_output_folder(self) -> None:
+        """Raise CheckpointError before training if a checkpoint of this run could not be saved."""
+        if self.args.save_strategy != "no" and not self.state.is_hyper_param_search:
+            check_parent(
+                self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-", self.state.global_step, self.state.max_steps
+            )
 
     def _prepare_input(self, data: Any) -> Any:
         """Copy a dict, as Trainer does, because compute_loss() may change it. Tensors stay in host memory."""

@@ -76,6 +76,9 @@ def clip_grad_norm_(
     _check_positive("norm_type", norm_type)
     params = _gradient_owners(model_or_params)
     pending = pending_copies(params)
+    for exchange in _exchanges_of(params):  # with other arguments on one machine, the factors would differ
+        arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        exchange.require_equal("clip_grad_norm_()", arguments, _record_names(params))
     # A pending gradient is still in the dtype in which it landed. If only some gradients are pending, torch's function
     # clips all of them: it reads `.grad`, which converts pending gradients to the dtype of the master.
     if pending and len(pending) == len(params) and len({copy.dtype for copy in pending}) == 1:
@@ -114,10 +117,17 @@ def _pending_norm(copies: list[OptimizerCopy], norm_type: float) -> Tensor | Non
     return torch.linalg.vector_norm(torch.stack(in_order), norm_type) if in_order else None
 
 
-def _exchanges_of(copies: Iterable[Any]) -> list[StepExchange]:
-    """The exchanges with other machines that the gradients of copies need, each once, in the order of copies."""
-    found = {id(copy.source.exchange): copy.source.exchange for copy in copies if copy.source is not None}
+def _exchanges_of(params: Iterable[Any]) -> list[StepExchange]:
+    """The exchanges with other machines that the gradients of copies need, each once, in the order of `params`."""
+    sources = [param.source for param in params if isinstance(param, OptimizerCopy)]
+    found = {id(source.exchange): source.exchange for source in sources if source is not None}
     return [exchange for exchange in found.values() if exchange is not None]
+
+
+def _record_names(params: Iterable[Any]) -> list[str]:
+    """The names of parameters in the user's model; empty for one that is not in a step."""
+    records = [getattr(param, "record", None) for param in params]
+    return ["" if record is None else record.name for record in records]
 
 
 @torch.no_grad()
@@ -209,6 +219,8 @@ def unscale(optimizer: torch.optim.Optimizer, inverse_scale: float) -> bool:
     """
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     pending = [copy for copy in pending_copies(params.values()) if copy.dtype in _UNSCALABLE_DTYPES]
+    for exchange in _exchanges_of(params.values()):
+        exchange.require_equal("unscale_()", {"1 / scale of the losses": inverse_scale}, _record_names(params.values()))
     others = [param for key, param in params.items() if key not in {id(copy) for copy in pending}]
     # First the gradients that may raise UsageError; pending gradients of copies never do.
     found_inf = unscale_in_place(dense_gradients(others), inverse_scale)

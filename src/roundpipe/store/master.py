@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +102,12 @@ class StepExchange(Protocol):
     def numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:
         """The `values` of all machines, by rank. `what`: names the operation in errors."""
 
+    def require_equal(self, what: str, values: Mapping[str, object], params: Sequence[str]) -> None:
+        """Raise MachineError on all machines, with names and values, if the values of one machine differ.
+
+        params: the names of the parameters that `what` concerns; their order must be the same on all machines, too.
+        """
+
     def fetch(self, what: str, records: Sequence[Any], landed: Callable[[], Any], *, may_overwrite: bool) -> Any:
         """Begin to exchange gradients: `landed()` gives those of this machine, by record.
 
@@ -109,8 +115,11 @@ class StepExchange(Protocol):
         `may_overwrite`: the result may use the memory of this machine's gradients.
         """
 
-    def gather(self, what: str, memories: Sequence[torch.Tensor]) -> Any:
-        """Begin to fill dense tensors, in which this machine has written its range, with those of the others."""
+    def gather(self, what: str, records: Sequence[Any], memories: Sequence[torch.Tensor]) -> Any:
+        """Begin to fill dense tensors, in which this machine has written its range, with those of the others.
+
+        records: the parameters of the tensors, in the same order on all machines.
+        """
 
 
 class GradientOwner(Protocol):

@@ -245,6 +245,11 @@ class LayerStore:
             return LayerSlot(range(visible, visible + 1), range(newest, newest + 1), generation=newest)
         return LayerSlot(range(visible, newest + 1), generation=newest)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether a layer is in training mode."""
+        return any(layer.module.training for layer in self.layers)
+
     def record_of(self, param: torch.Tensor) -> ParameterRecord:
         """The record of `param`, which must be a parameter of this model."""
         return self._by_param[id(param)]

@@ -193,9 +193,11 @@ class LayerUpdate:
     def gather(self, records: Sequence[ParameterRecord]) -> None:
         """Begin to complete the new weights of `records`, of which this machine has written its range."""
         if self.exchange is not None and records:
-            memories = [record.memory(self._begun()) for record in records]
+            updated = set(records)
+            in_order = [record for record in self._records if record in updated]  # not the order of an optimizer
+            memories = [record.memory(self._begun()) for record in in_order]
             what = f"new weights of layer {self._layer_id}"
-            self._gathers.append((list(records), self.exchange.gather(what, memories)))
+            self._gathers.append((in_order, self.exchange.gather(what, in_order, memories)))
 
     def unfinished(self) -> list[int]:
         """The parameters, by position, of which this machine has updated its range and nothing else."""
@@ -403,5 +405,5 @@ def whole_gradient(
     weights, own = record.weights, summed(sources)
     whole = torch.empty(weights.numel(), dtype=own.dtype)
     whole[exchange.share.range_of(weights.numel())] = own
-    exchange.gather(f"the gradient of {record.name}", [whole]).wait()
+    exchange.gather(f"the gradient of {record.name}", [record], [whole]).wait()
     return whole.as_strided(weights.shape, dense_stride(weights))
