@@ -14,7 +14,7 @@ import json
 import logging
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,8 @@ IGNORED = -100  # the label of a token without loss
 _JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 _TEXT_ENDING = ".txt"
 _FORMATS = "`text`, `prompt` and `completion`, or `messages`"
-_KEPT_EXTRAS = ("tools", "chat_template_kwargs")  # read by TRL when it renders messages
+_MASKS = ("completion_mask", "assistant_masks")  # of tokens, in TRL's datasets: which ones have a loss
+_LARGEST_INT = 2**63 - 1  # of the datasets library
 _NO_MARKERS = "give a template that marks the assistant's text with {% generation %}: --chat-template-path FILE.jinja"
 
 
@@ -41,7 +42,13 @@ class RowFormat(enum.Enum):
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """The keys that every row has."""
         return ("prompt", "completion") if self is RowFormat.PROMPT_COMPLETION else (self.value,)
+
+    @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """The keys that rows may have: labels, or what TRL passes to the chat template. Others are ignored."""
+        return ("labels",) if self is RowFormat.TOKENS else ("tools", "chat_template_kwargs")
 
 
 class Places:
@@ -61,6 +68,13 @@ class Places:
 
     def add(self, number: int) -> None:
         self._numbers.append(number)
+
+    def append(self, other: Places) -> None:
+        """Add the rows of `other` behind those of this object."""
+        self._starts += [len(self._numbers) + start for start in other._starts]
+        self._files += other._files
+        self._units += other._units
+        self._numbers.extend(other._numbers)
 
     def name(self, row: int) -> str:
         file = bisect_right(self._starts, row) - 1
@@ -83,14 +97,29 @@ class TokenRows:
     dataset: Any
     places: Places
 
+    @classmethod
+    def joined(cls, parts: Sequence[TokenRows]) -> TokenRows:
+        """The rows of all parts, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        from datasets import Features, Sequence, Value, concatenate_datasets  # type: ignore[import-untyped]
+
+        # Files, tokenizers and datasets folders differ in the width of their whole numbers.
+        columns = Features({name: Sequence(Value("int64")) for name in ("input_ids", "labels")})
+        places = Places()
+        for part in parts:
+            places.append(part.places)
+        return cls(concatenate_datasets([part.dataset.cast(columns) for part in parts]), places)
+
     def digest(self) -> str:
-        """A checksum of all tokens and labels."""
+        """A checksum of the tokens and labels of each row."""
         checksum = hashlib.sha256()
         for table in self.dataset.with_format("arrow").iter(batch_size=10_000):
             for column in table.columns:
-                for chunk in column.chunks:
-                    checksum.update(chunk.flatten().to_numpy(zero_copy_only=False).tobytes())
-        return checksum.hexdigest()
+                rows = column.combine_chunks()  # the chunks depend on how the dataset was made
+                for numbers in (rows.value_lengths(), rows.flatten()):
+                    checksum.update(numbers.to_numpy(zero_copy_only=False).astype("int64").tobytes())
+        return f"rows:{checksum.hexdigest()}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +159,26 @@ def read_rows(path: Path, option: str, text_rows: str) -> Rows:
         for number, row in _read_file(file, option, text_rows):
             row_format = _checked_format(row, row_format, f"{file}, {unit} {number}", rows[0] if rows else None)
             places.add(number)
-            rows.append({name: row[name] for name in (*row_format.columns, *_KEPT_EXTRAS) if name in row})
+            kept = (*row_format.columns, *row_format.optional_columns)
+            rows.append({name: row[name] for name in kept if name in row})
     if row_format is None:
         raise ConfigError(f"{option}: {path} contains no rows.")
-    from datasets import Dataset  # type: ignore[import-untyped]
+    return Rows(_in_memory(rows, places), places, row_format)
 
-    # In memory, and therefore never taken from a cache of an earlier version of the file.
-    return Rows(Dataset.from_list(rows, on_mixed_types="use_json"), places, row_format)
+
+def _in_memory(rows: list[dict[str, Any]], places: Places) -> Any:
+    """A datasets.Dataset of rows. It is never taken from a cache of an earlier version of a file."""
+    from datasets import Dataset
+
+    def dataset_of(start: int, stop: int) -> Any:
+        return Dataset.from_list(rows[start:stop], on_mixed_types="use_json")
+
+    try:
+        return dataset_of(0, len(rows))
+    except Exception as error:  # pyarrow's errors, and OverflowError for large numbers
+        row = _first_failing(len(rows), dataset_of)
+        place = f"{places.name(0)} and the rows after it" if row is None else places.name(row)
+        raise ConfigError(f"{place}: the datasets library cannot keep these values: {error}.") from error
 
 
 def _is_data_file(path: Path) -> bool:
@@ -173,10 +215,21 @@ def _parse_json(line: bytes, place: str) -> Any:
     except json.JSONDecodeError as error:
         is_spread = line.lstrip().startswith(b"[") or line.strip() == b"{"
         hint = " The file must have one JSON object per line." if is_spread else ""
-        raise ConfigError(f"{place}: not valid JSON: {error.msg} at column {error.colno}.{hint}") from error
+        raise ConfigError(f"{place}: not valid JSON: {_json_fault(error)}.{hint}") from error
     except (ValueError, RecursionError) as error:  # a number with too many digits, too many brackets
         raise ConfigError(f"{place}: the JSON cannot be read: {error}.") from error
     return row
+
+
+def _json_fault(error: json.JSONDecodeError) -> str:
+    """What is wrong with a line, and its column. Of a line that was cut, the column is where it ends."""
+    line = error.doc.rstrip("\r\n")
+    rest = line[error.pos :].strip()
+    is_half_word = any(word.startswith(rest) for word in ("true", "false", "null"))  # also if nothing is left
+    is_half_escape = error.msg.startswith("Invalid \\") and '"' not in rest
+    if is_half_word or is_half_escape or error.msg.startswith("Unterminated string"):
+        return f"the line ends at column {len(line)} before its JSON does; it was cut, or continues on the next line"
+    return f"{error.msg} at column {error.colno}"
 
 
 def _read_text(file: Path, text_rows: str) -> Iterator[tuple[int, dict[str, str]]]:
@@ -203,20 +256,19 @@ def _read_dataset_folder(path: Path, option: str) -> Rows:
         raise ConfigError(f"{option}: {path} contains no rows.")
     places = Places()
     places.begin(path, "row")
-    row_format = None
+    first, row_format = dataset[0], None
     for number, row in enumerate(dataset):
-        row_format = _checked_format(row, row_format, f"{path}, row {number}", None)
+        row_format = _checked_format(row, row_format, f"{path}, row {number}", first)
         places.add(number)
     assert row_format is not None
-    optional = (*_KEPT_EXTRAS, *(("labels",) if row_format is RowFormat.TOKENS else ()))
-    kept = [name for name in dataset.column_names if name in (*row_format.columns, *optional)]
+    kept = [*row_format.columns, *(name for name in row_format.optional_columns if first.get(name) is not None)]
     return Rows(dataset.select_columns(kept), places, row_format)
 
 
 def _checked_format(row: Any, before: RowFormat | None, place: str, first: Mapping[str, Any] | None) -> RowFormat:
     """The format of a row. Raises ConfigError for a bad row and for a format other than that of the rows before.
 
-    first: the first row of all, if rows may differ in whether their values are strings or lists of messages.
+    first: the first row of all; None for this one.
     """
     reason = None
     if not isinstance(row, Mapping):
@@ -231,24 +283,27 @@ def _checked_format(row: Any, before: RowFormat | None, place: str, first: Mappi
         reason = f"this row has {present[0].value}, the rows before have {before.value}; use one format"
     else:
         reason = _fault(row, present[0])
-        if reason is None and first is not None and any(type(row[n]) is not type(first[n]) for n in present[0].columns):
-            reason = "some rows have strings, others lists of messages; use one form"
+        if reason is None and first is not None:
+            reason = _difference(row, first, present[0])
     if reason is not None:
         raise ConfigError(f"{place}: {reason}.")
     return present[0]
 
 
+def _difference(row: Mapping[str, Any], first: Mapping[str, Any], row_format: RowFormat) -> str | None:
+    """Why a row cannot stand beside the first one, which has the same format; None if it can."""
+    if any(type(row[name]) is not type(first[name]) for name in row_format.columns):
+        return "some rows have strings, others lists of messages; use one form"
+    has_labels = [each.get("labels") is not None for each in (row, first)]
+    if row_format is RowFormat.TOKENS and has_labels[0] is not has_labels[1]:
+        return "some rows have `labels`, others have none; give them to all rows or to none"
+    return None
+
+
 def _fault(row: Mapping[str, Any], row_format: RowFormat) -> str | None:
     """What is wrong with the values of a row; None if nothing is."""
     if row_format is RowFormat.TOKENS:
-        labels = row.get("labels")
-        for name in ("input_ids", "labels"):
-            values = row.get(name)
-            if values is not None and not (isinstance(values, list) and all(type(value) is int for value in values)):
-                return f"`{name}` must be a list of whole numbers"
-        if labels is not None and len(labels) != len(row["input_ids"]):
-            return f"`labels` has {len(labels)} entries, `input_ids` {len(row['input_ids'])}"
-        return None if len(row["input_ids"]) else "`input_ids` is empty"
+        return _fault_of_tokens(row)
     if row_format is RowFormat.MESSAGES:
         return _fault_of_messages(row["messages"], "messages", needs_assistant=True)
     values = {name: row[name] for name in row_format.columns}
@@ -261,6 +316,26 @@ def _fault(row: Mapping[str, Any], row_format: RowFormat) -> str | None:
             return f"`{name}` must be a string, got {type(value).__name__}"
         if not value.strip() and name != "prompt":
             return f"`{name}` is empty"
+    return None
+
+
+def _fault_of_tokens(row: Mapping[str, Any]) -> str | None:
+    ids, labels = row["input_ids"], row.get("labels")
+    for name, values in (("input_ids", ids), ("labels", labels)):
+        if values is None:
+            continue
+        if not (isinstance(values, list) and all(type(value) is int for value in values)):
+            return f"`{name}` must be a list of whole numbers"
+        beyond = next((value for value in values if abs(value) > _LARGEST_INT), None)
+        if beyond is not None:
+            return f"`{name}` has {str(beyond)[:24]}, a number of more than 64 bits, which is no token"
+    if not ids:
+        return "`input_ids` is empty"
+    if labels is not None:
+        return None if len(labels) == len(ids) else f"`labels` has {len(labels)} entries, `input_ids` {len(ids)}"
+    mask = next((name for name in _MASKS if row.get(name) is not None), None)
+    if mask is not None:
+        return f"`{mask}` is not read beside `input_ids`; give `labels`, with {IGNORED} for tokens without loss"
     return None
 
 
@@ -313,7 +388,7 @@ def tokenize(rows: Rows, tokenizer: Any, config: Any, *, assistant_only: bool | 
         with _each_warning_once():
             dataset = prepare(rows.dataset)
     except Exception as error:
-        row = _first_failing(rows.dataset, prepare)
+        row = _first_failing(len(rows.dataset), lambda start, stop: prepare(rows.dataset.select(range(start, stop))))
         if row is None:
             raise
         raise ConfigError(f"{rows.places.name(row)}: the row cannot be tokenized: {error}") from error
@@ -384,17 +459,17 @@ def _each_warning_once() -> Iterator[None]:
         trl_logger.removeFilter(is_new)
 
 
-def _first_failing(dataset: Any, prepare: Callable[[Any], Any]) -> int | None:
-    """The first row for which `prepare` raises; None if it raises for no row alone."""
+def _first_failing(num_rows: int, work: Callable[[int, int], object]) -> int | None:
+    """The first row for which `work`, which gets the range of rows, raises; None if it raises for no row alone."""
 
     def fails(start: int, stop: int) -> bool:
         try:
-            prepare(dataset.select(range(start, stop)))
+            work(start, stop)
         except Exception:
             return True
         return False
 
-    start, stop = 0, len(dataset)
+    start, stop = 0, num_rows
     while stop - start > 1:
         middle = (start + stop) // 2
         start, stop = (start, middle) if fails(start, middle) else (middle, stop)
