@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +359,50 @@ def test_a_bad_row_of_other_formats_is_refused(tmp_path: Path, row: Any, reason:
     assert reason in message
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_rows_are_read_or_refused(tmp_path: Path, seed: int) -> None:
+    """With no other error than ConfigError."""
+    rng = random.Random(seed)
+    odd = [
+        0,
+        -100,
+        2**63,
+        -(2**64),
+        10**30,
+        True,
+        1.5,
+        None,
+        "",
+        "a\0",
+        "\ud83d",
+        [],
+        {},
+        [None],
+        {"role": 1},
+        "x" * 99,
+    ]
+    names = ("text", "prompt", "completion", "messages", "input_ids", "labels", "tools", "chat_template_kwargs")
+    tokenizer = new_tokenizer()
+    for _ in range(40):
+        rows = []
+        for _ in range(rng.randrange(1, 4)):
+            row = dict(rng.choice([{"text": "a"}, {"messages": list(CHAT)}, {"input_ids": [5, 6], "labels": [5, 6]}]))
+            for _ in range(rng.randrange(3)):
+                name = rng.choice(names)
+                values = row.get(name)
+                if isinstance(values, list) and values and rng.random() < 0.5:
+                    row[name] = [*values[1:], rng.choice(odd)]
+                else:
+                    row[name] = rng.choice(odd)
+            line = list(json.dumps(row))
+            if rng.random() < 0.2:
+                line[rng.randrange(len(line))] = rng.choice('{}[]",:\\9')
+            rows.append("".join(line))
+        path = jsonl(tmp_path / "d.jsonl", *rows)
+        with contextlib.suppress(ConfigError):
+            checked(tokens_of(path, tokenizer), 100)
+
+
 def test_strings_and_messages_are_not_mixed(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:2]}]
     message = refusal(jsonl(tmp_path / "d.jsonl", *rows))
@@ -417,6 +463,11 @@ def test_tokens_that_the_model_cannot_take_are_refused(tmp_path: Path, changes: 
     tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"text": "aaaaa"}), new_tokenizer())
     with pytest.raises(ConfigError, match=reason):
         checked(tokens, 10, **changes)
+
+
+def test_labels_that_are_null_are_none(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", {"input_ids": [5, 6], "labels": None})
+    assert tokens_of(path, new_tokenizer()).dataset[0]["labels"] == [5, 6]
 
 
 def test_a_row_without_any_loss_is_refused(tmp_path: Path) -> None:

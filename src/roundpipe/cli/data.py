@@ -160,7 +160,7 @@ def read_rows(path: Path, option: str, text_rows: str) -> Rows:
             row_format = _checked_format(row, row_format, f"{file}, {unit} {number}", rows[0] if rows else None)
             places.add(number)
             kept = (*row_format.columns, *row_format.optional_columns)
-            rows.append({name: row[name] for name in kept if name in row})
+            rows.append({name: row[name] for name in kept if row.get(name) is not None})
     if row_format is None:
         raise ConfigError(f"{option}: {path} contains no rows.")
     return Rows(_in_memory(rows, places), places, row_format)

@@ -142,6 +142,8 @@ def load_on_paper(model: str, dtype: torch.dtype, lora_rank: int | None) -> Pape
             f"there is no folder or file {model}, and no such shape; the shapes are: {', '.join(SHAPES)}. A name on "
             "the hub has its owner before a slash, such as Qwen/Qwen3-8B."
         )
+    if Path(model, "adapter_config.json").exists():
+        raise ConfigError(f"{model} is an adapter of PEFT, not a model; give its model, and --lora R for an adapter.")
     with _without_warnings():
         from transformers import AutoConfig
 

@@ -200,7 +200,7 @@ def _load_model(settings: TrainSettings, prepared: Prepared) -> nn.Module:
     options = {**model_options(settings), **further, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=prepared.dtype, **options)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+    except Exception as error:  # transformers raises many kinds of errors for damaged files
         raise ConfigError(f"--model: cannot load the weights of {settings.model}: {one_line(error)}") from error
     model: nn.Module = loaded[0]
     _require_all_weights(settings, loaded[1])
