@@ -433,6 +433,11 @@ def _check(given: Mapping[str, Any]) -> None:
     for name, reason in _REFUSED.items():
         if given.get(name):
             raise ConfigError(f"{option(name)} cannot be used here: {reason}.")
+    if given.get("attn_implementation") == "flex_attention":
+        raise ConfigError(
+            "--attn-implementation flex_attention cannot be used here: it compiles itself, which torch does not support "
+            "inside a layer; use sdpa, eager or flash_attention_2."
+        )
     if given.get("packing") and given.get("packing_strategy", "wrapped") != "wrapped":
         raise ConfigError(
             f"--packing-strategy {given['packing_strategy']} cannot be used here: {_REFUSED['padding_free']}."
