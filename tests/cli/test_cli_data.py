@@ -14,7 +14,8 @@ from tiny_models import BEGIN, END, EOS, MARKED_TEMPLATE, PLAIN_TEMPLATE, new_to
 from trl.chat_template_utils import qwen2_5_chat_template
 from trl.trainer.sft_config import SFTConfig
 
-from roundpipe.cli.data import IGNORED, Places, RowFormat, TokenRows, check_tokens, read_rows, tokenize
+from roundpipe.cli.data import TokenRows, check_tokens, tokenize
+from roundpipe.cli.rows import IGNORED, Places, RowFormat, read_rows
 from roundpipe.errors import ConfigError
 
 CHAT = [

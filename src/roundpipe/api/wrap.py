@@ -325,7 +325,7 @@ def _refuse_compiled(model: nn.Module, layers: Container[nn.Module]) -> None:
     for path, module in bare_modules(model, layers):
         if type(module).__name__ == "OptimizedModule":
             raise ConfigError(
-                f"{path or 'the model'} is compiled with torch.compile, but RoundPipe runs the modules in it one by one; "
+                f"{path or 'the model'} is compiled with torch.compile, but RoundPipe runs its modules one by one; "
                 "wrap the model without torch.compile. The module that was compiled is its `_orig_mod`."
             )
 

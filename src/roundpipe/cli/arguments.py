@@ -435,7 +435,7 @@ def _check(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{option(name)} cannot be used here: {reason}.")
     if given.get("attn_implementation") == "flex_attention":
         raise ConfigError(
-            "--attn-implementation flex_attention cannot be used here: it compiles itself, which torch does not support "
+            "--attn-implementation flex_attention cannot be used here: it compiles itself, which torch does not allow "
             "inside a layer; use sdpa, eager or flash_attention_2."
         )
     if given.get("packing") and given.get("packing_strategy", "wrapped") != "wrapped":

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from roundpipe.cli.arguments import TrainSettings, merge_command, option
-from roundpipe.cli.data import DataStatistics, TokenRows, check_tokens, read_rows, tokenize
+from roundpipe.cli.data import DataStatistics, TokenRows, check_tokens, tokenize
 from roundpipe.cli.launch import is_first
+from roundpipe.cli.rows import read_rows
 from roundpipe.devices import DeviceSpec, open_devices, parse_devices
 from roundpipe.errors import ConfigError, HostMemoryError
 from roundpipe.report.metrics import METRICS_FILE, RECORD_FILE

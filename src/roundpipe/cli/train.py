@@ -1,6 +1,6 @@
 """The run of `roundpipe train`: checks before the model is loaded, dry run, training, signals, what is said at the end.
 
-Knows the order of a run. Options are checked in cli.arguments, rows in cli.data; the trainer does the training.
+Knows the order of a run. Options are checked in cli.arguments, data in cli.rows and cli.data; the trainer trains.
 """
 
 from __future__ import annotations
