@@ -499,7 +499,7 @@ def _check_precision(given: Mapping[str, Any]) -> None:
     if _SMALL_STATE.search(given.get("optim", "")):
         raise ConfigError(
             f"--optim {given['optim']} cannot be used here: it saves device memory, but the optimizer's state is in "
-            "host memory. Leave it out for AdamW; --optim-dtype bfloat16 halves the state."
+            "host memory. Leave it out for AdamW; --optim-dtype bfloat16 halves the state, but loses small updates."
         )
 
 
