@@ -429,7 +429,13 @@ def test_files_that_are_no_data_are_refused(tmp_path: Path) -> None:
 
 
 def checked(tokens: TokenRows, seq_len: int, **changes: Any) -> Any:
-    options = {"truncates": False, "packs": False, "vocabulary": 264, "most_positions": 256} | changes
+    options = {
+        "truncates": False,
+        "keeps_end": False,
+        "packs": False,
+        "vocabulary": 264,
+        "most_positions": 256,
+    } | changes
     return check_tokens(tokens, "--data", seq_len=seq_len, **options)
 
 
@@ -440,6 +446,8 @@ def test_rows_are_counted_as_they_are_trained(tmp_path: Path) -> None:
     assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (2, 8 + 10, 5 + 2, 10)
     cut = checked(tokens, 6, truncates=True)
     assert (cut.rows, cut.tokens, cut.trained_tokens, cut.truncated, cut.dropped) == (1, 12, 3, 2, 1)
+    end = checked(tokens, 6, truncates=True, keeps_end=True)
+    assert (end.rows, end.tokens, end.trained_tokens, end.truncated, end.dropped) == (2, 12, 7, 2, 0)
     packed = checked(tokens, 6, packs=True)
     assert (packed.rows, packed.tokens, packed.trained_tokens, packed.longest) == (3, 18, 7, 6)
 

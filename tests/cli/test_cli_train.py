@@ -599,6 +599,12 @@ def test_a_run_on_several_files_goes_on_exactly(
     assert "--data has other rows than before" in caplog.text
 
 
+def test_a_token_of_the_hub_is_in_no_file_of_the_run(folder: Path, tmp_path: Path) -> None:
+    assert main(words(folder, tmp_path / "out", "--steps", "1", "--hub-token", "hf_secret")) == 0
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert [file for file in files if b"hf_secret" in file.read_bytes()] == []
+
+
 def test_microbatches_double_until_a_step_fits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

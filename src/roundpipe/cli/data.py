@@ -267,11 +267,16 @@ def check_tokens(
     *,
     seq_len: int,
     truncates: bool,
+    keeps_end: bool,
     packs: bool,
     vocabulary: int,
     most_positions: int | None,
 ) -> DataStatistics:
-    """Count the rows as they are trained. Raises ConfigError for rows that do not fit or have no loss."""
+    """Count the rows as they are trained. Raises ConfigError for rows that do not fit or have no loss.
+
+    keeps_end: whether rows are cut at their beginning instead of their end.
+    """
+    part = slice(None) if packs else slice(-seq_len, None) if keeps_end else slice(seq_len)
     lengths, trained, kept_rows = [], 0, 0
     for row, (ids, labels) in enumerate(_pairs(tokens.dataset)):
         outside = [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary]
@@ -289,7 +294,7 @@ def check_tokens(
                 f"{vocabulary}, got {min(with_loss)} to {max(with_loss)}."
             )
         lengths.append(len(ids))
-        used = sum(label != IGNORED for label in (labels if packs else labels[:seq_len]))
+        used = sum(label != IGNORED for label in labels[part])
         trained += used
         kept_rows += bool(used)
     too_long = [row for row, length in enumerate(lengths) if length > seq_len]

@@ -88,6 +88,7 @@ def prepare(settings: TrainSettings, num_machines: int) -> Prepared:
             "--data" if name == "train" else "--eval-data",
             seq_len=sft_config.max_length,
             truncates=settings.truncate,
+            keeps_end=sft_config.truncation_mode == "keep_end",
             packs=sft_config.packing,
             vocabulary=text_config.vocab_size,
             most_positions=getattr(text_config, "max_position_embeddings", None),

@@ -51,7 +51,7 @@ _DATA_FILE = ".data.sha256"  # in the output folder: a checksum of the rows of t
 _STATE_FILE = "trainer_state.json"  # in every checkpoint of a trainer
 SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
 _STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
-_NOT_KEPT = ("resume", "dry_run")
+_NOT_KEPT = ("resume", "dry_run", "hub_token")  # the last one is a secret
 _OF_MACHINE = ("model", "data", "eval_data", "output_dir", "devices", "pin_model", "wait_limit", "no_view", "resume")
 # Options that do not change the numbers of a run, so that a resumed run may have others.
 _HARMLESS = {
