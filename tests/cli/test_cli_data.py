@@ -297,6 +297,15 @@ def test_the_checksum_shows_where_rows_begin_and_nothing_of_how_they_are_kept(tm
     assert TokenRows(concatenate_datasets(halves), Places()).digest() == digest([1, 2], [3])
 
 
+def test_tools_of_later_rows_of_a_datasets_folder_count(tmp_path: Path) -> None:
+    rows = [{"messages": CHAT[:2], "tools": None}, {"messages": CHAT[:2], "tools": '[{"name": "f"}]'}]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "d")
+    template = "{% if tools %}{{ tools[0].name }};{% endif %}" + MARKED_TEMPLATE
+    tokenizer = new_tokenizer(template)
+    plain, with_tools = tokens_of(tmp_path / "d", tokenizer).dataset
+    assert pieces(with_tools, tokenizer)[0][0] == "f;" + pieces(plain, tokenizer)[0][0]
+
+
 def test_a_datasets_folder_with_splits_is_refused_with_their_names(tmp_path: Path) -> None:
     DatasetDict({"train": Dataset.from_list([{"text": "a"}])}).save_to_disk(tmp_path / "d")
     assert "several splits; name one of them: train" in refusal(tmp_path / "d")
@@ -323,7 +332,7 @@ def test_a_bad_row_of_a_datasets_folder_is_named(tmp_path: Path) -> None:
         ('{"text": "a", "n": ' + "9" * 5000 + "}", "the JSON cannot be read"),
         ("[" * 100_000, "the JSON cannot be read"),
         ("[1]", "a row must be a JSON object with `text`"),
-        ("{}", "a row needs `text`, `prompt` and `completion`, or `messages`; it has nothing"),
+        ("{}", "a row needs `text`, `prompt` and `completion`, `messages`, or `input_ids`; it has nothing"),
         ({"prompt": "a"}, "it has 'prompt'"),
         ({"text": "a", "messages": CHAT}, "it has 'text', 'messages'"),
         ({"text": None}, "a row needs"),

@@ -19,7 +19,7 @@ from roundpipe.errors import ConfigError
 IGNORED = -100  # the label of a token without loss
 _JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 _TEXT_ENDING = ".txt"
-_FORMATS = "`text`, `prompt` and `completion`, or `messages`"
+_FORMATS = "`text`, `prompt` and `completion`, `messages`, or `input_ids`"
 _MASKS = ("completion_mask", "assistant_masks")  # of tokens, in TRL's datasets: which ones have a loss
 _LARGEST_INT = 2**63 - 1  # of the datasets library
 
@@ -202,12 +202,13 @@ def _read_dataset_folder(path: Path, option: str) -> Rows:
     places = Places()
     places.begin(path, "row")
     first, row_format = dataset[0], None
+    used: set[str] = set()  # optional columns that have a value in some row
     for number, row in enumerate(dataset):
         row_format = _checked_format(row, row_format, f"{path}, row {number}", first)
+        used.update(name for name in row_format.optional_columns if row.get(name) is not None)
         places.add(number)
     assert row_format is not None
-    kept = [*row_format.columns, *(name for name in row_format.optional_columns if first.get(name) is not None)]
-    return Rows(dataset.select_columns(kept), places, row_format)
+    return Rows(dataset.select_columns([*row_format.columns, *sorted(used)]), places, row_format)
 
 
 def _checked_format(row: Any, before: RowFormat | None, place: str, first: Mapping[str, Any] | None) -> RowFormat:
