@@ -14,6 +14,7 @@ import torch
 from helpers_tiny_hf import tiny_model
 from roundpipe.__main__ import main
 from roundpipe.cli.estimate import _EXAMPLE, load_on_paper
+from roundpipe.estimate import meter
 from roundpipe.estimate.figures import SHAPES
 from roundpipe.split import head_loss
 
@@ -211,13 +212,16 @@ def test_a_model_that_sees_images_is_estimated_without_them(tmp_path: Path, caps
     assert adapted["trained"] == sum(2 * (linear.in_features + linear.out_features) for linear in of_text)
 
 
-def test_a_loop_over_tokens_ends_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_over_tokens_ends_the_estimate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import MambaConfig
 
+    monkeypatch.setattr(meter, "_MOST_OPERATIONS", 3000)
     MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=100).save_pretrained(tmp_path)
-    code, _, err = answer(capsys, str(tmp_path), "--devices", "1x24GB", "--batch", "1", "--seq-len", "100000")
+    code, _, err = answer(capsys, str(tmp_path), "--devices", "1x24GB", "--batch", "1", "--seq-len", "1000")
     assert code == 2
-    assert "MambaForCausalLM with 100000 tokens cannot be estimated: a pass takes more than 50,000 operations" in err
+    assert "MambaForCausalLM with 1000 tokens cannot be estimated: a pass takes more than 3,000 operations" in err
 
 
 def test_without_a_gpu_the_devices_must_be_named(

