@@ -22,9 +22,10 @@ import torch
 
 import roundpipe
 import roundpipe.integrations
-from roundpipe import checkpoint
+from roundpipe import checkpoint, monitor
 from roundpipe.__main__ import main
 from roundpipe.cli import arguments, doctor, estimate
+from roundpipe.store import host_memory
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -259,6 +260,9 @@ def test_the_environment_variables_are_those_of_the_library() -> None:
     known = set(re.findall(r"ROUNDPIPE_[A-Z_]+", source))
     rows = rows_of_the_table_under("## Environment variables", API)
     assert {row[0].strip("`| ") for row in rows} == known
+    defaults = {row[0].strip("`| "): row[1].strip("`| ") for row in rows}
+    assert defaults[host_memory.CHECK_VARIABLE] == host_memory._REFUSE
+    assert float(defaults[monitor.WATCHDOG_VARIABLE]) == monitor.DEFAULT_WATCHDOG_S
     for page in PAGES:
         assert set(re.findall(r"ROUNDPIPE_[A-Z_]+", page.read_text(encoding="utf-8"))) <= known, page.name
 

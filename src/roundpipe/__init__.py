@@ -1,4 +1,4 @@
-"""Train models far larger than GPU memory on one server, with a plain PyTorch training loop."""
+"""Train models far larger than GPU memory, on one server or several, with a plain PyTorch training loop."""
 
 from roundpipe import optim
 from roundpipe.api.auto import AutoRoundPipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -137,7 +138,29 @@ def test_resume_takes_a_folder_or_none() -> None:
         (["--seq-len", "9", "--max-length", "8"], ["--seq-len and --max-length are the same setting"]),
         (["--fp16"], ["--fp16 cannot be used here", "--dtype bfloat16"]),
         (["--torch-compile"], ["--torch-compile cannot be used here"]),
-        (["--use-liger-kernel"], ["--use-liger-kernel cannot be used here"]),
+        (["--use-liger-kernel"], ["--use-liger-kernel cannot be used here", "liger_kernels=True"]),
+        (["--dtype", "float16"], ["--dtype float16 cannot be used here", "use bfloat16 or float32"]),
+        (["--optim-dtype", "float16"], ["--optim-dtype float16 cannot be used here"]),
+        (
+            ["--optim", "adamw_8bit"],
+            ["--optim adamw_8bit cannot be used here", "host memory", "--optim-dtype bfloat16"],
+        ),
+        (["--optim", "paged_adamw_32bit"], ["--optim paged_adamw_32bit cannot be used here"]),
+        (
+            ["--merge"],
+            ["there is no option --merge: the run saves the adapter alone. Merge it after the run: python -c"],
+        ),
+        (["--load-in-4bit"], ["there is no option --load-in-4bit: quantized weights are not supported yet"]),
+        (["--load_in_4bit", "true"], ["there is no option --load_in_4bit: quantized weights"]),
+        (
+            ["--val-size", "0.1"],
+            ["there is no option --val-size: rows for evaluation are not split", "--eval-data FILE"],
+        ),
+        (["--early-stopping-patience", "3"], ["early stopping is not supported yet", "EarlyStoppingCallback("]),
+        (["--cutoff_len=512"], ["there is no option --cutoff_len: give --seq-len TOKENS."]),
+        (["--data", ""], ["--data has an empty name"]),
+        (["--model", "a\0b"], ["--model: 'a\\x00b' has a zero byte"]),
+        (["--batch", "9" * 400], ["--batch must be less than 2147483648, got 999999"]),
         (
             ["--label-smoothing-factor", "0.1"],
             ["--label-smoothing-factor cannot be used here", "two different forward"],
@@ -175,6 +198,41 @@ def test_mistakes_are_refused(words: list[str], parts: list[str]) -> None:
         assert part in message
 
 
+def test_answers_to_names_of_other_tools_name_options_that_exist() -> None:
+    parser = arguments._Parser(add_help=False)
+    arguments._add_own_options(parser)
+    arguments._add_fields(parser)
+    known = {text.lstrip("-").replace("_", "-") for text in parser._option_string_actions}
+    assert not known & arguments._ELSEWHERE.keys()  # an option that exists needs no answer
+    for name, answer in arguments._ELSEWHERE.items():
+        assert set(re.findall(r"--([a-z][a-z0-9-]*)", answer)) <= known, name
+
+
+def test_data_may_be_given_several_times_or_as_a_list(tmp_path: Path) -> None:
+    def data(*words: str) -> list[str]:
+        return [str(path) for path in parse(["--model", "m", "--out", "o", "--devices", "cpu", *words]).data]
+
+    assert data("--data", "a", "--data", "b") == data("--data", "a", "b") == ["a", "b"]
+    got = settings(
+        "--eval-data",
+        "e",
+        "--eval-data",
+        "f",
+        "--lora",
+        "2",
+        "--lora-target-modules",
+        "q",
+        "--lora-target-modules",
+        "v",
+    )
+    assert [str(path) for path in got.eval_data] == ["e", "f"]
+    assert got.lora is not None
+    assert got.lora.target_modules == ["q", "v"]
+    text = "model: m\ndata: [a, b]\nout: o\ndevices: cpu\n"
+    assert [str(path) for path in with_config(tmp_path, text).data] == ["a", "b"]
+    assert [str(path) for path in with_config(tmp_path, text, "--data", "c").data] == ["c"]
+
+
 def test_a_wrong_device_is_refused() -> None:
     with pytest.raises(DeviceError, match="tpu"):
         parse([*NEEDED, "--devices", "tpu"])
@@ -196,6 +254,13 @@ def test_needed_options(missing: str) -> None:
         ("leraning-rate: 1\n", "no option --leraning-rate; did you mean --learning-rate?"),
         ("config: other.yaml\n", "names another config file"),
         ("lr: fast\n", "invalid float value: 'fast'"),
+        ("batch: " + "9" * 5000 + "\n", "is not valid YAML: Exceeds the limit"),
+        ("batch: 0x" + "f" * 5000 + "\n", "is not valid YAML: Exceeds the limit"),
+        ("lr: 2020-13-45\n", "is not valid YAML: month must be in 1..12"),
+        ("lr-scheduler-kwargs: {a: 2020-01-01}\n", "--lr-scheduler-kwargs cannot be written as JSON"),
+        ("lr-scheduler-kwargs: &a {b: *a}\n", "--lr-scheduler-kwargs cannot be written as JSON"),
+        ("a: " + "[" * 5000 + "\n", "is not valid YAML"),
+        ("base_model: x\n", "there is no option --base-model: give --model DIR_OR_NAME"),
     ],
 )
 def test_mistakes_in_a_config_file_name_the_file(tmp_path: Path, text: str, part: str) -> None:

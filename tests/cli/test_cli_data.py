@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_datasets
 from tiny_models import BEGIN, END, EOS, MARKED_TEMPLATE, PLAIN_TEMPLATE, new_tokenizer
 from trl.chat_template_utils import qwen2_5_chat_template
 from trl.trainer.sft_config import SFTConfig
 
-from roundpipe.cli.data import IGNORED, RowFormat, TokenRows, check_tokens, read_rows, tokenize
+from roundpipe.cli.data import TokenRows, check_tokens, tokenize
+from roundpipe.cli.rows import IGNORED, Places, RowFormat, read_rows
 from roundpipe.errors import ConfigError
 
 CHAT = [
@@ -233,6 +236,76 @@ def test_the_format_that_a_datasets_folder_was_saved_with_does_not_matter(tmp_pa
     assert tokens_of(tmp_path / "d", new_tokenizer()).dataset[0] == row
 
 
+def test_rows_of_a_file_may_be_tokenized_already(tmp_path: Path) -> None:
+    """Their labels count as they are, whichever tokens they have a loss for."""
+    rows = [{"input_ids": [5, 6, 7], "labels": [IGNORED, 9, 7]}, {"input_ids": [8, 4], "labels": [8, 3]}]
+    tokens = tokens_of(jsonl(tmp_path / "d.jsonl", *rows), new_tokenizer())
+    assert tokens.dataset[:] == {"input_ids": [[5, 6, 7], [8, 4]], "labels": [[IGNORED, 9, 7], [8, 3]]}
+    without = tokens_of(jsonl(tmp_path / "e.jsonl", {"input_ids": [5, 6]}), new_tokenizer())
+    assert without.dataset[0] == {"input_ids": [5, 6], "labels": [5, 6]}
+
+
+@pytest.mark.parametrize("kind", ["file", "datasets folder"])
+def test_labels_in_some_rows_only_are_refused(tmp_path: Path, kind: str) -> None:
+    rows = [{"input_ids": [5, 6], "labels": [IGNORED, 6]}, {"input_ids": [5, 6]}]
+    path = tmp_path / "d.jsonl"
+    if kind == "file":
+        jsonl(path, *rows)
+    else:
+        Dataset.from_list(rows).save_to_disk(path)
+    assert "some rows have `labels`, others have none; give them to all rows or to none" in refusal(path)
+
+
+def test_masks_of_tokens_are_refused(tmp_path: Path) -> None:
+    """TRL would leave tokens of the mask without loss, so that ignoring the key would train other tokens."""
+    message = refusal(jsonl(tmp_path / "d.jsonl", {"input_ids": [5, 6], "completion_mask": [0, 1]}))
+    assert (
+        "`completion_mask` is not read beside `input_ids`; give `labels`, with -100 for tokens without loss" in message
+    )
+
+
+def test_several_sources_are_joined_in_their_order(tmp_path: Path) -> None:
+    """Also sources of different formats, each of which decides which of its tokens have a loss."""
+    tokenizer = new_tokenizer()
+    Dataset.from_list([{"input_ids": [5, 6], "labels": [IGNORED, 6]}]).save_to_disk(tmp_path / "b")
+    parts = [
+        tokens_of(jsonl(tmp_path / "a.jsonl", {"prompt": "abc ", "completion": "xy"}), tokenizer),
+        tokens_of(tmp_path / "b", tokenizer),
+        tokens_of(jsonl(tmp_path / "c.jsonl", "", {"text": "de"}, {"text": "f"}), tokenizer),
+    ]
+    joined = TokenRows.joined(parts)
+    assert list(joined.dataset) == [row for part in parts for row in part.dataset]
+    assert [joined.places.name(row) for row in range(4)] == [
+        f"{tmp_path}/a.jsonl, line 1",
+        f"{tmp_path}/b, row 0",
+        f"{tmp_path}/c.jsonl, line 2",
+        f"{tmp_path}/c.jsonl, line 3",
+    ]
+    assert joined.digest() != TokenRows.joined(parts[::-1]).digest()
+
+
+def test_the_checksum_shows_where_rows_begin_and_nothing_of_how_they_are_kept(tmp_path: Path) -> None:
+    def digest(*rows: list[int], width: str = "int64") -> str:
+        columns = Features({name: List(Value(width)) for name in ("input_ids", "labels")})
+        dataset = Dataset.from_dict({"input_ids": rows, "labels": rows}, features=columns)
+        return TokenRows(dataset, Places()).digest()
+
+    assert digest([1, 2], [3]) != digest([1], [2, 3])
+    assert digest([1, 2], [3]) != digest([1, 2, 3])
+    assert digest([1, 2], [3]) == digest([1, 2], [3], width="int32")
+    halves = [Dataset.from_dict({"input_ids": rows, "labels": rows}) for rows in ([[1, 2]], [[3]])]
+    assert TokenRows(concatenate_datasets(halves), Places()).digest() == digest([1, 2], [3])
+
+
+def test_tools_of_later_rows_of_a_datasets_folder_count(tmp_path: Path) -> None:
+    rows = [{"messages": CHAT[:2], "tools": None}, {"messages": CHAT[:2], "tools": '[{"name": "f"}]'}]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "d")
+    template = "{% if tools %}{{ tools[0].name }};{% endif %}" + MARKED_TEMPLATE
+    tokenizer = new_tokenizer(template)
+    plain, with_tools = tokens_of(tmp_path / "d", tokenizer).dataset
+    assert pieces(with_tools, tokenizer)[0][0] == "f;" + pieces(plain, tokenizer)[0][0]
+
+
 def test_a_datasets_folder_with_splits_is_refused_with_their_names(tmp_path: Path) -> None:
     DatasetDict({"train": Dataset.from_list([{"text": "a"}])}).save_to_disk(tmp_path / "d")
     assert "several splits; name one of them: train" in refusal(tmp_path / "d")
@@ -249,13 +322,17 @@ def test_a_bad_row_of_a_datasets_folder_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ('{"text": "a"', "not valid JSON: "),
+        ('{"text": "a"', "not valid JSON: the line ends at column 12 before its JSON does"),
+        ('{"text": "a \\"b', "the line ends at column 15 before its JSON does"),
+        ('{"text": "a\\u00', "the line ends at column 15 before its JSON does"),
+        ('{"text": "a", "b": tr', "the line ends at column 21 before its JSON does"),
+        ('{"text" "a"}', "not valid JSON: Expecting ':' delimiter at column 9"),
         ("{", "The file must have one JSON object per line"),
         ('{"text": "\\ud83d"}', "\\ud83d is half of a surrogate pair"),
         ('{"text": "a", "n": ' + "9" * 5000 + "}", "the JSON cannot be read"),
         ("[" * 100_000, "the JSON cannot be read"),
         ("[1]", "a row must be a JSON object with `text`"),
-        ("{}", "a row needs `text`, `prompt` and `completion`, or `messages`; it has nothing"),
+        ("{}", "a row needs `text`, `prompt` and `completion`, `messages`, or `input_ids`; it has nothing"),
         ({"prompt": "a"}, "it has 'prompt'"),
         ({"text": "a", "messages": CHAT}, "it has 'text', 'messages'"),
         ({"text": None}, "a row needs"),
@@ -280,6 +357,9 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: Any, reason: st
         ({"messages": [{"content": "a"}]}, 'message 1 of `messages` must be an object with "role" and "content"'),
         ({"messages": [*CHAT[:1], {"role": "assistant", "content": 1}]}, "the content of message 2 of `messages`"),
         ({"messages": CHAT[:1]}, "`messages` has no message with the role assistant"),
+        ({"input_ids": [5, 2**63]}, "`input_ids` has 9223372036854775808, a number of more than 64 bits"),
+        ({"input_ids": [5, 6], "labels": [5, -(10**30)]}, "`labels` has -1000000"),
+        ({"messages": CHAT, "tools": [{"n": 2**64}]}, "the datasets library cannot keep these values"),
         ({"prompt": CHAT[:1], "completion": CHAT[:1]}, "`completion` has no message with the role assistant"),
     ],
 )
@@ -287,6 +367,50 @@ def test_a_bad_row_of_other_formats_is_refused(tmp_path: Path, row: Any, reason:
     message = refusal(jsonl(tmp_path / "d.jsonl", row))
     assert message.startswith(f"{tmp_path}/d.jsonl, line 1: ")
     assert reason in message
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_rows_are_read_or_refused(tmp_path: Path, seed: int) -> None:
+    """With no other error than ConfigError."""
+    rng = random.Random(seed)
+    odd = [
+        0,
+        -100,
+        2**63,
+        -(2**64),
+        10**30,
+        True,
+        1.5,
+        None,
+        "",
+        "a\0",
+        "\ud83d",
+        [],
+        {},
+        [None],
+        {"role": 1},
+        "x" * 99,
+    ]
+    names = ("text", "prompt", "completion", "messages", "input_ids", "labels", "tools", "chat_template_kwargs")
+    tokenizer = new_tokenizer()
+    for _ in range(40):
+        rows = []
+        for _ in range(rng.randrange(1, 4)):
+            row = dict(rng.choice([{"text": "a"}, {"messages": list(CHAT)}, {"input_ids": [5, 6], "labels": [5, 6]}]))
+            for _ in range(rng.randrange(3)):
+                name = rng.choice(names)
+                values = row.get(name)
+                if isinstance(values, list) and values and rng.random() < 0.5:
+                    row[name] = [*values[1:], rng.choice(odd)]
+                else:
+                    row[name] = rng.choice(odd)
+            line = list(json.dumps(row))
+            if rng.random() < 0.2:
+                line[rng.randrange(len(line))] = rng.choice('{}[]",:\\9')
+            rows.append("".join(line))
+        path = jsonl(tmp_path / "d.jsonl", *rows)
+        with contextlib.suppress(ConfigError):
+            checked(tokens_of(path, tokenizer), 100)
 
 
 def test_strings_and_messages_are_not_mixed(tmp_path: Path) -> None:
@@ -314,7 +438,13 @@ def test_files_that_are_no_data_are_refused(tmp_path: Path) -> None:
 
 
 def checked(tokens: TokenRows, seq_len: int, **changes: Any) -> Any:
-    options = {"truncates": False, "packs": False, "vocabulary": 264, "most_positions": 256} | changes
+    options = {
+        "truncates": False,
+        "keeps_end": False,
+        "packs": False,
+        "vocabulary": 264,
+        "most_positions": 256,
+    } | changes
     return check_tokens(tokens, "--data", seq_len=seq_len, **options)
 
 
@@ -325,6 +455,8 @@ def test_rows_are_counted_as_they_are_trained(tmp_path: Path) -> None:
     assert (counts.rows, counts.tokens, counts.trained_tokens, counts.longest) == (2, 8 + 10, 5 + 2, 10)
     cut = checked(tokens, 6, truncates=True)
     assert (cut.rows, cut.tokens, cut.trained_tokens, cut.truncated, cut.dropped) == (1, 12, 3, 2, 1)
+    end = checked(tokens, 6, truncates=True, keeps_end=True)
+    assert (end.rows, end.tokens, end.trained_tokens, end.truncated, end.dropped) == (2, 12, 7, 2, 0)
     packed = checked(tokens, 6, packs=True)
     assert (packed.rows, packed.tokens, packed.trained_tokens, packed.longest) == (3, 18, 7, 6)
 
@@ -349,6 +481,11 @@ def test_tokens_that_the_model_cannot_take_are_refused(tmp_path: Path, changes: 
     tokens = tokens_of(jsonl(tmp_path / "d.jsonl", {"text": "aaaaa"}), new_tokenizer())
     with pytest.raises(ConfigError, match=reason):
         checked(tokens, 10, **changes)
+
+
+def test_labels_that_are_null_are_none(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", {"input_ids": [5, 6], "labels": None})
+    assert tokens_of(path, new_tokenizer()).dataset[0]["labels"] == [5, 6]
 
 
 def test_a_row_without_any_loss_is_refused(tmp_path: Path) -> None:

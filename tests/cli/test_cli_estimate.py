@@ -14,7 +14,9 @@ import torch
 from helpers_tiny_hf import tiny_model
 from roundpipe.__main__ import main
 from roundpipe.cli.estimate import _EXAMPLE, load_on_paper
+from roundpipe.estimate import meter
 from roundpipe.estimate.figures import SHAPES
+from roundpipe.split import head_loss
 
 BILLIONS = {
     "qwen3-0.6b": 0.60, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
@@ -91,7 +93,7 @@ def test_the_text_has_every_part_and_the_verdict(capsys: pytest.CaptureFixture[s
     code, out, _ = answer(capsys, "qwen3-8b", "--devices", "1x24GB", "--ram", "64")
     assert code == 1
     (needed,) = re.findall(r"needed in all +([\d.]+) GB", out)
-    assert f"DOES NOT FIT into host memory: {float(needed) - 64:.1f} GB are missing. Use --lora R" in out
+    assert f"DOES NOT FIT into host memory: {float(needed) - 64 * 1.073741824:.1f} GB are missing. Use --lora R" in out
     code, out, _ = answer(capsys, "qwen3-8b", "--devices", "1x2GB", "--ram", "640")
     assert code == 1
     assert "DOES NOT FIT into device memory: with one layer per stage the plan reserves" in out
@@ -126,11 +128,100 @@ def test_mistakes_are_explained(words: tuple[str, ...], message: str, capsys: py
     assert message in err
 
 
-@pytest.mark.parametrize("words", [("--batch", "0"), ("--ram", "-3"), ("--lora", "x"), ("--lora", "8", "--full")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--batch", "0"),
+        ("--ram", "-3"),
+        ("--ram", "9" * 400),
+        ("--lora", "x"),
+        ("--lora", "8", "--full"),
+        ("--seq-len", "9" * 5000),
+        ("--microbatches", "10001"),
+        ("--devices", "99999999x24GB"),
+        ("--devices", "\u00b2x24GB"),
+        ("--devices", f"1x{'9' * 400}GB"),
+    ],
+)
 def test_wrong_options_are_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = answer(capsys, "qwen3-8b", *words)
+    code, _, err = answer(capsys, "qwen3-8b", *(() if words[0] == "--devices" else ("--devices", "1x24GB")), *words)
     assert code == 2
     assert words[0] in err
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("128", 128 << 30), ("128GiB", 128 << 30), ("128GB", 128 * 10**9), ("1.5 tib", 3 << 39), ("2TB", 2 * 10**12)],
+)
+def test_host_memory_has_a_unit_or_is_in_gib_as_it_is_sold(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, num_bytes: int
+) -> None:
+    found = as_json(capsys, str(folder), "--devices", "1x24GB", "--ram", text, "--batch", "1", "--seq-len", "8")
+    assert found["machine"]["ram_bytes"] == num_bytes
+
+
+def test_sequences_beyond_the_positions_of_the_model_are_remarked(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("qwen3-0.6b", "--devices", "1x24GB", "--ram", "64", "--batch", "1", "--seq-len")
+    assert as_json(capsys, *options, "40960")["remarks"] == []
+    remark = "--seq-len 40961 is longer than the 40960 positions of the model"
+    assert as_json(capsys, *options, "40961")["remarks"] == [remark]
+    assert remark in answer(capsys, *options, "40961")[1]
+
+
+def test_a_million_tokens_are_metered_without_running_every_chunk_of_the_head(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    real = head_loss._run_chunk
+    monkeypatch.setattr(head_loss, "_run_chunk", lambda *args: (runs.append(1), real(*args)))
+    found = as_json(capsys, "qwen3-0.6b", "--devices", "1x24GB", "--ram", "64", "--batch", "1", "--seq-len", "1000000")
+    assert found["seconds"]["compute"] > 100
+    assert len(runs) < 20  # of 2,375 chunks
+
+
+def test_a_model_without_sdpa_is_estimated_with_eager_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It keeps the scores of all pairs of tokens."""
+    from transformers import GptOssConfig
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 64, "num_local_experts": 4, "vocab_size": 500}
+    GptOssConfig(**sizes).save_pretrained(tmp_path)
+    found = as_json(capsys, str(tmp_path), "--devices", "1x24GB", "--ram", "64", "--batch", "1", "--seq-len", "2048")
+    assert "eager attention" in found["remarks"][0]
+    scores_of_a_block = 4 * 2048**2 * 2
+    assert found["device_bytes"]["activations and loss"] > 2 * scores_of_a_block
+
+
+def test_a_model_that_sees_images_is_estimated_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The memory of all its parameters counts. Its blocks are those of its text."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    images = CLIPVisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    text = tiny_model("llama", num_layers=3).config
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=images, text_config=text))
+    model.config.save_pretrained(tmp_path)
+    options = (str(tmp_path), "--devices", "1x24GB", "--ram", "64", "--batch", "2", "--seq-len", "32")
+    found = as_json(capsys, *options)
+    assert found["parameters"] == sum(param.numel() for param in model.parameters())
+    assert found["plan"]["bwd_plan"][0][1] == 5
+    assert "without images: of the" in found["remarks"][0]
+    adapted = as_json(capsys, *options, "--lora", "2")
+    of_text = [m for m in model.model.language_model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    assert adapted["trained"] == sum(2 * (linear.in_features + linear.out_features) for linear in of_text)
+
+
+def test_a_loop_over_tokens_ends_the_estimate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import MambaConfig
+
+    monkeypatch.setattr(meter, "_MOST_OPERATIONS", 3000)
+    MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=100).save_pretrained(tmp_path)
+    code, _, err = answer(capsys, str(tmp_path), "--devices", "1x24GB", "--batch", "1", "--seq-len", "1000")
+    assert code == 2
+    assert "MambaForCausalLM with 1000 tokens cannot be estimated: a pass takes more than 3,000 operations" in err
 
 
 def test_without_a_gpu_the_devices_must_be_named(

@@ -6,6 +6,8 @@ import errno
 import io
 import json
 import os
+import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,10 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_models import new_tokenizer, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 import roundpipe.cli.train as train_module
 import roundpipe.integrations.trainer as trainer_module
@@ -51,7 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, out: Path, *more: str, devices: str = "cpu*2") -> list[str]:
-    needed = ["--model", str(folder / "model"), "--data", str(folder / "chats.jsonl"), "--out", str(out)]
+    needed = ["--model", str(folder / "model"), "--out", str(out)]
+    if "--data" not in more:
+        needed += ["--data", str(folder / "chats.jsonl")]
     usual = ["--devices", devices, "--batch", "4", "--lr", "1e-2", "--seq-len", "64", "--steps", "6", "--no-view"]
     return ["train", *needed, *usual, *more]
 
@@ -97,7 +104,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--eval-data", "nowhere.jsonl"], ["--eval-data: there is no file or folder nowhere.jsonl"]),
         (["--model", "/no/where"], ["--model: there is no folder /no/where"]),
         (["--seq-len", "25"], ["chats.jsonl, line 11: the row has 27 tokens", "more than --seq-len 25", "--truncate"]),
-        (["--report-to", "carrier-pigeon"], ["--report-to carrier-pigeon: it is unknown"]),
+        (["--report-to", "carrier-pigeon"], ["--report-to carrier-pigeon is unknown; give one of", "wandb"]),
         (["--eos-token", "<none>"], ["--eos-token: the tokenizer has no token '<none>'"]),
         (["--chat-template-path", "nowhere.jinja"], ["--chat-template-path must be a file"]),
         (["--attn-implementation", "telepathy"], ["--model: cannot build", "telepathy"]),
@@ -238,6 +245,66 @@ def test_an_output_folder_of_a_running_process_is_refused(
         other.kill()
     with pytest.raises(AssertionError, match="the model was loaded"):
         main(words(folder, tmp_path))
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    "out", ["model", "model/../model", "link", "missing/../model", "checkpoints of the model", "linked weights"]
+)
+def test_an_output_folder_with_the_files_of_the_model_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "link").symlink_to(model)
+    place = tmp_path / out
+    if out == "checkpoints of the model":
+        model = model.rename(tmp_path / "checkpoint-8")
+        place = tmp_path
+    elif out == "linked weights":
+        place.mkdir()
+        (place / "model.safetensors").symlink_to(model / "model.safetensors")
+    message = refusal(capsys, words(folder, place, "--model", str(model)))
+    assert f"--out {place} has the files of --model {model}" in message
+    assert "give another --out" in message
+
+
+def test_an_output_folder_inside_of_the_models_folder_is_allowed(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    before = (model / "model.safetensors").read_bytes()
+    assert main(words(folder, model / "run", "--model", str(model), "--steps", "1")) == 0
+    assert (model / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_output_folder_with_the_files_of_the_data_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("chats.jsonl", "metrics.jsonl"):
+        shutil.copy(folder / "chats.jsonl", tmp_path / name)
+    for option, data in (("--data", tmp_path), ("--eval-data", tmp_path / "metrics.jsonl")):
+        message = refusal(capsys, words(folder, tmp_path, option, str(data)))
+        assert f"--out {tmp_path} is the place of {option} {data}" in message
+    assert main(words(folder, tmp_path, "--data", str(tmp_path / "chats.jsonl"), "--dry-run")) == 0
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_link_to_nothing_is_no_output_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nothing")
+    assert "is a link to" in refusal(capsys, words(folder, tmp_path / "out"))
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_report_whose_package_is_missing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "transformers.integrations.integration_utils.get_available_reporting_integrations", lambda: ["tensorboard"]
+    )
+    message = refusal(capsys, words(folder, tmp_path / "out", "--report-to", "wandb"))
+    assert "--report-to wandb: its package is not installed here" in message
+    assert "tensorboard" in message
 
 
 @pytest.mark.usefixtures("no_model")
@@ -462,6 +529,20 @@ def test_lora_trains_the_adapter_alone_and_peft_loads_it(folder: Path, tmp_path:
             assert torch.equal(weight, untouched[name.replace(".base_layer", "")]), name
 
 
+def test_an_adapter_is_no_model_until_it_is_merged(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message has the command that merges it, and the result is a model."""
+    out = tmp_path / "out"
+    assert main(words(folder, out, "--lora", "2", "--steps", "1")) == 0
+    message = refusal(capsys, words(folder, tmp_path / "next", "--model", str(out)))
+    assert f"--model: {out} is an adapter of PEFT for {folder / 'model'}, not a model." in message
+    *_, program = shlex.split(message[message.index("python -c") :])
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    assert main(words(folder, tmp_path / "next", "--model", str(tmp_path / "MERGED"), "--dry-run")) == 0
+
+
 def test_init_makes_the_same_random_weights_for_the_same_seed(folder: Path, tmp_path: Path) -> None:
     save_model(tmp_path / "bare", weights=False)
     for out in ("one", "two", "three"):
@@ -486,6 +567,57 @@ def test_packing_splits_long_rows(folder: Path, tmp_path: Path) -> None:
     more = ["--data", str(text), "--text-rows", "document", "--packing", "--seq-len", "32", "--steps", "2"]
     assert main(words(folder, tmp_path / "out", *more)) == 0
     assert list(losses(tmp_path / "out")) == [1, 2]
+
+
+@pytest.mark.parametrize("more", [[], ["--packing", "--seq-len", "8"]], ids=["rows", "packed"])
+def test_labels_of_tokens_train_as_in_trl(folder: Path, tmp_path: Path, more: list[str]) -> None:
+    """Labels other than the tokens, and without loss for some of them."""
+    rng = random.Random(5)
+    rows = []
+    for length in (5, 9, 7, 3, 8, 6):
+        labels = [rng.randrange(4, 264) if rng.random() < 0.6 else -100 for _ in range(length - 1)] + [9]
+        rows.append({"input_ids": [rng.randrange(4, 264) for _ in range(length)], "labels": labels})
+    (tmp_path / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = save_model(tmp_path / "model")  # without dropout, which plain training draws differently
+    given = ["--model", str(model), "--data", str(tmp_path / "tokens.jsonl"), "--steps", "3", *more]
+    assert main(words(folder, tmp_path / "out", *given)) == 0
+    config = SFTConfig(
+        output_dir=str(tmp_path / "plain"), use_cpu=True, bf16=False, report_to="none", max_steps=3, learning_rate=1e-2,
+        lr_scheduler_type="cosine", warmup_steps=0.03, per_device_train_batch_size=4, logging_steps=1, seed=42,
+        packing=bool(more), packing_strategy="wrapped", max_length=8 if more else 64, save_strategy="no",
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = SFTTrainer(str(model), config, train_dataset=Dataset.from_list(rows), processing_class=new_tokenizer())
+    trainer.train()
+    expected = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert list(losses(tmp_path / "out").values()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_run_on_several_files_goes_on_exactly(
+    folder: Path, tmp_path: Path, undisturbed: Path, during: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its losses are those of one file with all rows; a resumed run notices other rows in any of the files."""
+    lines = (folder / "chats.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_text("".join(lines[:7]))
+    (tmp_path / "b.jsonl").write_text("".join(lines[7:]))
+    data = ["--data", str(tmp_path / "a.jsonl"), "--data", str(tmp_path / "b.jsonl"), "--save-every", "2"]
+    out = tmp_path / "out"
+    during(lambda trainer: trainer.add_callback(At(3, lambda: os.kill(os.getpid(), signal.SIGTERM))))
+    assert main(words(folder, out, *data)) == 143
+    during(lambda trainer: None)
+    assert main(["train", "--config", str(out / "train.yaml"), "--resume"]) == 0
+    assert losses(out) == losses(undisturbed)
+    assert "other rows than before" not in caplog.text
+    assert "other options than before" not in caplog.text
+    (tmp_path / "b.jsonl").write_text("".join(lines[8:]))
+    assert main(["train", "--config", str(out / "train.yaml"), "--resume"]) == 0
+    assert "--data has other rows than before" in caplog.text
+
+
+def test_a_token_of_the_hub_is_in_no_file_of_the_run(folder: Path, tmp_path: Path) -> None:
+    assert main(words(folder, tmp_path / "out", "--steps", "1", "--hub-token", "hf_secret")) == 0
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert [file for file in files if b"hf_secret" in file.read_bytes()] == []
 
 
 def test_microbatches_double_until_a_step_fits(
@@ -538,7 +670,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     message = capsys.readouterr().err
     assert "step 1" in message
     assert "To leave such steps out, use --nonfinite skip." in message
-    assert "no checkpoint was saved; the run starts anew" in message
+    assert f"{tmp_path / 'out'} has no checkpoint to resume from; the same command starts the run" in message
     assert "Traceback" not in message
 
 
@@ -571,7 +703,7 @@ def test_a_resumed_run_with_other_options_is_warned_of(
     assert main(words(folder, out, "--save-every", "2", "--resume", "--steps", "7", "--lr", "1e-3")) == 0
     assert "other options than before (lr: 0.01 -> 0.001; steps: 6 -> 7)" in caplog.text
     assert "--lr has no effect" in caplog.text
-    assert "--data has other tokens" not in caplog.text
+    assert "--data has other rows" not in caplog.text
 
 
 def test_a_resumed_run_with_other_data_is_warned_of(
@@ -581,7 +713,41 @@ def test_a_resumed_run_with_other_data_is_warned_of(
     changed = tmp_path / "chats.jsonl"
     changed.write_text((folder / "chats.jsonl").read_text().replace("18+1", "18+2"))
     assert main(words(folder, out, "--data", str(changed), "--save-every", "2", "--resume")) == 0
-    assert "--data has other tokens than before" in caplog.text
+    assert "--data has other rows than before" in caplog.text
+
+
+def test_a_resumed_run_of_an_earlier_version_cannot_tell_whether_its_data_is_the_same(
+    folder: Path, tmp_path: Path, undisturbed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its checksum had no prefix and did not show where rows begin. After the resumed run it does."""
+    out = shutil.copytree(undisturbed, tmp_path / "out", symlinks=True)
+    (out / ".data.sha256").write_text("d" * 64 + "\n")
+    more = ["--save-every", "2", "--resume", "--steps", "7"]
+    assert main(words(folder, out, *more)) == 0
+    assert "cannot tell whether --data is the same as before" in caplog.text
+    caplog.clear()
+    assert main(words(folder, out, *more)) == 0
+    assert "--data" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "train.yaml", ".data.sha256"])
+def test_a_resumed_run_survives_damaged_files_beside_its_checkpoint(
+    folder: Path, tmp_path: Path, undisturbed: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """It says which file is damaged. The metrics keep the rows that can be read."""
+    for number, damage in enumerate((b"\xff\x00", b'[1, {"settings": 3}]\n')):
+        out = shutil.copytree(undisturbed, tmp_path / f"out{number}", symlinks=True)
+        content = (out / name).read_bytes()
+        (out / name).write_bytes(content + damage + b"\n" if name == "metrics.jsonl" else damage)
+        caplog.clear()
+        assert main(words(folder, out, "--save-every", "2", "--resume", "--steps", "7")) == 0
+        assert str(out / name) in caplog.text
+        steps = [row["step"] for row in read_metrics(out / "metrics.jsonl") if row["type"] == "train"]
+        assert steps == [1, 2, 3, 4, 5, 6, 7]
+        assert (out / "run.json").exists()
+        if name in ("run.json", "metrics.jsonl"):
+            kept = (out / f"{name}.damaged").read_bytes()
+            assert kept == (content + damage + b"\n" if name == "metrics.jsonl" else damage)
 
 
 def test_a_mistake_in_a_resumed_run_leaves_the_options_of_the_run(

@@ -33,8 +33,11 @@ float32 on virtual CPU devices, without dropout, for a batch of another shape th
 model runs with one microbatch on one device and with two on three devices. A few models with BatchNorm, which needs
 more than one sample, run with one microbatch on three devices instead.
 
-* **bit for bit**: loss and gradients are equal. With two microbatches, gradients of parameters that several layers
-  share may differ by rounding.
+A result is that of the tiny model of the test. Another configuration of the same class, another release or another
+form of call can run other code of the model, about which the table says nothing.
+
+* **bit for bit**: loss and gradients of the tiny model are equal. With two microbatches, gradients of parameters that
+  several layers share may differ by rounding.
 * **to rounding**: gradients differ by at most 1e-5 of the model's largest gradient.
 * **refused**: the model is not split; the table gives the reason, as does a `ModelSplitError` or a warning.
 * **not tested**: the class needs a package that was not installed.

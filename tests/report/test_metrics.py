@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,35 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         read_metrics(path)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_resumed_run_goes_on_with_damaged_files(tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    """Whatever the damage: the rows that can be read stay, and the damaged file is kept beside the new one."""
+    rng = random.Random(seed)
+    starts = [{"step": 0, "time": 1.5, "devices": ["cpu:0"]}]
+    for number in range(30):
+        folder = tmp_path / str(number)
+        written(folder / "metrics.jsonl", 1, 2, 3)
+        RunRecord({"model": {"class": "Tiny"}}, list(starts), {2: timeline(0.1)}).write(folder)
+        caplog.clear()
+        for name in ("metrics.jsonl", "run.json"):
+            content = bytearray((folder / name).read_bytes())
+            for _ in range(rng.randrange(1, 5)):
+                content[rng.randrange(len(content))] = rng.choice(b'{}[]",:9n\xff\x00\n')
+            (folder / name).write_bytes(content)
+            aside = folder / f"{name}.damaged"
+            if name == "run.json":
+                record = RunRecord.resumed(folder, 3)
+                record.starts.append({"step": 3, "time": 2.5, "devices": []})
+                record.write(folder)
+                assert RunRecord.read(folder).starts[-1]["step"] == 3
+            else:
+                written(folder / name, 4, resumed_step=3)
+                assert read_metrics(folder / name)[-1] == rows(4)[0]
+            assert aside.exists() is (name in caplog.text)
+            if aside.exists():
+                assert aside.read_bytes() == content
+
+
 def test_each_row_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[bytes] = []
 
@@ -127,10 +157,9 @@ def test_a_record_keeps_the_first_and_the_last_timeline() -> None:
     assert record.timelines == {2: timeline(2), 9: timeline(9)}
 
 
-def test_a_resumed_record_forgets_later_steps() -> None:
+def test_a_resumed_record_forgets_later_steps(tmp_path: Path) -> None:
     starts = [{"step": 0, "devices": []}, {"step": 4, "devices": []}, {"step": 8, "devices": []}]
-    record = RunRecord({}, list(starts), {2: timeline(2), 6: timeline(6)})
-    record.resume(5)
+    RunRecord({}, starts, {2: timeline(2), 6: timeline(6)}).write(tmp_path)
+    record = RunRecord.resumed(tmp_path, 5)
     assert (record.starts, record.timelines) == (starts[:2], {2: timeline(2)})
-    record.resume(0)
-    assert (record.starts, record.timelines) == ([], {})
+    assert RunRecord.resumed(tmp_path, 0) == RunRecord()

@@ -22,6 +22,7 @@ from roundpipe.api.wrap_rules import (
     IN_ONE_PIECE,
     Part,
     WrapRules,
+    bare_modules,
     layer_with_batch_elsewhere,
     size_bytes,
 )
@@ -36,6 +37,7 @@ from roundpipe.split.transformers import (
     TrainedCache,
     fill_from_meta,
     has_pretrained,
+    refuse_flex_attention,
     stop_checkpointing,
     warn_of_untested_release,
 )
@@ -111,8 +113,11 @@ def wrap_model_to_roundpipe(
     check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
     refuse_owned(model)
     refuse_special_tensors(model)  # checked before splitting, which runs the model
+    refuse_flex_attention(model)
     options = dict(roundpipe_kwargs, name=name or call_site())
     split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
+    if has_pretrained(model) or split_options.example_inputs:
+        _refuse_compiled(model, ())
     if use_sequential_preset is not False:
         config = override_config.get(model, AS_USUAL).over(model_run_config)
         wrapped = _wrap_as_layers(model, split_options, config, options, is_required=use_sequential_preset is True)
@@ -121,6 +126,7 @@ def wrap_model_to_roundpipe(
     if upper_threshold is None:
         upper_threshold = size_bytes(model) // (len(parse_devices(options.get("devices"))) + 1)
     parts = WrapRules(lower_threshold, upper_threshold, skip_modules).parts(model)
+    _refuse_compiled(model, {part.module for part in parts})
     _warn_of_unused(model, parts, skip_modules, override_config)
     _warn_of_one_microbatch(parts, override_config)
     if [part.module for part in parts] == [model]:
@@ -316,6 +322,19 @@ def _check(
         raise ArgumentTypeError(
             f"wrap_model_to_roundpipe() got an unknown argument {unknown[0]!r}; RoundPipe takes {', '.join(_OPTIONS)}."
         )
+
+
+def _refuse_compiled(model: nn.Module, layers: Container[nn.Module]) -> None:
+    """Raise ConfigError if torch.compile has compiled the model, or a module of it outside of `layers`.
+
+    The code of such a module calls the modules that it was compiled with. A layer runs the module without that code.
+    """
+    for path, module in bare_modules(model, layers):
+        if type(module).__name__ == "OptimizedModule":
+            raise ConfigError(
+                f"{path or 'the model'} is compiled with torch.compile, but RoundPipe runs its modules one by one; "
+                "wrap the model without torch.compile. The module that was compiled is its `_orig_mod`."
+            )
 
 
 def _warn_of_one_microbatch(parts: Sequence[Part], override_config: Mapping[nn.Module, RoundPipeRunConfig]) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -51,7 +52,112 @@ _REFUSED = {
     "debug": "it watches the modules of the plain model; --nonfinite stop names the module or parameter at fault",
     "torch_compile": "layers run one by one",
     "label_smoothing_factor": "TRL then runs two different forward passes before one backward pass",
-    "use_liger_kernel": "it replaces code of the model after the model is wrapped",
+    "use_liger_kernel": "it replaces code of the model after the model is wrapped. Head and loss are fused without it; "
+    "for Liger's other kernels train in Python: RoundPipeSFTTrainer(model=wrap_model_to_roundpipe(model, "
+    "liger_kernels=True), ...)",
+}
+_FLOAT16 = "small gradients and moments become zero in float16; use bfloat16 or float32"
+_SMALL_STATE = re.compile("4bit|8bit|bnb|paged")  # optimizers of transformers that save device memory
+
+
+def merge_command(adapter: str, merged: str) -> str:
+    """The command that merges an adapter of PEFT into its model and saves the result."""
+    source, target = json.dumps(adapter), json.dumps(merged)
+    program = (
+        "from peft import AutoPeftModelForCausalLM as Model; from transformers import AutoTokenizer as Tokenizer; "
+        f"Model.from_pretrained({source}).merge_and_unload().save_pretrained({target}); "
+        f"Tokenizer.from_pretrained({source}).save_pretrained({target})"
+    )
+    return shlex.join(["python", "-c", program])
+
+
+_MERGE = f"the run saves the adapter alone. Merge it after the run: {merge_command('OUT', 'MERGED')} (two folders)"
+# Options that axolotl, LLaMA-Factory, TRL and Unsloth have and this command has not, and the answer to a user who types
+# one of them. The nearest spelling would lead astray.
+_ELSEWHERE = {
+    name: answer
+    for names, answer in (
+        ("merge merge-lora merge-adapter merge-and-unload save-method", _MERGE),
+        ("save-gguf push-gguf", f"{_MERGE}. llama.cpp converts the result to GGUF"),
+        (
+            "load-in-4bit load-in-8bit quantization-bit quantization-method quantization bnb-4bit-quant-type "
+            "bnb-4bit-quant-storage use-bnb-nested-quant",
+            "quantized weights are not supported yet. The weights are in host memory, so device memory does not limit "
+            "them; leave the option out",
+        ),
+        (
+            "val-size val-set-size validation-split-percentage",
+            "rows for evaluation are not split off; put them into a file of their own and give --eval-data FILE",
+        ),
+        ("eval-dataset test-datasets validation-file", "give --eval-data FILE_OR_DIR"),
+        (
+            "early-stopping-patience early-stopping-steps early-stopping-threshold",
+            "early stopping is not supported yet by this command. In Python: RoundPipeSFTTrainer(..., "
+            "callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])",
+        ),
+        (
+            "enable-liger-kernel liger-kernel liger-kernels liger-rope liger-rms-norm liger-glu-activation "
+            "liger-fused-linear-cross-entropy",
+            _REFUSED["use_liger_kernel"],
+        ),
+        ("model-name-or-path model-name base-model", "give --model DIR_OR_NAME"),
+        (
+            "dataset datasets dataset-name dataset-dir data-path train-file",
+            "give files or folders: --data FILE_OR_DIR. A dataset of the hub becomes a folder with "
+            "datasets.load_dataset(NAME, split='train').save_to_disk(DIR)",
+        ),
+        ("max-seq-length max-seq-len cutoff-len sequence-len block-size", "give --seq-len TOKENS"),
+        ("batch-size train-batch-size", "give --batch, the number of sequences per step"),
+        ("micro-batch-size", "give --batch, the number of sequences per step; --num-microbatch divides it"),
+        ("num-epochs", "give --epochs"),
+        ("optimizer", "give --optim"),
+        ("lr-scheduler", "give --schedule"),
+        ("warmup-ratio", "give --warmup; below 1 it is a share of all steps"),
+        ("random-state", "give --seed"),
+        ("torch-dtype", "give --dtype"),
+        ("lora-r lora-rank r", "give --lora R"),
+        ("use-peft adapter finetuning-type", "give --lora R for an adapter of rank R; without it, all weights train"),
+        ("lora-target lora-target-linear", "give --lora R; --lora-target-modules NAME chooses modules"),
+        (
+            "use-dora use-rslora lora-modules-to-save loftq-config",
+            "other adapters than plain LoRA need Python: RoundPipeSFTTrainer(..., peft_config=LoraConfig(...))",
+        ),
+        (
+            "adapter-name-or-path lora-model-dir",
+            "training an adapter further is not supported yet. Merge it into its model with "
+            f"{merge_command('ADAPTER', 'MERGED')} and give --model MERGED",
+        ),
+        ("template chat-template", "the tokenizer has the chat template, or give --chat-template-path FILE.jinja"),
+        (
+            "sample-packing neat-packing",
+            "give --packing. It joins rows into one stream, in which a row also sees the rows before it",
+        ),
+        (
+            "train-on-inputs train-on-prompt",
+            "give --completion-only-loss false, or for messages --assistant-only-loss false",
+        ),
+        ("max-samples", "make a file of the rows that you want: head -n 1000 data.jsonl > part.jsonl"),
+        ("preprocessing-num-workers", "give --dataset-num-proc"),
+        ("flash-attn flash-attention use-flash-attention-2", "give --attn-implementation flash_attention_2"),
+        ("use-gradient-checkpointing", "leave it out: the plan decides what is recomputed"),
+        (
+            "num-gpus n-gpu gpus nproc-per-node num-processes device-map",
+            'all GPUs of the machine are used; choose some with --devices "cuda:0,cuda:1"',
+        ),
+        (
+            "wandb-project wandb-entity",
+            "give --report-to wandb, and set the environment variables WANDB_PROJECT and WANDB_ENTITY",
+        ),
+        ("stage rl", "this command trains on the rows as they are (SFT). DPO needs Python: RoundPipeDPOTrainer(...)"),
+        ("saves-per-epoch", "give --save-every STEPS"),
+        ("evals-per-epoch", "give --eval-every STEPS"),
+        ("dataset-prepared-path tokenized-path overwrite-cache", "leave it out: every start tokenizes the data"),
+        ("pad-to-sequence-len", "leave it out: rows are padded to the longest one of their batch"),
+        ("overwrite-output-dir", "a run never replaces another one; give another --out, or --resume"),
+        ("save-path save-model", "the final model is always saved, into --out"),
+        ("plot-loss", "leave it out: report.html in --out has the curves"),
+    )
+    for name in names.split()
 }
 _POSITIVE = (
     "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "num_train_epochs",
@@ -64,6 +170,8 @@ _NO_FIELDS = {
     "pin_model", "attn_implementation", "nonfinite", "wait_limit", "no_view",
 }  # fmt: skip
 _DTYPES = ("float32", "bfloat16", "float16")
+_SEVERAL: Any = {"nargs": "+", "action": "extend"}  # values after one option, or after several ones of the same name
+_INT_LIMIT = 2**31  # no option needs a larger whole number
 _LORA_RATE, _FULL_RATE = 2e-4, 1e-5
 _DEFAULTS: dict[str, Any] = {
     "max_length": 1024,
@@ -100,6 +208,7 @@ class LoraSettings:
 class TrainSettings:
     """The settings of a run, checked as far as possible without data and model.
 
+    data, eval_data: the rows of all files and folders, in this order.
     resume: None to start anew; "" for the newest checkpoint of `out`; "auto" for it if there is one; else a folder.
     dtype: of the weights; None for bfloat16 on GPUs and float32 on virtual devices.
     roundpipe: keyword arguments of RoundPipeOptions.
@@ -108,8 +217,8 @@ class TrainSettings:
     """
 
     model: str
-    data: Path
-    eval_data: Path | None
+    data: Sequence[Path]
+    eval_data: Sequence[Path]
     out: Path
     lora: LoraSettings | None
     init: bool
@@ -176,7 +285,12 @@ def _add_fields(parser: _Parser) -> None:
 def _add_own_options(parser: _Parser) -> None:
     run = parser.add_argument_group("the run")
     run.add_argument("--model", metavar="DIR_OR_NAME", help="folder or hub name of the model and its tokenizer")
-    run.add_argument("--data", metavar="FILE_OR_DIR", help=".jsonl or .txt file, a folder of them, a datasets folder")
+    run.add_argument(
+        "--data",
+        **_SEVERAL,
+        metavar="FILE_OR_DIR",
+        help=".jsonl or .txt files, folders of them, datasets folders; several are joined in their order",
+    )
     run.add_argument("--out", metavar="DIR", help="folder for checkpoints, metrics, report and the final model")
     run.add_argument("--config", metavar="FILE", help="YAML file with the same names; the command line wins")
     run.add_argument("--lora", type=int, metavar="R", help="train a LoRA adapter of rank R")
@@ -190,7 +304,7 @@ def _add_own_options(parser: _Parser) -> None:
     data.add_argument("--seq-len", type=int, help="tokens of the longest sequence (1024)")
     data.add_argument("--truncate", action="store_true", help="cut longer rows; without it they are refused")
     data.add_argument("--text-rows", choices=("line", "paragraph", "document"), help="rows of a .txt file (line)")
-    data.add_argument("--eval-data", metavar="FILE_OR_DIR", help="data for evaluation")
+    data.add_argument("--eval-data", **_SEVERAL, metavar="FILE_OR_DIR", help="data for evaluation")
     steps = parser.add_argument_group("steps")
     steps.add_argument("--batch", type=int, help="sequences per optimizer step (8)")
     steps.add_argument("--epochs", type=float, help="passes over the data (1)")
@@ -207,7 +321,7 @@ def _add_own_options(parser: _Parser) -> None:
     lora = parser.add_argument_group("LoRA")
     lora.add_argument("--lora-alpha", type=float, help="scale of the adapter (2 R)")
     lora.add_argument("--lora-dropout", type=float, help="dropout of the adapter's input (0)")
-    lora.add_argument("--lora-target-modules", nargs="+", metavar="NAME", help="modules (all linear layers of blocks)")
+    lora.add_argument("--lora-target-modules", **_SEVERAL, metavar="NAME", help="modules (all linear layers of blocks)")
     hardware = parser.add_argument_group("devices and memory")
     hardware.add_argument("--devices", help='such as "cuda:0,cuda:1" or "cpu*2" (all GPUs, else one virtual device)')
     hardware.add_argument("--num-microbatch", type=int, help="microbatches per step (devices + 1, more if needed)")
@@ -256,26 +370,40 @@ def _refuse_unknown(parser: _Parser, rest: Sequence[str]) -> None:
         return
     if not unknown:
         raise ConfigError(f"{rest[0]!r} belongs to no option; write --data {rest[0]} if it is the data.")
+    elsewhere = _ELSEWHERE.get(unknown[0].lstrip("-").replace("_", "-"))
+    if elsewhere is not None:
+        raise ConfigError(f"there is no option {unknown[0]}: {elsewhere}.")
     known = sorted({text.replace("_", "-") for text in parser._option_string_actions if text.startswith("--")})
     close = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
     hint = f"did you mean {close[0]}?" if close else "roundpipe train --help lists the options."
     raise ConfigError(f"there is no option {unknown[0]}; {hint}")
 
 
-def _file_to_argv(parser: _Parser, path: Path) -> list[str]:
-    """The command line with the options of a YAML file, so that both sources are read and checked alike."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The entries of a YAML file with one mapping. Raises ValueError, with the file and the reason."""
     import yaml  # type: ignore[import-untyped]
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        str(content)  # fails for whole numbers with too many digits, of which YAML can have hexadecimal ones
     except OSError as error:
-        raise ConfigError(f"--config: cannot read {path}: {error.strerror or error}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: {path} is not valid YAML: {' '.join(str(error).split())}.") from error
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+    # yaml's constructors raise ValueError, for dates, and others for values that are no YAML.
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if content is None:
-        return []
+        return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config: {path} must have lines such as `lr: 1e-4`, got a {type(content).__name__}.")
+        raise ValueError(f"{path} must have lines such as `lr: 1e-4`, got a {type(content).__name__}")
+    return content
+
+
+def _file_to_argv(parser: _Parser, path: Path) -> list[str]:
+    """The command line with the options of a YAML file, so that both sources are read and checked alike."""
+    try:
+        content = read_yaml(path)
+    except ValueError as error:
+        raise ConfigError(f"--config: {error}.") from error
     argv: list[str] = []
     for key, value in content.items():
         name = option(str(key), full=True)
@@ -290,7 +418,10 @@ def _file_to_argv(parser: _Parser, path: Path) -> list[str]:
         elif isinstance(value, list):
             argv += [name, *(str(each) for each in value)]
         elif isinstance(value, dict):
-            argv += [name, json.dumps(value)]
+            try:
+                argv += [name, json.dumps(value)]
+            except (TypeError, ValueError) as error:  # such as dates, and mappings that contain themselves
+                raise ConfigError(f"--config: {path}: {name} cannot be written as JSON: {error}.") from error
         else:
             argv.append(f"{name}={value}")
     return argv
@@ -301,25 +432,17 @@ def _check(given: Mapping[str, Any]) -> None:
     for name in ("model", "data", "output_dir"):
         if not given.get(name):
             raise ConfigError(f"{option(name)} is missing; roundpipe train needs --model, --data and --out.")
-    for name in ("model", "data", "eval_data", "output_dir", "resume"):
-        try:
-            os.stat(given.get(name, ""))
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                raise ConfigError(
-                    f"{option(name)}: the name {given[name]!r} is too long for the file system."
-                ) from error
-    for name in (*_POSITIVE, "warmup_steps", "weight_decay", "max_grad_norm"):
-        if not math.isfinite(given.get(name, 0)):
-            raise ConfigError(f"{option(name)} must be a finite number, got {given[name]:g}.")
-    for name in _POSITIVE:
-        if name in given and not given[name] > 0:
-            raise ConfigError(f"{option(name)} must be greater than 0, got {given[name]:g}.")
-    if given.get("max_length") == 1:
-        raise ConfigError("--seq-len must be at least 2, got 1: the first token of a sequence has no loss.")
+    _check_paths(given)
+    _check_numbers(given)
+    _check_precision(given)
     for name, reason in _REFUSED.items():
         if given.get(name):
             raise ConfigError(f"{option(name)} cannot be used here: {reason}.")
+    if given.get("attn_implementation") == "flex_attention":
+        raise ConfigError(
+            "--attn-implementation flex_attention cannot be used here: it compiles itself, which torch does not allow "
+            "inside a layer; use sdpa, eager or flash_attention_2."
+        )
     if given.get("packing") and given.get("packing_strategy", "wrapped") != "wrapped":
         raise ConfigError(
             f"--packing-strategy {given['packing_strategy']} cannot be used here: {_REFUSED['padding_free']}."
@@ -331,17 +454,58 @@ def _check(given: Mapping[str, Any]) -> None:
     lora_only = [name for name in ("lora_alpha", "lora_dropout", "lora_target_modules") if name in given]
     if lora_only and "lora" not in given:
         raise ConfigError(f"{option(lora_only[0])} needs --lora R.")
+    if "eval_data" not in given and ("eval_steps" in given or given.get("eval_strategy", "no") != "no"):
+        raise ConfigError("an evaluation needs data; give --eval-data FILE_OR_DIR.")
+    if "lr_scheduler_type" in given:
+        _check_schedule(given["lr_scheduler_type"])
+    parse_devices(given.get("devices"))
+
+
+def _check_paths(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for names that no file can have."""
+    for name in ("model", "data", "eval_data", "output_dir", "resume"):
+        value = given.get(name, ())
+        for path in [value] if isinstance(value, str) else value:
+            if not path and name != "resume":
+                raise ConfigError(f"{option(name)} has an empty name; give a path.")
+            if "\0" in path:
+                raise ConfigError(f"{option(name)}: {path!r} has a zero byte, which no name of a file has.")
+            try:
+                os.stat(path)
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    raise ConfigError(f"{option(name)}: the name {path!r} is too long for the file system.") from error
+
+
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if type(value) is int and name != "seed" and abs(value) >= _INT_LIMIT:
+            raise ConfigError(f"{option(name)} must be less than {_INT_LIMIT}, got {str(value)[:24]}.")
+    for name in (*_POSITIVE, "warmup_steps", "weight_decay", "max_grad_norm"):
+        if not math.isfinite(given.get(name, 0)):
+            raise ConfigError(f"{option(name)} must be a finite number, got {given[name]:g}.")
+    for name in _POSITIVE:
+        if name in given and not given[name] > 0:
+            raise ConfigError(f"{option(name)} must be greater than 0, got {given[name]:g}.")
+    if given.get("max_length") == 1:
+        raise ConfigError("--seq-len must be at least 2, got 1: the first token of a sequence has no loss.")
     if not 0 <= given.get("lora_dropout", 0) < 1:
         raise ConfigError(f"--lora-dropout must be at least 0 and less than 1, got {given['lora_dropout']:g}.")
     if given.get("warmup_steps", 0) < 0:
         raise ConfigError(f"--warmup must not be negative, got {given['warmup_steps']:g}.")
     if not 0 <= given.get("seed", 0) < 2**32:
         raise ConfigError(f"--seed must be between 0 and 2**32 - 1, got {given['seed']}.")
-    if "eval_data" not in given and ("eval_steps" in given or given.get("eval_strategy", "no") != "no"):
-        raise ConfigError("an evaluation needs data; give --eval-data FILE_OR_DIR.")
-    if "lr_scheduler_type" in given:
-        _check_schedule(given["lr_scheduler_type"])
-    parse_devices(given.get("devices"))
+
+
+def _check_precision(given: Mapping[str, Any]) -> None:
+    for name in ("dtype", "optim_dtype"):
+        if given.get(name) == "float16":
+            raise ConfigError(f"{option(name)} float16 cannot be used here: {_FLOAT16}.")
+    if _SMALL_STATE.search(given.get("optim", "")):
+        raise ConfigError(
+            f"--optim {given['optim']} cannot be used here: it saves device memory, but the optimizer's state is in "
+            "host memory. Leave it out for AdamW; --optim-dtype bfloat16 halves the state, but loses small updates."
+        )
 
 
 def _check_schedule(name: str) -> None:
@@ -367,8 +531,8 @@ def _settings(given: Mapping[str, Any]) -> TrainSettings:
         roundpipe["optim_dtype"] = given["optim_dtype"]
     return TrainSettings(
         model=given["model"],
-        data=Path(given["data"]),
-        eval_data=Path(given["eval_data"]) if "eval_data" in given else None,
+        data=[Path(each) for each in given["data"]],
+        eval_data=[Path(each) for each in given.get("eval_data", ())],
         out=Path(given["output_dir"]),
         lora=_lora_settings(given) if "lora" in given else None,
         init=given.get("init", False),

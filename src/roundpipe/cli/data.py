@@ -1,4 +1,4 @@
-"""Training data: files to checked rows, rows to token ids and labels. Errors name the file and the line.
+"""Tokens of training data: rows to token ids and labels, and the checks of both. Errors name the row's file and line.
 
 TRL tokenizes and masks; this module masks itself only for chat templates that TRL cannot use. Knows no model.
 """
@@ -8,72 +8,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import enum
 import hashlib
 import json
 import logging
-from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from roundpipe.cli.rows import IGNORED, Places, RowFormat, Rows, first_failing
 from roundpipe.errors import ConfigError
 
 logger = logging.getLogger("roundpipe")
 
-IGNORED = -100  # the label of a token without loss
-_JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
-_TEXT_ENDING = ".txt"
-_FORMATS = "`text`, `prompt` and `completion`, or `messages`"
-_KEPT_EXTRAS = ("tools", "chat_template_kwargs")  # read by TRL when it renders messages
 _NO_MARKERS = "give a template that marks the assistant's text with {% generation %}: --chat-template-path FILE.jinja"
-
-
-class RowFormat(enum.Enum):
-    """What a row consists of. Decides which of its tokens have a loss."""
-
-    TEXT = "text"  # all tokens
-    PROMPT_COMPLETION = "prompt and completion"  # the completion
-    MESSAGES = "messages"  # the assistant's messages
-    TOKENS = "input_ids"  # tokenized already: as its labels say, else all tokens
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("prompt", "completion") if self is RowFormat.PROMPT_COMPLETION else (self.value,)
-
-
-class Places:
-    """The file and line of each row."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []  # the first row of each file
-        self._files: list[Path] = []
-        self._units: list[str] = []
-        self._numbers = array("q")
-
-    def begin(self, file: Path, unit: str) -> None:
-        """Rows that are added from now on are in this file, counted in `unit`."""
-        self._starts.append(len(self._numbers))
-        self._files.append(file)
-        self._units.append(unit)
-
-    def add(self, number: int) -> None:
-        self._numbers.append(number)
-
-    def name(self, row: int) -> str:
-        file = bisect_right(self._starts, row) - 1
-        return f"{self._files[file]}, {self._units[file]} {self._numbers[row]}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Checked rows of one format: a datasets.Dataset with the format's columns, and where each row comes from."""
-
-    dataset: Any
-    places: Places
-    format: RowFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +30,30 @@ class TokenRows:
     dataset: Any
     places: Places
 
+    @classmethod
+    def joined(cls, parts: Sequence[TokenRows]) -> TokenRows:
+        """The rows of all parts, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        import datasets  # type: ignore[import-untyped]
+
+        # Files, tokenizers and datasets folders differ in the width of their whole numbers.
+        column = datasets.Sequence(datasets.Value("int64"))
+        columns = datasets.Features({"input_ids": column, "labels": column})
+        places = Places()
+        for part in parts:
+            places.append(part.places)
+        return cls(datasets.concatenate_datasets([part.dataset.cast(columns) for part in parts]), places)
+
     def digest(self) -> str:
-        """A checksum of all tokens and labels."""
+        """A checksum of the tokens and labels of each row."""
         checksum = hashlib.sha256()
         for table in self.dataset.with_format("arrow").iter(batch_size=10_000):
             for column in table.columns:
-                for chunk in column.chunks:
-                    checksum.update(chunk.flatten().to_numpy(zero_copy_only=False).tobytes())
-        return checksum.hexdigest()
+                rows = column.combine_chunks()  # the chunks depend on how the dataset was made
+                for numbers in (rows.value_lengths(), rows.flatten()):
+                    checksum.update(numbers.to_numpy(zero_copy_only=False).astype("int64").tobytes())
+        return f"rows:{checksum.hexdigest()}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,182 +66,6 @@ class DataStatistics:
     longest: int
     truncated: int
     dropped: int
-
-
-# Files to rows.
-
-
-def read_rows(path: Path, option: str, text_rows: str) -> Rows:
-    """Read and check all rows of a file or folder. `option` is the option that names it; it begins messages."""
-    if not path.exists():
-        raise ConfigError(f"{option}: there is no file or folder {path}.")
-    if path.is_dir() and (path / "dataset_dict.json").exists():
-        splits = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
-        raise ConfigError(f"{option}: {path} is a datasets folder with several splits; name one of them: {splits}.")
-    if path.is_dir() and (path / "state.json").exists():
-        return _read_dataset_folder(path, option)
-    files = [path]
-    if path.is_dir():
-        files = sorted(each for each in path.iterdir() if _is_data_file(each))
-        if not files:
-            raise ConfigError(f"{option}: {path} has no .jsonl or .txt file and is no folder of datasets.save_to_disk.")
-    rows: list[dict[str, Any]] = []
-    places, row_format = Places(), None
-    for file in files:
-        unit = "line" if file.suffix.lower() in _JSON_ENDINGS or text_rows == "line" else text_rows
-        places.begin(file, unit)
-        for number, row in _read_file(file, option, text_rows):
-            row_format = _checked_format(row, row_format, f"{file}, {unit} {number}", rows[0] if rows else None)
-            places.add(number)
-            rows.append({name: row[name] for name in (*row_format.columns, *_KEPT_EXTRAS) if name in row})
-    if row_format is None:
-        raise ConfigError(f"{option}: {path} contains no rows.")
-    from datasets import Dataset  # type: ignore[import-untyped]
-
-    # In memory, and therefore never taken from a cache of an earlier version of the file.
-    return Rows(Dataset.from_list(rows, on_mixed_types="use_json"), places, row_format)
-
-
-def _is_data_file(path: Path) -> bool:
-    """Whether a file of a folder is read. Hidden files are not: editors and systems leave such ones."""
-    return path.is_file() and not path.name.startswith(".") and path.suffix.lower() in (*_JSON_ENDINGS, _TEXT_ENDING)
-
-
-def _read_file(file: Path, option: str, text_rows: str) -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of a file's rows; empty lines are none."""
-    if file.suffix.lower() not in (*_JSON_ENDINGS, _TEXT_ENDING):
-        raise ConfigError(f"{option}: {file} must end in .jsonl or .txt, or be a folder.")
-    try:
-        if file.suffix.lower() == _TEXT_ENDING:
-            yield from _read_text(file, text_rows)
-            return
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield number, _parse_json(line, f"{file}, line {number}")
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot read {file}: {error.strerror or error}.") from error
-
-
-def _parse_json(line: bytes, place: str) -> Any:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-        if b"\\u" in line:
-            json.dumps(row, ensure_ascii=False).encode()  # JSON can name half of a surrogate pair, UTF-8 cannot
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8 text (byte {error.start + 1}).") from error
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ConfigError(f"{place}: {half} is half of a surrogate pair and no character; remove it.") from error
-    except json.JSONDecodeError as error:
-        is_spread = line.lstrip().startswith(b"[") or line.strip() == b"{"
-        hint = " The file must have one JSON object per line." if is_spread else ""
-        raise ConfigError(f"{place}: not valid JSON: {error.msg} at column {error.colno}.{hint}") from error
-    except (ValueError, RecursionError) as error:  # a number with too many digits, too many brackets
-        raise ConfigError(f"{place}: the JSON cannot be read: {error}.") from error
-    return row
-
-
-def _read_text(file: Path, text_rows: str) -> Iterator[tuple[int, dict[str, str]]]:
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 text (byte {error.start + 1}).") from error
-    # Not splitlines(): it also splits at form feeds and at U+2028. read_text() has turned \r\n into \n.
-    pieces = [text] if text_rows == "document" else text.split("\n" if text_rows == "line" else "\n\n")
-    for number, piece in enumerate(pieces, 1):
-        if piece.strip():
-            yield number, {"text": piece}
-
-
-def _read_dataset_folder(path: Path, option: str) -> Rows:
-    from datasets import load_from_disk
-
-    try:
-        # In memory: no cache files beside the user's data. Without a format: rows are lists, not tensors.
-        dataset = load_from_disk(str(path), keep_in_memory=True).with_format(None)
-    except Exception as error:  # pyarrow, json and OS errors
-        raise ConfigError(f"{option}: {path} is a damaged datasets folder: {error}.") from error
-    if not len(dataset):
-        raise ConfigError(f"{option}: {path} contains no rows.")
-    places = Places()
-    places.begin(path, "row")
-    row_format = None
-    for number, row in enumerate(dataset):
-        row_format = _checked_format(row, row_format, f"{path}, row {number}", None)
-        places.add(number)
-    assert row_format is not None
-    optional = (*_KEPT_EXTRAS, *(("labels",) if row_format is RowFormat.TOKENS else ()))
-    kept = [name for name in dataset.column_names if name in (*row_format.columns, *optional)]
-    return Rows(dataset.select_columns(kept), places, row_format)
-
-
-def _checked_format(row: Any, before: RowFormat | None, place: str, first: Mapping[str, Any] | None) -> RowFormat:
-    """The format of a row. Raises ConfigError for a bad row and for a format other than that of the rows before.
-
-    first: the first row of all, if rows may differ in whether their values are strings or lists of messages.
-    """
-    reason = None
-    if not isinstance(row, Mapping):
-        raise ConfigError(f"{place}: a row must be a JSON object with {_FORMATS}, got {type(row).__name__}.")
-    present = [each for each in RowFormat if all(row.get(name) is not None for name in each.columns)]
-    if RowFormat.TOKENS in present:
-        present = [RowFormat.TOKENS]
-    if len(present) != 1:
-        found = ", ".join(map(repr, row)) or "nothing"
-        reason = f"a row needs {_FORMATS}; it has {found}"
-    elif before is not None and present[0] is not before:
-        reason = f"this row has {present[0].value}, the rows before have {before.value}; use one format"
-    else:
-        reason = _fault(row, present[0])
-        if reason is None and first is not None and any(type(row[n]) is not type(first[n]) for n in present[0].columns):
-            reason = "some rows have strings, others lists of messages; use one form"
-    if reason is not None:
-        raise ConfigError(f"{place}: {reason}.")
-    return present[0]
-
-
-def _fault(row: Mapping[str, Any], row_format: RowFormat) -> str | None:
-    """What is wrong with the values of a row; None if nothing is."""
-    if row_format is RowFormat.TOKENS:
-        labels = row.get("labels")
-        for name in ("input_ids", "labels"):
-            values = row.get(name)
-            if values is not None and not (isinstance(values, list) and all(type(value) is int for value in values)):
-                return f"`{name}` must be a list of whole numbers"
-        if labels is not None and len(labels) != len(row["input_ids"]):
-            return f"`labels` has {len(labels)} entries, `input_ids` {len(row['input_ids'])}"
-        return None if len(row["input_ids"]) else "`input_ids` is empty"
-    if row_format is RowFormat.MESSAGES:
-        return _fault_of_messages(row["messages"], "messages", needs_assistant=True)
-    values = {name: row[name] for name in row_format.columns}
-    if row_format is RowFormat.PROMPT_COMPLETION and all(isinstance(value, list) for value in values.values()):
-        return _fault_of_messages(values["prompt"], "prompt", needs_assistant=False) or _fault_of_messages(
-            values["completion"], "completion", needs_assistant=True
-        )
-    for name, value in values.items():
-        if not isinstance(value, str):
-            return f"`{name}` must be a string, got {type(value).__name__}"
-        if not value.strip() and name != "prompt":
-            return f"`{name}` is empty"
-    return None
-
-
-def _fault_of_messages(messages: Any, name: str, *, needs_assistant: bool) -> str | None:
-    if not isinstance(messages, list) or not messages:
-        return f"`{name}` must be a list of messages with at least one entry"
-    for position, message in enumerate(messages, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return f'message {position} of `{name}` must be an object with "role" and "content"'
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            return f"the content of message {position} of `{name}` must be a string, got {type(content).__name__}"
-    if needs_assistant and not any(message["role"] == "assistant" for message in messages):
-        return f"`{name}` has no message with the role assistant, so no token would be trained"
-    return None
-
-
-# Rows to tokens.
 
 
 def tokenize(rows: Rows, tokenizer: Any, config: Any, *, assistant_only: bool | None) -> TokenRows:
@@ -313,7 +100,7 @@ def tokenize(rows: Rows, tokenizer: Any, config: Any, *, assistant_only: bool | 
         with _each_warning_once():
             dataset = prepare(rows.dataset)
     except Exception as error:
-        row = _first_failing(rows.dataset, prepare)
+        row = first_failing(len(rows.dataset), lambda start, stop: prepare(rows.dataset.select(range(start, stop))))
         if row is None:
             raise
         raise ConfigError(f"{rows.places.name(row)}: the row cannot be tokenized: {error}") from error
@@ -382,23 +169,6 @@ def _each_warning_once() -> Iterator[None]:
         yield
     finally:
         trl_logger.removeFilter(is_new)
-
-
-def _first_failing(dataset: Any, prepare: Callable[[Any], Any]) -> int | None:
-    """The first row for which `prepare` raises; None if it raises for no row alone."""
-
-    def fails(start: int, stop: int) -> bool:
-        try:
-            prepare(dataset.select(range(start, stop)))
-        except Exception:
-            return True
-        return False
-
-    start, stop = 0, len(dataset)
-    while stop - start > 1:
-        middle = (start + stop) // 2
-        start, stop = (start, middle) if fails(start, middle) else (middle, stop)
-    return start if fails(start, stop) else None
 
 
 def _training_template(tokenizer: Any) -> tuple[bool, str | None]:
@@ -497,11 +267,16 @@ def check_tokens(
     *,
     seq_len: int,
     truncates: bool,
+    keeps_end: bool,
     packs: bool,
     vocabulary: int,
     most_positions: int | None,
 ) -> DataStatistics:
-    """Count the rows as they are trained. Raises ConfigError for rows that do not fit or have no loss."""
+    """Count the rows as they are trained. Raises ConfigError for rows that do not fit or have no loss.
+
+    keeps_end: whether rows are cut at their beginning instead of their end.
+    """
+    part = slice(None) if packs else slice(-seq_len, None) if keeps_end else slice(seq_len)
     lengths, trained, kept_rows = [], 0, 0
     for row, (ids, labels) in enumerate(_pairs(tokens.dataset)):
         outside = [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary]
@@ -519,7 +294,7 @@ def check_tokens(
                 f"{vocabulary}, got {min(with_loss)} to {max(with_loss)}."
             )
         lengths.append(len(ids))
-        used = sum(label != IGNORED for label in (labels if packs else labels[:seq_len]))
+        used = sum(label != IGNORED for label in labels[part])
         trained += used
         kept_rows += bool(used)
     too_long = [row for row, length in enumerate(lengths) if length > seq_len]

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from roundpipe.devices import device_count, gpu_facts
 from roundpipe.errors import ConfigError
 from roundpipe.estimate.estimate import SAVED_INPUTS, Estimate, Machine, Work, estimate
-from roundpipe.estimate.figures import SHAPES, DeviceFigures, gpu_named, parse_gpus
+from roundpipe.estimate.figures import SHAPES, DeviceFigures, gpu_named, parse_gpus, parse_ram
 from roundpipe.estimate.layer_costs import PaperModel, add_adapters, causal_lm_on_paper
 from roundpipe.plan import TaskKind
 from roundpipe.plan.forecast import Network
@@ -32,6 +33,7 @@ _EXAMPLE = "roundpipe estimate qwen3-8b --devices 1x24GB --ram 160 --batch 16 --
 # Rate of the optimizer's kernel in training with 14 threads of a server; on the idle machine it is 1.5 times as high.
 _PARAMETERS_PER_S = 4e9
 _NETWORK_GBITS = 25.0
+_MOST_MICROBATCHES = 10_000  # the time of an estimate grows with them
 
 
 def run(words: Sequence[str]) -> int:
@@ -66,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", help="GPUs: 2xRTX4090, 1x24GB or 1x24GiB, 1xH200:24GB; default: those of this machine"
     )
-    parser.add_argument("--ram", type=_positive, metavar="GB", help="host memory; default: what is available here")
+    parser.add_argument(
+        "--ram", metavar="SIZE", help="host memory: 128 (GiB), 128GiB or 128GB; default: what is available here"
+    )
     parser.add_argument("--batch", type=_count, default=16, help="sequences per step and machine (default 16)")
     parser.add_argument("--seq-len", type=_count, default=4096, help="tokens per sequence (default 4096)")
     trained = parser.add_mutually_exclusive_group()
@@ -79,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     steps.add_argument("--stale", action="store_true", help="asynchronous steps, one update old")
     parser.add_argument(
         "--microbatches",
-        type=_count,
+        type=partial(_count, most=_MOST_MICROBATCHES),
         metavar="M",
         help="at most one per sequence; default: the fastest number that fits",
     )
@@ -102,9 +106,9 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+def _count(text: str, most: int = 10_000_000) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:12]) <= most:
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is not a whole number from 1 to {most:,}")
     return int(text)
 
 
@@ -124,7 +128,7 @@ def _machine(options: argparse.Namespace) -> Machine:
             raise ConfigError("there is no GPU on this machine; say for which ones to estimate, e.g. --devices 1x24GB.")
         facts = gpu_facts(0)
         gpu = gpu_named(facts.name, facts.memory_bytes)
-    ram_bytes = available_host_bytes() if options.ram is None else int(options.ram * 1e9)
+    ram_bytes = available_host_bytes() if options.ram is None else parse_ram(options.ram)
     network = Network(options.machines, options.network * 1e9 / 8) if options.machines > 1 else None
     return Machine(gpu, num_devices, ram_bytes, options.optimizer_rate * 1e9, network)
 
@@ -138,8 +142,10 @@ def load_on_paper(model: str, dtype: torch.dtype, lora_rank: int | None) -> Pape
             f"there is no folder or file {model}, and no such shape; the shapes are: {', '.join(SHAPES)}. A name on "
             "the hub has its owner before a slash, such as Qwen/Qwen3-8B."
         )
+    if Path(model, "adapter_config.json").exists():
+        raise ConfigError(f"{model} is an adapter of PEFT, not a model; give its model, and --lora R for an adapter.")
     with _without_warnings():
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         try:
             if is_shape:
@@ -147,15 +153,25 @@ def load_on_paper(model: str, dtype: torch.dtype, lora_rank: int | None) -> Pape
                 config = AutoConfig.for_model(fields.pop("model_type"), **fields)
             else:
                 config = AutoConfig.from_pretrained(model)
-            with torch.device("meta"):
-                network: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-        except (OSError, ValueError) as error:
+            network = _network(config, dtype)
+        except Exception as error:  # transformers and its models raise many kinds of errors for a configuration
             nowhere = "" if is_shape or Path(model).exists() else "there is no such folder or file, and from the hub: "
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"cannot make a model of {model}: {nowhere}{reason}") from error
     if lora_rank is not None:
         add_adapters(network, lora_rank)
     return causal_lm_on_paper(network)
+
+
+def _network(config: Any, dtype: torch.dtype) -> Any:
+    """The model of a configuration on the meta device, with the attention that transformers would load it with."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    sees_images = type(config) in AutoModelForImageTextToText._model_mapping
+    classes: Any = AutoModelForImageTextToText if sees_images and not is_text else AutoModelForCausalLM
+    with torch.device("meta"):
+        return classes.from_config(config, dtype=dtype)
 
 
 @contextlib.contextmanager
@@ -186,6 +202,7 @@ def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         host_rows |= {"available": machine.ram_bytes, "left": machine.ram_bytes - host_bytes}
     lines = [
         f"model      {model}: {len(paper.blocks)} blocks, {_amount(total)} parameters, {_amount(trained)} trained",
+        *(f"{_INDENT}{remark}" for remark in _remarks(paper, work)),
         f"step       {_counted(work.batch, 'sequence')} of {work.length} tokens, {kind} steps, "
         f"{_counted(found.num_microbatch, 'microbatch', 'es')}{' (chosen)' if work.num_microbatch is None else ''}",
         f"machine    {_in_words(machine)}",
@@ -205,6 +222,22 @@ def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         _verdict(found, work, machine, is_full=trained == total),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _remarks(paper: PaperModel, work: Work) -> list[str]:
+    """What the user should know about the estimate of this model."""
+    config: Any = paper.model.config
+    found = []
+    if paper.unseen:
+        count = sum(param.numel() for param in paper.unseen)
+        found.append(f"without images: of the {_amount(count)} parameters that see them, only the memory is estimated")
+    attention = config.get_text_config()._attn_implementation
+    if attention == "eager":
+        found.append("eager attention, because transformers has no other for this model: it keeps all scores")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and work.length > positions:
+        found.append(f"--seq-len {work.length} is longer than the {positions} positions of the model")
+    return found
 
 
 def _tokens_per_s(work: Work, machine: Machine, found: Estimate) -> float:
@@ -291,6 +324,7 @@ def as_json(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         "model": model,
         "parameters": sum(p.numel() for p in paper.model.parameters()),
         "trained": sum(p.numel() for p in paper.model.parameters() if p.requires_grad),
+        "remarks": _remarks(paper, work),
         "work": {"batch": work.batch, "seq_len": work.length, "exact": work.is_exact},
         "machine": dataclasses.asdict(machine),
         "microbatches": found.num_microbatch,

@@ -19,16 +19,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.cli.arguments import TrainSettings, option
-from roundpipe.cli.data import DataStatistics, TokenRows, check_tokens, read_rows, tokenize
+from roundpipe.cli.arguments import TrainSettings, merge_command, option
+from roundpipe.cli.data import DataStatistics, TokenRows, check_tokens, tokenize
 from roundpipe.cli.launch import is_first
+from roundpipe.cli.rows import read_rows
 from roundpipe.devices import DeviceSpec, open_devices, parse_devices
 from roundpipe.errors import ConfigError, HostMemoryError
+from roundpipe.report.metrics import METRICS_FILE, RECORD_FILE
 from roundpipe.split.discovery import block_paths
 from roundpipe.store.adopt import SECOND_WEIGHTS, PinMode, training_memory
 from roundpipe.store.host_memory import available_host_bytes, memory_table, require_host_memory
 
 _WEIGHT_ENDINGS = (".safetensors", ".bin")
+_ADAPTER_FILE = "adapter_config.json"
+_OF_CHECKPOINTS = ("checkpoint-", "latest")  # how entries of an output folder begin that a run replaces and removes
 _TOKENIZER_NAMES = ("token", "vocab", "spiece", "sentencepiece", "spm", "merges", "qwen.tiktoken", "tekken")
 
 
@@ -65,21 +69,26 @@ class Prepared:
 def prepare(settings: TrainSettings, num_machines: int) -> Prepared:
     """Check options, tokenizer and data, and tokenize the data. Loads no weights."""
     _check_out(settings.out)
-    read = {"train": read_rows(settings.data, "--data", settings.text_rows)}
-    if settings.eval_data is not None:
-        read["eval"] = read_rows(settings.eval_data, "--eval-data", settings.text_rows)
+    _check_inputs_stay(settings)
+    read = {"train": [read_rows(path, "--data", settings.text_rows) for path in settings.data]}
+    if settings.eval_data:
+        read["eval"] = [read_rows(path, "--eval-data", settings.text_rows) for path in settings.eval_data]
     model_config, tokenizer = _load_config_and_tokenizer(settings)
     sft_config = _sft_config(settings)
     tokens, counts = {}, {}
     text_config = model_config.get_text_config()
-    for name, rows in read.items():
+    assistant_only = settings.sft.get("assistant_only_loss")
+    for name, parts in read.items():
         with plain_output():
-            tokens[name] = tokenize(rows, tokenizer, sft_config, assistant_only=settings.sft.get("assistant_only_loss"))
+            tokens[name] = TokenRows.joined(
+                [tokenize(rows, tokenizer, sft_config, assistant_only=assistant_only) for rows in parts]
+            )
         counts[name] = check_tokens(
             tokens[name],
             "--data" if name == "train" else "--eval-data",
             seq_len=sft_config.max_length,
             truncates=settings.truncate,
+            keeps_end=sft_config.truncation_mode == "keep_end",
             packs=sft_config.packing,
             vocabulary=text_config.vocab_size,
             most_positions=getattr(text_config, "max_position_embeddings", None),
@@ -107,10 +116,47 @@ def prepare(settings: TrainSettings, num_machines: int) -> Prepared:
 def _check_out(out: Path) -> None:
     """Refuse an output folder that cannot be written. Creates nothing."""
     existing = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if out.is_symlink() and existing != out:
+        raise ConfigError(f"--out {out} is a link to {os.readlink(out)}, which does not exist; make that folder.")
     if not existing.is_dir():
         raise ConfigError(f"--out {out}: {existing} is a file, not a folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out}: no permission to write into {existing}.")
+
+
+def _check_inputs_stay(settings: TrainSettings) -> None:
+    """Refuse an output folder in which the run would overwrite or remove files of its model or data."""
+    out, model = settings.out, Path(settings.model)
+    inside = _inside(model, out)
+    shared = _files(model) & _files(out)
+    if _is_same(model, out) or shared or (inside is not None and inside.startswith(_OF_CHECKPOINTS)):
+        raise ConfigError(
+            f"--out {out} has the files of --model {settings.model}, which the run would overwrite or remove; give "
+            "another --out."
+        )
+    for name, paths in (("--data", settings.data), ("--eval-data", settings.eval_data)):
+        for path in paths:
+            if _is_same(path, out) or _inside(path, out) in (METRICS_FILE, RECORD_FILE):
+                raise ConfigError(
+                    f"--out {out} is the place of {name} {path}, to which the run would write; give another --out."
+                )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two paths name the same file or folder, also through links. Neither has to exist."""
+    return one.resolve() == other.resolve() or (one.exists() and other.exists() and one.samefile(other))
+
+
+def _inside(path: Path, folder: Path) -> str | None:
+    """The name of the entry of `folder` that `path` is, or is inside of; None if it is elsewhere."""
+    whole, parent = path.resolve(), folder.resolve()
+    return whole.relative_to(parent).parts[0] if parent in whole.parents else None
+
+
+def _files(folder: Path) -> set[tuple[int, int]]:
+    """Device and number of each file in a folder; links count as the files that they lead to."""
+    stats = [entry.stat() for entry in folder.iterdir() if entry.is_file()] if folder.is_dir() else []
+    return {(stat.st_dev, stat.st_ino) for stat in stats}
 
 
 def _load_config_and_tokenizer(settings: TrainSettings) -> tuple[Any, Any]:
@@ -128,7 +174,7 @@ def _load_config_and_tokenizer(settings: TrainSettings) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(settings.model, **options)
         what = "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(settings.model, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # transformers raises many kinds of errors for damaged files
         nowhere = "" if folder.exists() else "there is no such folder, and from the hub: "
         raise ConfigError(f"--model: cannot load the {what} of {settings.model}: {nowhere}{one_line(error)}") from error
     _set_tokens(tokenizer, settings)
@@ -140,6 +186,13 @@ def _check_model_folder(folder: Path, *, needs_weights: bool) -> None:
     from safetensors import SafetensorError, safe_open
 
     names = [each.name for each in folder.iterdir()]
+    if _ADAPTER_FILE in names:
+        base = _base_of_adapter(folder) or "its model"
+        raise ConfigError(
+            f"--model: {folder} is an adapter of PEFT for {base}, not a model. To train a new adapter, give --model "
+            f"{base} and --lora R. To train this one further is not supported yet; merge it into its model, and give "
+            f"the result as --model: {merge_command(str(folder), 'MERGED')}"
+        )
     if needs_weights and not any(name.endswith(_WEIGHT_ENDINGS) for name in names):
         raise ConfigError(f"--model: {folder} has no weights (*.safetensors); for random weights add --init.")
     if not any(name.startswith(_TOKENIZER_NAMES) for name in names):
@@ -154,11 +207,19 @@ def _check_model_folder(folder: Path, *, needs_weights: bool) -> None:
             raise ConfigError(f"--model: {file} is damaged: {one_line(error)}; copy or download it again.") from error
 
 
+def _base_of_adapter(folder: Path) -> str | None:
+    try:
+        base = json.loads((folder / _ADAPTER_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return base if isinstance(base, str) else None
+
+
 def _set_tokens(tokenizer: Any, settings: TrainSettings) -> None:
     """Apply --chat-template-path and --eos-token to the tokenizer."""
     template = settings.sft.get("chat_template_path")
     if template is not None:
-        if not Path(template).is_file():
+        if not os.path.isfile(template):
             raise ConfigError(f"--chat-template-path must be a file with a Jinja template, got {template}.")
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     eos = settings.sft.get("eos_token")
@@ -176,7 +237,7 @@ def _sft_config(settings: TrainSettings) -> Any:
 
     for name in SFTConfig._VALID_DICT_FIELDS:
         value = settings.sft.get(name)
-        if isinstance(value, str) and not Path(value).is_file():
+        if isinstance(value, str) and not os.path.isfile(value):  # Path.is_file() raises for long texts
             try:
                 is_object = isinstance(json.loads(value), dict)
             except ValueError:
@@ -217,14 +278,21 @@ def _check_optimizer(config: Any, total_steps: int) -> None:
 
 
 def _check_reporting(sft_config: Any) -> None:
-    from transformers.integrations.integration_utils import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
 
     available = get_available_reporting_integrations()
     for name in sft_config.report_to:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(
+                f"--report-to {name} is unknown; give one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}."
+            )
         if name not in available:
             raise ConfigError(
-                f"--report-to {name}: it is unknown or its package is not installed; available: "
-                f"{', '.join(available) or 'none'}."
+                f"--report-to {name}: its package is not installed here. Install it, leave the option out, or use one "
+                f"that is installed: {', '.join(available) or 'there is none'}."
             )
 
 
@@ -445,7 +513,7 @@ def new_model(settings: TrainSettings, prepared: Prepared, device: torch.device)
             model: nn.Module = AutoModelForCausalLM.from_config(
                 prepared.model_config, dtype=prepared.dtype, **model_options(settings)
             )
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # of the model's code, for a configuration that does not fit together
         raise ConfigError(f"--model: cannot build {settings.model}: {one_line(error)}") from error
     return model
 

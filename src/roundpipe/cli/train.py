@@ -1,6 +1,6 @@
 """The run of `roundpipe train`: checks before the model is loaded, dry run, training, signals, what is said at the end.
 
-Knows the order of a run. Options are checked in cli.arguments, rows in cli.data; the trainer does the training.
+Knows the order of a run. Options are checked in cli.arguments, data in cli.rows and cli.data; the trainer trains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 
 from roundpipe.checkpoint import latest, verify
 from roundpipe.checkpoint.folders import check_parent
-from roundpipe.cli.arguments import TrainSettings, option
+from roundpipe.cli.arguments import TrainSettings, option, read_yaml
 from roundpipe.cli.launch import Launch, is_restart
 from roundpipe.cli.preparation import (
     Needs,
@@ -48,12 +48,12 @@ from roundpipe.report.metrics import replace_file
 logger = logging.getLogger("roundpipe")
 
 _LOCK_FILE = ".train.lock"  # in the output folder: locked by the process that trains there
-_DATA_FILE = ".data.sha256"  # in the output folder: a checksum of the tokens of the run
+_DATA_FILE = ".data.sha256"  # in the output folder: a checksum of the rows of the run
 _STATE_FILE = "trainer_state.json"  # in every checkpoint of a trainer
 _CHECKPOINT = "checkpoint-"  # the names of a trainer's checkpoints begin so, and end with the step
 SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
 _STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
-_NOT_KEPT = ("resume", "dry_run")
+_NOT_KEPT = ("resume", "dry_run", "hub_token")  # the last one is a secret
 _OF_MACHINE = ("model", "data", "eval_data", "output_dir", "devices", "pin_model", "wait_limit", "no_view", "resume")
 # Options that do not change the numbers of a run, so that a resumed run may have others.
 _HARMLESS = {
@@ -128,10 +128,10 @@ def _equal_settings(settings: TrainSettings, prepared: Prepared) -> dict[str, An
     given = {name: value for name, value in settings.given.items() if name not in _OF_MACHINE}
     return {
         **{option(name): value for name, value in given.items()},
-        "the tokens of --data": prepared.train.digest()[:12],
-        "the tokens of --eval-data": None if prepared.evaluation is None else prepared.evaluation.digest()[:12],
+        "the tokens of --data": prepared.train.digest()[:17],
+        "the tokens of --eval-data": None if prepared.evaluation is None else prepared.evaluation.digest()[:17],
         "the dtype of the weights": prepared.dtype,
-        "the config of the model": hashlib.sha256(prepared.model_config.to_json_string().encode()).hexdigest()[:12],
+        "the config of the model": hashlib.sha256(prepared.model_config.to_json_string().encode()).hexdigest()[:17],
     }
 
 
@@ -210,7 +210,7 @@ def _load_model(settings: TrainSettings, prepared: Prepared) -> nn.Module:
     options = {**model_options(settings), **further, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=prepared.dtype, **options)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+    except Exception as error:  # transformers raises many kinds of errors for damaged files
         raise ConfigError(f"--model: cannot load the weights of {settings.model}: {one_line(error)}") from error
     model: nn.Module = loaded[0]
     _require_all_weights(settings, loaded[1])
@@ -403,7 +403,9 @@ def how_to_resume(settings: TrainSettings) -> str:
     """The line that names the newest checkpoint and the command that goes on from it."""
     newest = latest(settings.out) if settings.out.is_dir() else None
     if newest is None:
-        return "no checkpoint was saved; the run starts anew"
+        return f"{settings.out} has no checkpoint to resume from; the same command starts the run from its beginning"
+    if not (settings.out / SETTINGS_FILE).exists():
+        return f"the newest checkpoint is {newest}; to resume, repeat the command with --resume"
     command = shlex.join(["roundpipe", "train", "--config", str(settings.out / SETTINGS_FILE), "--resume"])
     return f"the newest checkpoint is {newest}; to resume: {command}"
 
@@ -412,8 +414,10 @@ def _kept_settings(settings: TrainSettings) -> dict[str, Any]:
     """The options of a run by the names of a config file."""
     kept = {name: value for name, value in settings.given.items() if name not in _NOT_KEPT}
     for name in ("model", "data", "eval_data"):
-        if name in kept and Path(kept[name]).exists():
-            kept[name] = str(Path(kept[name]).absolute())  # the command works in every folder
+        paths = [kept[name]] if isinstance(kept.get(name), str) else kept.get(name, ())
+        if paths:  # absolute: the command works in every folder
+            whole = [str(Path(path).absolute()) if Path(path).exists() else path for path in paths]
+            kept[name] = whole if len(whole) > 1 else whole[0]
     kept["output_dir"] = str(settings.out.absolute())
     return {option(name).removeprefix("--"): value for name, value in sorted(kept.items())}
 
@@ -427,15 +431,15 @@ def _write_settings(settings: TrainSettings, prepared: Prepared) -> None:
 
 def _warn_of_changes(settings: TrainSettings, prepared: Prepared) -> None:
     """Log a warning if a resumed run has other data or options than before."""
-    import yaml
-
-    data_file = settings.out / _DATA_FILE
-    if data_file.exists() and data_file.read_text().strip() != prepared.train.digest():
-        logger.warning("--data has other tokens than before: the resumed run sees other rows, so its losses differ")
+    _warn_of_other_data(settings, prepared)
     file = settings.out / SETTINGS_FILE
     if not file.exists():
         return
-    before, now = yaml.safe_load(file.read_text(encoding="utf-8")) or {}, _kept_settings(settings)
+    try:
+        before, now = read_yaml(file), _kept_settings(settings)
+    except ValueError as error:
+        logger.warning("%s; changed options of the resumed run are not noticed", error)
+        return
     harmless = {option(name).removeprefix("--") for name in _HARMLESS}
     names = sorted((before.keys() | now.keys()) - harmless)
     changed = [name for name in names if before.get(name) != now.get(name)]
@@ -450,6 +454,21 @@ def _warn_of_changes(settings: TrainSettings, prepared: Prepared) -> None:
             "--%s has no effect: the optimizer and its schedule go on with the values of the checkpoint",
             ", --".join(without_effect),
         )
+
+
+def _warn_of_other_data(settings: TrainSettings, prepared: Prepared) -> None:
+    file = settings.out / _DATA_FILE
+    if not file.exists():
+        return
+    before = file.read_text(encoding="utf-8", errors="replace").strip()
+    if not before.startswith("rows:"):
+        logger.warning(
+            "cannot tell whether --data is the same as before: %s is damaged, or of an earlier version of roundpipe, "
+            "whose checksum does not show where rows begin",
+            file,
+        )
+    elif before != prepared.train.digest():
+        logger.warning("--data has other rows than before, so the losses of the resumed run differ")
 
 
 @contextlib.contextmanager

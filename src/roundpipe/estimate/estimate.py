@@ -25,6 +25,7 @@ from roundpipe.store.adopt import SECOND_WEIGHTS, PinMode, require_training_memo
 
 CUDA_CONTEXT_BYTES = 600_000_000  # device memory of the driver and of libraries, outside torch's allocator
 SAVED_INPUTS = "inputs saved for recomputation"
+_MOST_MICROBATCHES = 1024  # that are tried. More bring nothing, and the time of the forecast grows with them
 _TIE = 0.02  # steps that differ by less count as equally fast; more microbatches need less memory and win
 
 
@@ -134,7 +135,8 @@ def estimate(paper: PaperModel, work: Work, machine: Machine) -> Estimate:
 def _counts(batch: int) -> Iterable[int]:
     """Numbers of microbatches of 1, 2, 4, ... sequences, and one microbatch."""
     sizes = [1 << power for power in range(batch.bit_length()) if 1 << power <= batch]
-    return sorted({-(-batch // size) for size in (*sizes, batch)})
+    counts = sorted({-(-batch // size) for size in (*sizes, batch)})
+    return [count for count in counts if count <= _MOST_MICROBATCHES]
 
 
 def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: int) -> Estimate:

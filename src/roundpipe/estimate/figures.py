@@ -67,16 +67,19 @@ GPUS: Mapping[str, DeviceFigures] = {
         _figures("H200", 140, 673, 50, 3650, 52),
     )
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g)", re.IGNORECASE)
+_UNITS = {"g": 10**9, "gb": 10**9, "gib": GIB, "tb": 10**12, "tib": 1024 * GIB}
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(gib|gb|g)", re.IGNORECASE)
+_RAM = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(gib|gb|tib|tb)?", re.IGNORECASE)
+_MOST_GPUS = 1024  # in one machine
 
 
 def parse_gpus(text: str) -> tuple[DeviceFigures, int]:
     """Return the figures and the number of GPUs of a text such as "2xRTX4090", "1x24GB" or "H200:24GB"."""
     number, times, kind = text.strip().partition("x")
-    if not times or not number.strip().isdigit():
+    if not times or not number.strip().isdecimal():
         number, kind = "1", text.strip()
-    if int(number) < 1:
-        raise ConfigError(f"--devices {text}: there must be at least one device.")
+    if not 1 <= int(number[:9]) <= _MOST_GPUS:
+        raise ConfigError(f"--devices {text}: a machine must have 1 to {_MOST_GPUS} devices.")
     name, _, limit = kind.strip().partition(":")
     size = _SIZE.fullmatch(limit or name)
     if (limit and size is None) or ((limit or size is None) and _key(name) not in GPUS):
@@ -86,9 +89,18 @@ def parse_gpus(text: str) -> tuple[DeviceFigures, int]:
         )
     if size is None:
         return GPUS[_key(name)], int(number)
-    memory_bytes = int(float(size[1]) * (GIB if size[2].lower() == "gib" else 10**9))
+    memory_bytes = int(float(size[1]) * _UNITS[size[2].lower()])
     figures = GPUS[_key(name)] if limit else gpu_with(memory_bytes)
     return dataclasses.replace(figures, memory_bytes=memory_bytes), int(number)
+
+
+def parse_ram(text: str) -> int:
+    """Return the bytes of a text such as "128", "128GiB" or "128GB". Memory is sold in GiB: a bare number is in GiB."""
+    size = _RAM.fullmatch(text.strip())
+    num_bytes = 0 if size is None else int(float(size[1]) * _UNITS[(size[2] or "gib").lower()])
+    if not num_bytes:
+        raise ConfigError(f"--ram {text}: give a number of GiB, or a number with its unit: 128GiB, 128GB, 1.5TiB.")
+    return num_bytes
 
 
 def _key(name: str) -> str:
@@ -107,6 +119,9 @@ def gpu_named(name: str, memory_bytes: int) -> DeviceFigures:
     return dataclasses.replace(known, memory_bytes=memory_bytes)
 
 
+_POSITIONS = {"qwen3": 40960, "qwen3_moe": 40960, "llama": 131072, "mistral": 32768}
+
+
 def _dense(
     model_type: str,
     hidden: int,
@@ -121,6 +136,7 @@ def _dense(
 ) -> dict[str, Any]:
     return {
         "model_type": model_type,
+        "max_position_embeddings": _POSITIONS[model_type],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,

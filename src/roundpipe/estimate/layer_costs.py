@@ -7,7 +7,9 @@ blocks, and what runs after the last block together with the loss. Knows no plan
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from roundpipe.split.discovery import block_paths
 from roundpipe.split.head_loss import LOGITS_BYTES, LinearCrossEntropy
 
 _IGNORED = -100  # label of positions that do not count
+_LOGIT_BYTES = 8  # of a chunk of the head's loss, per row and class
+_CHUNKS_RUN = 3  # chunks of the head's loss that run. A single one would do other work: it sums in another dtype
 PASS_S = 1e-4  # host time of the runtime itself for one layer and pass of a microbatch
 
 
@@ -32,14 +36,17 @@ class PaperModel:
 
     before, after: the parameters of the layer before the blocks and of the layer after them. A parameter that both use
     (a tied head) is in both.
-    loss: returns the loss of (number of sequences, their length) after a forward that runs the given blocks only.
+    loss: returns the loss of (number of sequences, their length) after a forward that runs the given blocks only, on
+        the given meter.
+    unseen: those parameters of `before` that the loss does not use, because they see images.
     """
 
     model: nn.Module
     before: Sequence[nn.Parameter]
     blocks: Sequence[nn.Module]
     after: Sequence[nn.Parameter]
-    loss: Callable[[int, int, Sequence[nn.Module]], Tensor]
+    loss: Callable[[int, int, Sequence[nn.Module], Meter], Tensor]
+    unseen: Sequence[nn.Parameter] = ()
 
     @property
     def layers(self) -> list[list[nn.Parameter]]:
@@ -60,7 +67,7 @@ def sequential_on_paper(model: nn.Sequential, loss_fn: Callable[[Tensor, Tensor]
     """A language model that is an nn.Sequential: embedding, blocks, head. `loss_fn` gets logits and labels."""
     first, *blocks, last = model
 
-    def loss(num_sequences: int, length: int, chosen: Sequence[nn.Module]) -> Tensor:
+    def loss(num_sequences: int, length: int, chosen: Sequence[nn.Module], meter: Meter) -> Tensor:
         ids = torch.empty(num_sequences, length, dtype=torch.int64, device="meta")
         hidden = first(ids)
         for block in chosen:
@@ -71,27 +78,25 @@ def sequential_on_paper(model: nn.Sequential, loss_fn: Callable[[Tensor, Tensor]
 
 
 def causal_lm_on_paper(model: Any) -> PaperModel:
-    """A causal language model of transformers that was made on the meta device.
+    """A causal language model of transformers that was made on the meta device, alone or with parts that see images.
 
-    Assumes that head and loss can be fused, as wrapping does when calibration finds that they can.
+    Assumes that head and loss can be fused, as wrapping does when calibration finds that they can. Parts that see
+    images are parameters before the blocks; they do not run.
     """
-    paths = sorted(block_paths(model), key=lambda path: [int(p) if p.isdigit() else p for p in path.split(".")])
-    parents = {path.rpartition(".")[0] for path in paths}
-    if len(parents) != 1:
-        raise ConfigError(
-            f"{type(model).__name__} has {len(parents)} lists of blocks; an estimate needs a model with one, as causal "
-            "language models have."
-        )
-    container = model.get_submodule(parents.pop())
+    paths, body = _text_blocks(model)
+    container = model.get_submodule(paths[0].rpartition(".")[0])
     blocks = [model.get_submodule(path) for path in paths]
     inside = {id(param) for block in blocks for param in block.parameters()}
-    before, head = list(model.get_input_embeddings().parameters()), model.get_output_embeddings()
+    head = model.get_output_embeddings()
+    of_text = {id(param) for part in (body, head) for param in part.parameters()}
+    sees_images = model.config.get_text_config() is not model.config
+    unseen = [param for param in model.parameters() if sees_images and id(param) not in of_text]
+    before = [*model.get_input_embeddings().parameters(), *unseen]
     own = {id(param) for param in before}
     outside = [param for param in model.parameters() if id(param) not in inside | own]
     tied = [param for param in head.parameters() if id(param) in own]
-    body = getattr(model, model.base_model_prefix)
 
-    def loss(num_sequences: int, length: int, chosen: Sequence[nn.Module]) -> Tensor:
+    def loss(num_sequences: int, length: int, chosen: Sequence[nn.Module], meter: Meter) -> Tensor:
         ids = torch.empty(num_sequences, length, dtype=torch.int64, device="meta")
         all_blocks = dict(container._modules)
         container._modules.clear()
@@ -101,14 +106,54 @@ def causal_lm_on_paper(model: Any) -> PaperModel:
         finally:
             container._modules.clear()
             container._modules.update(all_blocks)
-        rows, bias = hidden.flatten(0, 1), getattr(head, "bias", None)
-        # `linear_cross_entropy` asks autocast, which does not know the meta device.
-        loss: Tensor = LinearCrossEntropy.apply(
-            rows, head.weight, bias, ids.flatten(), None, _IGNORED, LOGITS_BYTES, True
-        )
+        return _head_loss(hidden.flatten(0, 1), head, ids.flatten(), meter)
+
+    return PaperModel(model, before, blocks, [*outside, *tied], loss, unseen)
+
+
+def _head_loss(rows: Tensor, head: Any, targets: Tensor, meter: Meter) -> Tensor:
+    """The loss of the head, which is computed in chunks of rows.
+
+    Long sequences have thousands of chunks, which all take the same time and memory. So only a few of them run here.
+    """
+    largest_chunk = max(1, LOGITS_BYTES // (_LOGIT_BYTES * head.weight.shape[0]))
+    num_rows = rows.shape[0]
+    num_chunks = math.ceil(num_rows / largest_chunk)
+
+    def of_chunks(count: int) -> Tensor:
+        with meter.finding_at_most(math.ceil(num_rows * count / num_chunks)):
+            # `linear_cross_entropy` asks autocast, which does not know the meta device.
+            loss: Tensor = LinearCrossEntropy.apply(
+                rows, head.weight, getattr(head, "bias", None), targets, None, _IGNORED, LOGITS_BYTES, True
+            )
         return loss
 
-    return PaperModel(model, before, blocks, [*outside, *tied], loss)
+    if num_chunks <= _CHUNKS_RUN:
+        return of_chunks(num_chunks)
+    loss = of_chunks(_CHUNKS_RUN)
+    fewer, more = (meter.seconds_of(partial(of_chunks, count)) for count in (_CHUNKS_RUN - 1, _CHUNKS_RUN))
+    meter.device_s += (num_chunks - _CHUNKS_RUN) * (more[0] - fewer[0])
+    meter.launch_s += (num_chunks - _CHUNKS_RUN) * (more[1] - fewer[1])
+    return loss
+
+
+def _text_blocks(model: Any) -> tuple[list[str], nn.Module]:
+    """The paths of the blocks that process text, in their order, and the module that runs them."""
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    found = [f"{prefix}.{path}".lstrip(".") for path in block_paths(decoder)]
+    parents = {path.rpartition(".")[0] for path in found}
+    if model.get_output_embeddings() is None:
+        raise ConfigError(f"{type(model).__name__} has no head that computes logits of tokens; an estimate needs one.")
+    if len(parents) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(parents)} lists of blocks; an estimate needs a model with one, as causal "
+            "language models have."
+        )
+    parent = parents.pop()
+    # Some models are their own decoder; then the module with the list of blocks takes the tokens.
+    body = model.get_submodule(parent.rpartition(".")[0]) if decoder is model else decoder
+    return sorted(found, key=lambda path: [int(p) if p.isdigit() else p for p in path.split(".")]), body
 
 
 class _AdaptedLinear(nn.Module):
@@ -127,9 +172,9 @@ class _AdaptedLinear(nn.Module):
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:
-    """Freeze a model on the meta device and give every linear layer of its blocks a LoRA adapter."""
+    """Freeze a language model on the meta device and give every linear layer of its blocks a LoRA adapter."""
     model.requires_grad_(False)
-    for path in block_paths(model):
+    for path in _text_blocks(model)[0]:
         block = model.get_submodule(path)
         for name, linear in list(block.named_modules()):
             if isinstance(linear, nn.Linear):
@@ -148,10 +193,14 @@ def layer_costs(paper: PaperModel, figures: DeviceFigures, num_sequences: int, l
     try:
         with torch.enable_grad(), meter, GpuKernels(meter):
             # In the order of the model: a block gets the output of the block before it.
-            loss = paper.loss(num_sequences, length, [b for b in paper.blocks if any(b is c for c in chosen.values())])
+            in_order = [block for block in paper.blocks if any(block is one for one in chosen.values())]
+            loss = paper.loss(num_sequences, length, in_order, meter)
             watch.forward_ended()
             loss.backward()
             watch.backward_ended()
+    except Exception as error:  # of the model's code, which runs without values here
+        name, reason = type(paper.model).__name__, " ".join(str(error).split())
+        raise ConfigError(f"a step of {name} with {length} tokens cannot be estimated: {reason}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -249,7 +298,7 @@ class _Watch:
 
     def backward_ended(self) -> None:
         self._backward_end = self._now()
-        if self._order[-1] not in self._output_grad:
+        if not self._order or self._order[-1] not in self._output_grad:
             raise ConfigError("no parameter before the model's head is trained; train some of them, or use LoRA.")
 
     def block(self, block: nn.Module) -> LayerCost:

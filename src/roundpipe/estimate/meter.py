@@ -12,8 +12,9 @@ cost.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from roundpipe.errors import ConfigError
 from roundpipe.estimate.figures import DeviceFigures
 
 _aten = torch.ops.aten
@@ -31,6 +33,7 @@ _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.ga
 _ALLOCATIONS = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.lift_fresh}
 )
+_MOST_OPERATIONS = 50_000  # a model with two kinds of blocks takes about 500
 _FLASH_BACKWARD_FACTOR = 2.5  # five matrix products instead of two
 
 
@@ -45,16 +48,25 @@ class Meter(TorchDispatchMode):
         self.live_bytes = 0  # of tensors that operations have made and that still exist
         self.peak_bytes = 0
         self._storages: dict[int, weakref.ref[Any]] = {}  # storages that are counted, by id
+        self._num_operations = 0
+        self._most_found: int | None = None  # elements that `nonzero` returns at most
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self.launch_s += self._figures.launch_s
+        self._num_operations += 1
+        if self._num_operations > _MOST_OPERATIONS:
+            raise ConfigError(
+                f"a pass takes more than {_MOST_OPERATIONS:,} operations, as with a loop over tokens; on a GPU, another"
+                " package does the work of the loop, in a time that is not known here"
+            )
         # Two operations depend on values, which do not exist here. The answers are those of ordinary data: every
         # element counts (the worst case), and a condition that code checks before it takes a shortcut holds.
         if func is _aten.nonzero.default:
-            result = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
-        elif func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            # A limit bounds what is done with the elements that are found, not their memory.
+            result = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)[: self._most_found]
+        elif func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool and args[0].is_meta:
             return True
         else:
             result = func(*args, **(kwargs or {}))
@@ -71,6 +83,23 @@ class Meter(TorchDispatchMode):
             moved = sum(map(_held_bytes, read)) + sum(map(_held_bytes, outputs)) * (2 if packet in _LOOKUPS else 1)
             self.spend(_flops(packet, args, kwargs, result), moved, _dtype_of(inputs))
         return result
+
+    @contextlib.contextmanager
+    def finding_at_most(self, count: int) -> Iterator[None]:
+        """Inside the block, `nonzero` returns at most `count` elements."""
+        before, self._most_found = self._most_found, count
+        try:
+            yield
+        finally:
+            self._most_found = before
+
+    def seconds_of(self, work: Callable[[], object]) -> tuple[float, float]:
+        """The seconds that `work` takes on the device and the host. They, and its memory, are not added to the sums."""
+        before = (self.device_s, self.launch_s, self.peak_bytes)
+        work()
+        seconds = (self.device_s - before[0], self.launch_s - before[1])
+        self.device_s, self.launch_s, self.peak_bytes = before
+        return seconds
 
     def spend(self, flops: float, moved_bytes: float, dtype: torch.dtype) -> None:
         """Add the time of one kernel."""

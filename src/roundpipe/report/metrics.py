@@ -2,13 +2,15 @@
 
 Rows are JSON objects in the dialect of Python's json module: floats read back exactly, NaN and Infinity are allowed.
 A process that is killed can leave an incomplete last line, and rows of steps after the last checkpoint. Readers ignore
-the former; a resumed run removes both.
+the former; a resumed run removes both. A resumed run keeps a file that is damaged otherwise under another name and goes
+on: a report is no reason to end a training.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,24 +19,37 @@ from typing import Any, Self
 
 from roundpipe.timeline import Span, Timeline
 
+logger = logging.getLogger("roundpipe")
 METRICS_FILE = "metrics.jsonl"
 RECORD_FILE = "run.json"
 Row = dict[str, Any]
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
-    """Return the rows of a metrics.jsonl; an empty list if there is no such file. Ignores an incomplete last line."""
-    path = Path(path)
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is incomplete
-    rows = []
+    """Return the rows of a metrics.jsonl; an empty list if there is no such file. Ignores an incomplete last line.
+
+    Raises ValueError for the first other line that is not a row.
+    """
+    rows, faults = _rows_and_faults(Path(path))
+    if faults:
+        raise ValueError(faults[0])
+    return rows
+
+
+def _rows_and_faults(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a metrics.jsonl, and a message for each complete line that is no row."""
+    rows: list[Row] = []
+    faults = []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline is incomplete
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}: line {number} is not a JSON object: {error}") from error
-    return rows
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
+                raise ValueError("it has no number of a step")
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
+            faults.append(f"{path}: line {number} is not a JSON object of a step: {error}")
+    return rows, faults
 
 
 class MetricsWriter:
@@ -44,8 +59,11 @@ class MetricsWriter:
         """Open the file for appending. Removes rows of steps after `resumed_step`, the step that the run resumes at."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in read_metrics(self.path) if resumed_step and row.get("step", 0) <= resumed_step]
-        replace_file(self.path, "".join(_line(row) for row in kept))
+        rows, faults = _rows_and_faults(self.path) if resumed_step else ([], [])
+        if faults:
+            aside = _set_aside(self.path)
+            logger.warning("%s; the run goes on with the other rows, %s keeps the damaged file", faults[0], aside)
+        replace_file(self.path, "".join(_line(row) for row in rows if row.get("step", 0) <= resumed_step))
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -77,30 +95,54 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Self:
-        """Return the record of a run; an empty one if the folder has none."""
+        """Return the record of a run; an empty one if the folder has none. Raises ValueError if it is damaged."""
         path = Path(folder, RECORD_FILE)
         if not path.exists():
             return cls()
-        content = json.loads(path.read_text(encoding="utf-8"))
-        timelines = {
-            int(step): Timeline(tuple(Span(**span) for span in spans)) for step, spans in content["timelines"].items()
-        }
-        return cls(content["settings"], content["starts"], timelines)
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            settings, starts = dict(content["settings"]), list(content["starts"])
+            if not all(isinstance(start["step"], int) for start in starts):
+                raise ValueError("a start has no number of a step")
+            timelines = {
+                int(step): Timeline(tuple(Span(**span) for span in spans))
+                for step, spans in content["timelines"].items()
+            }
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        return cls(settings, starts, timelines)
+
+    @classmethod
+    def resumed(cls, folder: str | os.PathLike[str], step: int) -> Self:
+        """Return the record of a run that goes on after `step`; 0 begins a new run, with an empty record."""
+        if not step:
+            return cls()
+        try:
+            record = cls.read(folder)
+        except ValueError as error:
+            aside = _set_aside(Path(folder, RECORD_FILE))
+            logger.warning("%s; the report begins at step %d, %s keeps the damaged file", error, step, aside)
+            return cls()
+        record.starts = [start for start in record.starts if start["step"] <= step]
+        record.timelines = {at: timeline for at, timeline in record.timelines.items() if at <= step}
+        return record
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         timelines = {step: [asdict(span) for span in timeline.spans] for step, timeline in self.timelines.items()}
         content = {"settings": self.settings, "starts": self.starts, "timelines": timelines}
         replace_file(Path(folder, RECORD_FILE), json.dumps(content, indent=1, default=str) + "\n")
 
-    def resume(self, step: int) -> None:
-        """Remove what belongs to steps after `step`."""
-        self.starts = [start for start in self.starts if step and start["step"] <= step]
-        self.timelines = {at: timeline for at, timeline in self.timelines.items() if at <= step}
-
     def keep_timeline(self, step: int, timeline: Timeline) -> None:
         """Add the timeline of a step. Of all timelines only the first and the last are kept."""
         first = min(self.timelines, default=step)
         self.timelines = {at: one for at, one in self.timelines.items() if at == first} | {step: timeline}
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a damaged file another name, and return it."""
+    aside = path.with_name(f"{path.name}.damaged")
+    os.replace(path, aside)
+    return aside
 
 
 def _line(row: Mapping[str, Any]) -> str:

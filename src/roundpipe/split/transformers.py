@@ -254,6 +254,16 @@ def warn_of_untested_release() -> None:
         )
 
 
+def refuse_flex_attention(model: nn.Module) -> None:
+    """Raise ConfigError for a model whose attention fails inside of layers."""
+    for module in model.modules():
+        if is_pretrained(module) and vars(module.config).get(_ATTENTION) == "flex_attention":
+            raise ConfigError(
+                "flex_attention compiles itself, which torch does not support inside a layer; load the model with "
+                "attn_implementation='sdpa', 'eager' or 'flash_attention_2', which work."
+            )
+
+
 @contextlib.contextmanager
 def with_torch_alone(model: nn.Module) -> Iterator[None]:
     """While entered, a transformers model computes attention and experts with plain torch, so it can run on the host.
@@ -264,11 +274,6 @@ def with_torch_alone(model: nn.Module) -> Iterator[None]:
     before: list[tuple[dict[str, Any], str, Any]] = []  # (attributes of a config, name of one, its old value)
     for module in model.modules():
         own = vars(module.config) if is_pretrained(module) else {}
-        if own.get(_ATTENTION) == "flex_attention":
-            raise ModelSplitError(
-                "flex_attention compiles itself, which torch does not support inside a layer; load the model with "
-                "attn_implementation='sdpa' or 'flash_attention_2'"
-            )
         instead = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
         for name, other in ((_ATTENTION, instead), (_EXPERTS, "eager")):
             if own.get(name) not in _TORCH_ALONE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from helpers_tiny_hf import tiny_model
 from roundpipe import RoundPipe, wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
+from roundpipe.estimate import layer_costs as layer_costs_module
 from roundpipe.estimate.figures import GPUS
 from roundpipe.estimate.layer_costs import (
     PaperModel,
@@ -163,3 +165,23 @@ def test_metering_leaves_the_model_as_it_was() -> None:
     assert [name for name, _ in paper.model.named_modules()] == before
     assert all(param.grad is None and param.is_meta for param in paper.model.parameters())
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in paper.blocks)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_chunks_of_the_head_that_do_not_run_count_like_those_that_run(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    paper = on_paper(lambda: tiny_model("llama").to(dtype))
+    num_chunks = 10
+    vocabulary = paper.model.config.vocab_size
+    monkeypatch.setattr(layer_costs_module, "LOGITS_BYTES", 8 * vocabulary * 2 * 50 // num_chunks)
+    few = layer_costs(paper, GPU, 2, 50)
+    monkeypatch.setattr(layer_costs_module, "_CHUNKS_RUN", num_chunks)
+    every = layer_costs(paper, GPU, 2, 50)
+    assert few[:-1] == every[:-1]
+    seconds = ("forward_s", "recompute_s", "backward_s")
+    assert dataclasses.replace(few[-1], **dict.fromkeys(seconds, 0.0)) == dataclasses.replace(
+        every[-1], **dict.fromkeys(seconds, 0.0)
+    )
+    for name in seconds:
+        assert getattr(few[-1], name) == pytest.approx(getattr(every[-1], name), rel=1e-9), name
