@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from helpers_parity import add_grads, assert_same, take_grads
 from helpers_split import Block, SplitModels, Toy, assert_same_training, own_loss, recomputing, rows
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.runtime.rng import HostRandomStream, Phase, TorchDraws, draw_call_seed, stream_seed
+from roundpipe.runtime.rng import Phase, RandomStream, draw_call_seed, stream_seed
 
 NUM_MICROBATCH = 3
 SEED = 9
@@ -57,8 +57,7 @@ def in_its_stream(module: nn.Module, seed: int, draws_globally: bool) -> None:
     forward = type(module).forward
 
     def run(*args: Any) -> Any:
-        stream = HostRandomStream(seed)
-        with stream, TorchDraws(stream):
+        with RandomStream(seed, is_observed=True):
             if draws_globally:
                 own = int(torch.randint(2**31, ()))
                 np.random.seed(own)

@@ -119,7 +119,8 @@ class StageGraph:
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
                 handle = output.register_hook(functools.partial(self._reached, position))
-                _move_to_front(handle, output)  # the layer's own hooks belong to its backward, which begins here
+                if len(output._backward_hooks or ()) > 1:
+                    _move_to_front(handle, output)  # the layer's own hooks belong to its backward, which begins here
 
     def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None = None) -> None:
         """Run the backward from `roots`. Afterwards, report the layers as done that no gradient has reached."""

@@ -11,7 +11,7 @@ threads at the same time and the user's thread may draw meanwhile. It can also f
 torch's generator holds the generator's mutex while it makes a Python object, and the garbage collection that this may
 start releases the interpreter lock; a second thread then takes that lock and waits for the mutex. Instead:
 
-- A `HostRandomStream` has a separate generator of each kind. Torch's thread-local state says which stream is current,
+- A `RandomStream` has a separate generator of each kind. Torch's thread-local state says which stream is current,
   because autograd passes this state on to its own threads.
 - `TorchDraws` passes the stream's generator to every random CPU operation of torch.
 - `route_shared_generators` replaces the functions of torch that read and set the state of its generator, and the
@@ -34,7 +34,7 @@ import importlib
 import random
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -127,7 +127,7 @@ _aten = torch.ops.aten
 class TorchDraws(TorchDispatchMode):
     """While entered, torch's random CPU operations on this thread draw from the generator of `stream`."""
 
-    def __init__(self, stream: HostRandomStream) -> None:
+    def __init__(self, stream: RandomStream) -> None:
         super().__init__()
         self._stream = stream
 
@@ -229,41 +229,63 @@ _NUMPY_ALIASES = {"seed": "seed", "ranf": "random_sample", "sample": "random_sam
 _KEY = "roundpipe_random_stream"  # of the current stream in torch's thread-local state
 
 
-class HostRandomStream:
-    """The random numbers that code draws on the host, from generators that are seeded with `seed`.
+class RandomStream:
+    """The random numbers of one layer, or of the loss, in one microbatch.
 
-    While entered, functions of torch, `random` and `numpy.random` on this thread use these generators, as do autograd's
-    threads during a backward pass that begins here.
+    While entered, functions of torch, `random` and `numpy.random` on this thread use generators of this stream, as do
+    autograd's threads during a backward pass that begins here. A class and not a generator function, which would be
+    slower: a stream is entered for every layer and microbatch.
     """
 
-    def __init__(self, seed: int, device: DeviceRandomStream | None = None, *, is_watched: bool = False) -> None:
-        """`device`: the stream of the device, if that has its own; torch.manual_seed() also seeds it.
+    def __init__(
+        self,
+        seed: int,
+        on_device: DeviceRandomStream | None = None,
+        task: TaskRandom | None = None,
+        *,
+        is_observed: bool = False,
+        is_watched: bool = False,
+    ) -> None:
+        """`on_device`: the stream of the device, entered together with this one; torch.manual_seed() also seeds it.
 
+        task: is told on exit what code has done inside the stream.
+        is_observed: enter TorchDraws, too. Without it, operations on the CPU draw from the shared generator.
         is_watched: raise a UsageError on exit if a shared generator was used without the replaced functions.
         """
         self._seed = seed
-        self._device = device
+        self._on_device, self._task = on_device, task
+        self._draws = TorchDraws(self) if is_observed else None
         self._is_watched = is_watched
         self._generators: dict[str, Any] = {}
-        self.drew = False  # whether an operation of torch has drawn
+        self.drew = False  # whether an observed operation has drawn
         self.state_was_used = False  # whether code has read or set the state of torch's generator
 
-    def __enter__(self) -> None:
-        self._outer = _current_stream()
+    def __enter__(self) -> RandomStream:
+        if self._on_device is not None:
+            self._on_device.__enter__()
+        self._outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
         torch._C._stash_obj_in_tls(_KEY, self)
+        if self._draws is not None:
+            self._draws.__enter__()
         self._before = _use_of_shared_generators() if self._is_watched else None
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._draws is not None:
+            self._draws.__exit__(*exc_info)
         torch._C._stash_obj_in_tls(_KEY, self._outer)
-        if self._before is not None and kind is None:  # an exception of the layer is not replaced by this check
+        if self._on_device is not None:
+            self._on_device.__exit__(*exc_info)
+        if self._task is not None:
+            self._task.uses_state |= self.state_was_used
+            self._task.draws_on_host |= self.drew
+        if self._before is not None and exc_info[0] is None:  # an exception of the layer is not replaced by this check
             _refuse_unrouted_use(*self._before)
 
-    def restart(self, seed: int) -> None:
-        """Draw from generators seeded with `seed` from now on."""
-        self._seed = seed
-        self._generators.clear()
-        if self._device is not None:
-            self._device.manual_seed(seed)
+    @property
+    def drew_on_host(self) -> bool | None:
+        """Whether an operation has drawn on the CPU; None if operations were not observed."""
+        return None if self._draws is None else self.drew
 
     def drawn_from(self) -> torch.Generator:
         """Return the generator for an operation of torch that draws."""
@@ -297,8 +319,8 @@ class HostRandomStream:
 
     def manual_seed(self, seed: Any) -> torch.Generator:
         self.state_was_used = True
-        if self._device is not None:
-            self._device.manual_seed(int(seed))
+        if self._on_device is not None:
+            self._on_device.manual_seed(int(seed))
         return self._torch_generator().manual_seed(int(seed))
 
     def seed(self) -> int:
@@ -311,11 +333,36 @@ class HostRandomStream:
         return self._torch_generator().initial_seed()
 
 
-def _current_stream() -> HostRandomStream | None:
+class _BackwardStream(RandomStream):
+    """The random numbers of a backward pass. Each layer that it reaches has its own, whatever the stage."""
+
+    def __init__(
+        self, task: TaskRandom, microbatch: int, on_device: DeviceRandomStream | None, is_observed: bool
+    ) -> None:
+        super().__init__(0, on_device, task, is_observed=is_observed)
+        self._of_task, self._microbatch = task, microbatch
+        self._layer_id: int | None = None  # the layer that the generators belong to
+
+    def _follow(self) -> None:
+        if self._layer_id != self._of_task.layer_in_backward:
+            self._layer_id = self._of_task.layer_in_backward
+            self._seed = self._of_task.backward_seed(self._layer_id, self._microbatch)
+            self._generators.clear()
+
+    def _torch_generator(self) -> torch.Generator:
+        self._follow()
+        return super()._torch_generator()
+
+    def generator(self, module: str) -> Any:
+        self._follow()
+        return super().generator(module)
+
+
+def _current_stream() -> RandomStream | None:
     """The stream that the calling thread is in, or that the backward pass on this autograd thread began in."""
     if not torch._C._is_key_in_tls(_KEY):
         return None
-    stream: HostRandomStream | None = torch._C._get_obj_in_tls(_KEY)
+    stream: RandomStream | None = torch._C._get_obj_in_tls(_KEY)
     return stream
 
 
@@ -344,105 +391,54 @@ class Drawing(Protocol):
 
 
 class TaskRandom:
-    """The random streams of the layers of one task, which runs on one device. The loss counts as one more layer."""
+    """The random streams of the layers of one task, which runs on one device. The loss counts as one more layer.
+
+    Operations on the CPU are observed, which costs time, only where they may draw.
+    """
 
     def __init__(self, device: Device, call_seed: int, first_microbatch: int) -> None:
         """`first_microbatch`: the number of microbatch 0 in the whole batch."""
         self._device, self._call_seed, self._first_microbatch = device, call_seed, first_microbatch
-        self.uses_state = False  # whether code has used the state of torch's generators, as torch.utils.checkpoint does
+        self.uses_state = False  # whether code has used the state of generators, as torch.utils.checkpoint does
         self.draws_on_host = device.draws_on_host  # whether code may have drawn numbers on the host
-        self.present_backward: LayerRandom | None = None
+        self.layer_in_backward = 0  # the layer that the present backward has reached
 
     def forward(
         self, layer_id: int, microbatch: int, layer: Drawing | None = None, *, is_new: bool = False
-    ) -> LayerRandom:
-        """The streams of a layer's forward; a context manager. `is_new`: a recomputation that must draw anew.
-
-        Operations are observed, which costs time, only if they may draw on the host.
-        """
+    ) -> RandomStream:
+        """The stream of a layer's forward. `is_new`: a recomputation that must draw anew."""
         phase = Phase.NEW_FORWARD if is_new else Phase.FORWARD
-        is_observed = self._device.draws_on_host or (layer is not None and layer.draws_on_host)
-        is_watched = layer is not None and not layer.is_known
-        return LayerRandom(self, layer_id, microbatch, phase, is_observed=is_observed, is_watched=is_watched)
+        seed = stream_seed(self._call_seed, layer_id, self._first_microbatch + microbatch, phase)
+        draws_on_host = self._device.draws_on_host
+        return RandomStream(
+            seed,
+            None if draws_on_host else self._device.random_stream(seed),
+            self,
+            is_observed=draws_on_host or (layer is not None and layer.draws_on_host),
+            is_watched=layer is not None and not layer.is_known,
+        )
 
-    def backward(self, layer_id: int, microbatch: int, layers: Sequence[Drawing] = ()) -> LayerRandom:
-        """The streams of a backward through `layers` that begins with a layer or with the loss; a context manager."""
+    @contextlib.contextmanager
+    def backward(self, layer_id: int, microbatch: int, layers: Sequence[Drawing] = ()) -> Iterator[None]:
+        """Enter the stream of a backward through `layers` that begins with a layer or with the loss.
+
+        The device's stream locks the device's generator. It is needed if a forward has used the state of generators:
+        then the backward may set this state, to run a part of the forward again.
+        """
+        self.layer_in_backward = layer_id
         may_draw = any(layer.draws_in_backward is not False for layer in layers)
         is_observed = may_draw or (self.uses_state and self.draws_on_host)
-        return LayerRandom(self, layer_id, microbatch, Phase.BACKWARD, is_observed=is_observed, in_backward=layers)
+        locks_device = self.uses_state and not self._device.draws_on_host
+        on_device = self._device.random_stream(self.backward_seed(layer_id, microbatch)) if locks_device else None
+        with _BackwardStream(self, microbatch, on_device, is_observed) as stream:
+            yield
+        if is_observed:
+            for layer in layers:
+                layer.draws_in_backward = stream.drew or bool(layer.draws_in_backward)
 
-    def reached_in_backward(self, layer_id: int) -> None:
-        """Give the layer that the present backward has reached its own numbers. They do not depend on the stage."""
-        if self.present_backward is not None:
-            self.present_backward.move_to(layer_id)
-
-    def seed(self, layer_id: int, microbatch: int, phase: Phase) -> int:
-        return stream_seed(self._call_seed, layer_id, self._first_microbatch + microbatch, phase)
-
-    def device_stream(self, seed: int, phase: Phase) -> DeviceRandomStream | None:
-        """The device's stream, which locks the device's generator.
-
-        A backward needs it only if a forward has used the state of generators: it may then set this state, to run a
-        part of the forward again.
-        """
-        return self._device.random_stream(seed) if phase is not Phase.BACKWARD or self.uses_state else None
-
-
-class LayerRandom:
-    """The streams of one layer and microbatch. While entered, the layer's code draws from them.
-
-    A class, because it is entered for every layer and microbatch and a generator function would be slower.
-    """
-
-    def __init__(
-        self,
-        task: TaskRandom,
-        layer_id: int,
-        microbatch: int,
-        phase: Phase,
-        *,
-        is_observed: bool,
-        is_watched: bool = False,
-        in_backward: Sequence[Drawing] = (),
-    ) -> None:
-        self._task, self._microbatch, self._phase, self._in_backward = task, microbatch, phase, in_backward
-        seed = task.seed(layer_id, microbatch, phase)
-        self._on_device = task.device_stream(seed, phase)
-        self._stream = HostRandomStream(seed, self._on_device, is_watched=is_watched)
-        self._draws = TorchDraws(self._stream) if is_observed else None
-
-    def __enter__(self) -> None:
-        if self._on_device is not None:
-            self._on_device.__enter__()
-        self._stream.__enter__()
-        if self._draws is not None:
-            self._draws.__enter__()
-        if self._phase is Phase.BACKWARD:
-            self._task.present_backward = self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._task.present_backward = None
-        try:
-            if self._draws is not None:
-                self._draws.__exit__(*exc_info)
-            self._stream.__exit__(*exc_info)
-        finally:
-            if self._on_device is not None:
-                self._on_device.__exit__(*exc_info)
-        self._task.uses_state |= self._stream.state_was_used
-        self._task.draws_on_host |= self._stream.drew
-        if self._draws is not None:
-            for layer in self._in_backward:
-                layer.draws_in_backward = self._stream.drew or bool(layer.draws_in_backward)
-
-    def move_to(self, layer_id: int) -> None:
-        """Draw the numbers of another layer from now on."""
-        self._stream.restart(self._task.seed(layer_id, self._microbatch, self._phase))
-
-    @property
-    def drew_on_host(self) -> bool | None:
-        """Whether an operation has drawn on the CPU; None if operations were not observed."""
-        return None if self._draws is None else self._stream.drew
+    def backward_seed(self, layer_id: int, microbatch: int) -> int:
+        """The seed of a layer's backward in a microbatch."""
+        return stream_seed(self._call_seed, layer_id, self._first_microbatch + microbatch, Phase.BACKWARD)
 
 
 _TORCH_FUNCTIONS = ("get_rng_state", "set_rng_state", "manual_seed", "seed", "initial_seed")

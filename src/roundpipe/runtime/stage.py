@@ -32,7 +32,7 @@ from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, StageGr
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
 from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
 from roundpipe.runtime.replica import Behaviour, LayerImages, Replica
-from roundpipe.runtime.rng import TaskRandom
+from roundpipe.runtime.rng import RandomStream, TaskRandom
 from roundpipe.runtime.run import SIZED_MICROBATCHES, TIMED_MICROBATCHES, LayerMeasurement, Place, Run, TaskSpan
 from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Traffic, Transfer
 
@@ -357,7 +357,7 @@ class _Task:
             self._measured_backward = self._measure()
         self._place.layer_id, self._place.phase = layers[position - 1] if position else None, "backward"
         if position:
-            self._random.reached_in_backward(layers[position - 1])
+            self._random.layer_in_backward = layers[position - 1]
 
     def _refuse_late_gradients(self) -> None:
         """Raise if autograd reached a parameter after its layer was reported as done."""
@@ -403,7 +403,7 @@ class _Task:
         with torch.set_grad_enabled(with_grad):
             value = leaves.value() if has_backward or behaviour.changes_input else leaves.bare_value()
             watch = None if behaviour.calls_autograd is False else GradientWatch(tensors_in(value))
-            value, drew_on_host = self._call(layer, microbatch, phase, value)
+            value, random = self._call(layer, microbatch, phase, value)
             outputs = Bundle.pack(value)
         if measured is not None:
             measured.end_forward(layer_id, phase, bundle.tensors)
@@ -411,7 +411,7 @@ class _Task:
         handed_on, returned_own_memory = replica.copy_own_memory(outputs.detached())
         replica.note_forward(
             changed_input=changed_input,
-            drew_on_host=drew_on_host,
+            drew_on_host=random.drew_on_host,
             returned_own_memory=returned_own_memory,
         )
         if with_grad and watch is not None:
@@ -465,8 +465,8 @@ class _Task:
             self._buffers.upload(replica)
         return layer
 
-    def _call(self, layer: _Layer, microbatch: int, phase: LayerPhase, value: Any) -> tuple[Any, bool | None]:
-        """Return what the layer returns, and whether it drew random numbers on the host (None if not observed)."""
+    def _call(self, layer: _Layer, microbatch: int, phase: LayerPhase, value: Any) -> tuple[Any, RandomStream]:
+        """Return what the layer returns, and its random stream, which knows what the layer has drawn."""
         replica, recall = layer.replica, self._recall
         is_recomputed = phase is LayerPhase.RECOMPUTE
         # The first layer gets the call's arguments, every other one the output of the layer before it.
@@ -483,7 +483,7 @@ class _Task:
         if layer_run.saved and phase is LayerPhase.FORWARD:
             saved, _ = replica.copy_own_memory(Bundle.pack(layer_run.recompute_data or ()))
             self._mail.save_layer_data(layer.layer_id, microbatch, saved)
-        return output, random.drew_on_host
+        return output, random
 
     def _send_parameter_gradients(self, layer_id: int) -> None:
         """Start the download of a layer's parameter gradients, after those of all microbatches were added up."""

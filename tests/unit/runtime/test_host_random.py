@@ -1,10 +1,9 @@
-"""TorchDraws: every random CPU operation of torch draws from the stream."""
+"""An observed stream: every random CPU operation of torch draws from the stream."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers_parity import assert_same
 from roundpipe.errors import UsageError
-from roundpipe.runtime.rng import HostRandomStream, TorchDraws, route_shared_generators
+from roundpipe.runtime.rng import RandomStream, route_shared_generators
 
 X = torch.linspace(0.1, 0.9, 24).reshape(4, 6)
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -48,11 +47,8 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
-@contextlib.contextmanager
-def torch_stream(seed: int) -> Iterator[HostRandomStream]:
-    stream = HostRandomStream(seed)
-    with stream, TorchDraws(stream):
-        yield stream
+def torch_stream(seed: int) -> RandomStream:
+    return RandomStream(seed, is_observed=True)
 
 
 def drawn(draw: Callable[[], Any], seed: int) -> Any:

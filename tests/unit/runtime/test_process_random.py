@@ -1,4 +1,4 @@
-"""HostRandomStream: separate generators per thread for `random`, `numpy.random` and torch's CPU state."""
+"""RandomStream: separate generators per thread for `random`, `numpy.random` and torch's CPU state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from roundpipe.runtime import rng as process_random
-from roundpipe.runtime.rng import HostRandomStream, route_shared_generators
+from roundpipe.runtime.rng import RandomStream, route_shared_generators
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_a_stream_depends_on_its_seed_alone() -> None:
     found = []
     for seed in (2**62 + 1, 2**62 + 1, 2**62 + 2, 1):
         random.seed(len(found))
-        with HostRandomStream(seed):
+        with RandomStream(seed):
             found.append((draw(), draw()))
     assert found[0] == found[1]
     numbers = {number for pair in (found[0], found[2], found[3]) for part in pair for number in part}
@@ -43,7 +43,7 @@ def test_a_stream_leaves_the_shared_generators_unchanged() -> None:
     random.seed(1)
     np.random.seed(2)
     found = [draw()]
-    with HostRandomStream(3):
+    with RandomStream(3):
         draw()
         random.seed(4)
         np.random.seed(5)
@@ -55,7 +55,7 @@ def test_other_threads_draw_from_the_shared_generators() -> None:
     expected = [random.random(), random.random()]
     random.seed(1)
     found: list[float] = []
-    with HostRandomStream(3):
+    with RandomStream(3):
         for _ in range(2):
             random.random()
             thread = threading.Thread(target=lambda: found.append(random.random()))
@@ -65,17 +65,17 @@ def test_other_threads_draw_from_the_shared_generators() -> None:
 
 
 def test_streams_nest_and_end_with_an_error() -> None:
-    with HostRandomStream(3):
+    with RandomStream(3):
         expected = draw(), draw()
-    with HostRandomStream(3):
+    with RandomStream(3):
         first = draw()
-        with pytest.raises(ZeroDivisionError), HostRandomStream(4):
+        with pytest.raises(ZeroDivisionError), RandomStream(4):
             _ = draw()[0] / 0
         assert (first, draw()) == expected
 
 
 def test_a_watched_stream_accepts_draws_of_other_threads() -> None:
-    with HostRandomStream(3, is_watched=True):
+    with RandomStream(3, is_watched=True):
         thread = threading.Thread(target=draw)
         thread.start()
         thread.join()
@@ -94,9 +94,9 @@ def test_threads_may_replace_the_functions_at_the_same_time(monkeypatch: pytest.
     for _ in range(2):
         process_random._shared.clear()
         route_shared_generators()
-    with HostRandomStream(3):
+    with RandomStream(3):
         expected = draw()
-    with HostRandomStream(3, is_watched=True):
+    with RandomStream(3, is_watched=True):
         assert draw() == expected
 
 
@@ -111,7 +111,7 @@ def shared_state() -> torch.Tensor:
 
 
 def test_state_functions_of_torch_act_on_the_stream(shared_state: torch.Tensor) -> None:
-    with HostRandomStream(3):
+    with RandomStream(3):
         start = torch.get_rng_state()
         assert torch.equal(start, torch.Generator().manual_seed(3).get_state())
         assert (torch.initial_seed(), torch.random.initial_seed()) == (3, 3)
@@ -121,7 +121,7 @@ def test_state_functions_of_torch_act_on_the_stream(shared_state: torch.Tensor) 
         assert torch.equal(torch.get_rng_state(), start)
         seeds = [torch.seed()]
         assert torch.initial_seed() == seeds[0]
-    with HostRandomStream(3):
+    with RandomStream(3):
         seeds.append(torch.seed())
     assert seeds[0] == seeds[1]
     assert torch.equal(torch.get_rng_state(), shared_state)
@@ -138,20 +138,8 @@ def test_a_backward_pass_acts_on_the_stream_it_began_in(shared_state: torch.Tens
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     y.register_hook(note)
-    with HostRandomStream(3):
+    with RandomStream(3):
         expected = random.random()
-    with HostRandomStream(3):
+    with RandomStream(3):
         y.sum().backward()
     assert seen == [(3, expected)]
-
-
-def test_a_restarted_stream_draws_what_a_new_one_draws() -> None:
-    with HostRandomStream(4):
-        expected = draw(), torch.get_rng_state()
-    stream = HostRandomStream(3)
-    with stream:
-        draw()
-        stream.restart(4)
-        numbers, state = draw(), torch.get_rng_state()
-    assert numbers == expected[0]
-    assert torch.equal(state, expected[1])
