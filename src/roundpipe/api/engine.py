@@ -18,16 +18,17 @@ from torch import nn
 
 from roundpipe.api.calls import (
     CallInputs,
+    InputSplit,
     Request,
     merged,
     new_call,
-    split_inputs,
     summed_losses,
     timeline_of,
 )
 from roundpipe.api.failures import restoring_grad_mode
 from roundpipe.api.group import Group, Scope, api_call
-from roundpipe.api.loss_weights import OwnLoss, WholeBatch, losses_of_all_machines, weighed
+from roundpipe.api.loss_trials import OwnLoss
+from roundpipe.api.loss_weights import ModelLosses, WholeBatch, losses_of_all_machines
 from roundpipe.api.plain_loop import PlainLoop
 from roundpipe.api.planner import CallKind, Planner
 from roundpipe.api.split_model import PreparedCall, SplitModel
@@ -73,12 +74,13 @@ class ModelEngine:
         process_group: Any = None,
     ) -> None:
         """split_model: the model that `layers` were split from, if there is one.
-        own_loss: how to weigh the loss that a model of transformers computes itself.
+        own_loss: the loss that the model computes itself, if it computes one.
         process_group: the machines that train the model together, a group of torch.distributed; None if alone.
         """
         self.name = name
         self.specs, self.num_devices = pool.specs, pool.num_devices
-        self.split_model, self.own_loss = split_model, own_loss
+        self.split_model = split_model
+        self.losses = ModelLosses(name, own_loss or OwnLoss(nn.ModuleList(layers), layers))
         machines = Machines.of(process_group, name, pool.monitor)
         self.store = LayerStore(
             layers,
@@ -345,10 +347,10 @@ class ModelEngine:
         if self.split_model is not None:
             prepared = self.split_model.prepared(args, kwargs, config, is_for_loss_alone=not wants_outputs)
         config = prepared.config
-        split = functools.partial(split_inputs, prepared.args, prepared.kwargs, label, config)
-        batches = self.group.lock.run_user_code(split).with_kwargs(prepared.additions)
+        inputs = InputSplit(prepared.args, prepared.kwargs, label, config, prepared.additions)
         whole = WholeBatch(self.group.machines)
-        batches = weighed(batches, config, self.own_loss, loss_fn, self.group.wait_until_quiet, whole)
+        batches = self.group.lock.run_user_code(inputs.split)
+        batches = self.losses.weighed(batches, inputs, loss_fn, whole, self.group.wait_until_quiet)
         if config.requires_grad:
             self.group.check_training()
         if self.split_model is not None:
@@ -591,10 +593,7 @@ class ModelEngine:
 
 
 def _one_by_one(named: Sequence[tuple[str, OptimizerCopy]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the copies one by one. When the next one is requested, the copy before it releases memory.
-
-    This limits memory use in code that saves all copies to a file.
-    """
+    """Yield the copies. Each releases memory when the next is requested, for code that saves all of them to a file."""
     for name, copy in named:
         yield name, copy
         copy.rest_between_steps()

@@ -73,7 +73,6 @@ class _Layer(NamedTuple):
     replica: Replica
     gradients: LayerGradients
     has_buffers: bool
-    is_last: bool  # whether it is the last layer of the model
 
 
 class _Frame(NamedTuple):
@@ -450,7 +449,7 @@ class _Task:
     def _bind(self, layer_id: int) -> _Layer:
         """Prepare a layer for this task: its weights, buffers, hooks and gradients."""
         self._place.layer_id, self._place.phase = layer_id, "weight upload"
-        store, settings = self._run.store, self._recall.settings[layer_id]
+        settings = self._recall.settings[layer_id]
         replica = self._replicas[layer_id]
         weights = self._images.ready(self._run, self._task, replica, self._place)
         replica.bind(weights, settings, self._run.parameter_hooks.get(layer_id, ()))
@@ -459,7 +458,6 @@ class _Task:
             replica,
             LayerGradients(replica, self._runner.gradient_buffers),
             has_buffers=bool(replica.record.buffers),
-            is_last=layer_id == len(store.layers) - 1,
         )
         if layer.has_buffers:
             self._buffers.upload(replica)
@@ -478,8 +476,6 @@ class _Task:
         with layer_run, self._autocast, random:
             replica.has_run = True
             output = replica.module(*args, **kwargs)
-            if layer.is_last and recall.loss_shares.own is not None:
-                output = recall.loss_shares.apply_to_output(output, microbatch)
         if layer_run.saved and phase is LayerPhase.FORWARD:
             saved, _ = replica.copy_own_memory(Bundle.pack(layer_run.recompute_data or ()))
             self._mail.save_layer_data(layer.layer_id, microbatch, saved)
@@ -524,15 +520,14 @@ class _Task:
     def _losses(self, microbatch: int, outputs: Any) -> Losses:
         """Run loss_fn on a microbatch and multiply each loss by its share."""
         self._place.layer_id, self._place.phase = None, "loss_fn"
-        recall, loss_fn = self._recall, self._run.loss_fn
+        shares, loss_fn = self._recall.loss_shares, self._run.loss_fn
         assert loss_fn is not None
         label = self._mail.label(microbatch)
         random = self._random.forward(len(self._run.store.layers), microbatch)  # the loss counts as one more layer
         with torch.enable_grad(), self._autocast, random:
-            value = loss_fn(outputs, label)
-            found = None if isinstance(value, torch.Tensor) else own_loss(value, recall.loss_shares.place)
+            value = loss_fn(shares.apply_to_output(outputs, microbatch), label)
+            found = None if isinstance(value, torch.Tensor) else own_loss(value, shares.place)
             losses = checked_losses(value if found is None else found)
-            shares = recall.loss_shares
             share = None if shares.returned is None else shares.of_returned(microbatch, is_own=found is not None)
             if share is not None:
                 losses = [weighted(loss, share) for loss in losses]

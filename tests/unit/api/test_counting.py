@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe.api.loss_weights import BY_ROWS, LossForm, LossKind, count_all, count_shifted, loss_form
+from roundpipe.api.loss_trials import LossForm, LossKind, OwnLoss, TrialRows, count_all, count_shifted
+from roundpipe.microbatch import split_call
 
 IGNORED = -100
 LABELS = torch.tensor([[1, 2, IGNORED, 4], [IGNORED, IGNORED, 3, 0], [2, IGNORED, IGNORED, IGNORED]])
@@ -57,6 +59,14 @@ def call(labels: Tensor = LABELS) -> dict[str, Any]:
 def seeded(model: type[Language], **options: Any) -> Language:
     torch.manual_seed(2)
     return model(**options)
+
+
+def loss_form(model: nn.Module, given: dict[str, Any]) -> LossForm:
+    def split(num_microbatch: int) -> Any:
+        return split_call((), given, None, num_microbatch=num_microbatch)
+
+    own = OwnLoss(model, on_the_host=contextlib.nullcontext)
+    return own.form(given, lambda: TrialRows.of(split(len(given["labels"])), split), lambda: None)
 
 
 def test_labels_that_are_not_ignored_are_counted() -> None:
@@ -125,7 +135,7 @@ def test_a_single_label_is_enough() -> None:
     assert loss_form(Classes(), {"x": torch.randn(1, 4), "labels": torch.tensor([2])}).count is count_all
 
 
-def test_a_model_that_raises_or_returns_no_loss_is_weighed_by_rows() -> None:
+def test_a_model_that_raises_is_unknown_and_one_without_a_loss_has_none() -> None:
     class Raising(nn.Module):
         def forward(self, labels: Tensor) -> Any:
             raise RuntimeError("not with these labels")
@@ -134,5 +144,7 @@ def test_a_model_that_raises_or_returns_no_loss_is_weighed_by_rows() -> None:
         def forward(self, labels: Tensor) -> Any:
             return SimpleNamespace(loss=None)
 
-    for model in (Raising(), Silent()):
-        assert loss_form(model, {"labels": LABELS}) == BY_ROWS
+    form = loss_form(Raising(), {"labels": LABELS})
+    assert form.kind is LossKind.UNKNOWN
+    assert "RuntimeError('not with these labels')" in form.doubt
+    assert loss_form(Silent(), {"labels": LABELS}) == LossForm(LossKind.ABSENT)
