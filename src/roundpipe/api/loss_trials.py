@@ -395,11 +395,13 @@ def _mean_over_labels(trial: _Trial, kwargs: _Kwargs, name: str) -> LossForm | N
 def _telling_pairs(labels: Tensor) -> Iterator[tuple[CountTargets, tuple[int, int]]]:
     """Yield each counting rule with two positions in the flat labels that the rule counts.
 
-    The positions tell the rules apart: only `count_all` counts the first label of a row.
+    The positions tell the rules apart: only `count_all` counts the first label of a row. If there are two rows, the
+    positions are in different rows: a mean over rows of means over their labels is no mean over all labels.
     """
-    yield count_all, (0, 1)
+    next_row = labels[0].numel() if labels.dim() > 1 and len(labels) > 1 else 0
+    yield count_all, (0, next_row + 1) if labels.dim() == 1 or labels[0].numel() > 1 else (0, next_row)
     if labels.dim() > 1 and labels.shape[-1] > 2:
-        yield count_shifted, (1, 2)
+        yield count_shifted, (1, next_row + 2)
 
 
 def _only(labels: Tensor, positions: list[int]) -> Tensor:
@@ -442,14 +444,15 @@ def _compared(trial: _Trial, rows: TrialRows, by_labels: LossForm | None, *, is_
     if not (math.isfinite(together) and any((one, other, together))):
         return None
     rounding = trial.rounding_of_rows if together == again else _NOISE
-    tolerance = max(rounding, _NOTABLE)
+    tolerance, mean = max(rounding, _NOTABLE), (one + other) / 2
     doubt = f"it is {together:.6g} for two rows together, {one:.6g} for the first and {other:.6g} for the second alone"
     if by_labels is not None:
         counts = [0 if by_labels.count is None else by_labels.count(call[1][by_labels.labels]) for call in rows[:2]]
         parts = [count * loss for count, loss in zip(counts, (one, other), strict=True) if count]
-        adds_up = not parts or _are_close(together, sum(parts) / sum(counts), tolerance)
-        return by_labels if adds_up else dataclasses.replace(by_labels, doubt=doubt)
-    mean = (one + other) / 2
+        if not parts or _are_close(together, sum(parts) / sum(counts), tolerance):
+            return by_labels
+        if not any(_are_close(together, other_sum, rounding) for other_sum in (mean, one + other)):
+            return dataclasses.replace(by_labels, doubt=doubt)
     if _are_close(together, mean, tolerance):
         # A mean over labels would be nearer to this number: the second row has half as many.
         is_over_labels = is_ragged and abs(together - (2 * one + other) / 3) <= abs(together - mean) + rounding * abs(
