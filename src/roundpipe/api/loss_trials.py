@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from roundpipe.api.calls import unwrapped
-from roundpipe.errors import ModelSplitError
+from roundpipe.errors import ModelSplitError, RoundPipeError
 from roundpipe.microbatch import MicrobatchInputs
 from roundpipe.split.calibrate import fresh, private_copy
 from roundpipe.split.determinism import OUT_OF_MEMORY, WithoutDropout, own_generators
@@ -111,9 +111,11 @@ class TrialRows(NamedTuple):
         split: splits the call into another number of microbatches; returns None if it cannot.
         """
         num_rows = sum(batches.rows or ())
-        alone = split(num_rows) if num_rows > 1 else None
-        pairs = split((num_rows + 1) // 2) if alone is not None and (alone.rows or ())[:2] == (1, 1) else None
-        if alone is not None and pairs is not None and (pairs.rows or ())[:1] == (2,):
+        try:
+            alone, pairs = (split(num_rows), split((num_rows + 1) // 2)) if num_rows > 1 else (None, None)
+        except RoundPipeError:  # these inputs cannot be split into so many microbatches
+            alone = pairs = None
+        if alone and pairs and alone.rows and pairs.rows and alone.rows[:2] == (1, 1) and pairs.rows[0] == 2:
             return cls(_call(alone, 0), _call(alone, 1), _call(pairs, 0))
         one = _call(batches, 0)
         return cls(one, one, tree_map(_twice, one))
@@ -255,6 +257,10 @@ def count_shifted(labels: Tensor) -> int:
     return int((labels[..., 1:] != _IGNORED).sum())
 
 
+class _NoLoss(Exception):
+    """The model returned no loss."""
+
+
 class _Trial:
     """Runs a private copy of a model, or of its layers, on small calls."""
 
@@ -284,7 +290,7 @@ class _Trial:
         """The loss of a call."""
         loss = self.loss_in(self.output(args, kwargs, seed))
         if loss is None:
-            raise LookupError("the model returned no loss")
+            raise _NoLoss
         self.rounding = _ROUNDING.get(loss.dtype, self.rounding)
         self.rounding_of_rows = max(self.rounding, self.rounding_of_rows)
         return float(loss)
@@ -330,7 +336,8 @@ def _form_by_labels(trial: _Trial, kwargs: _Kwargs, name: str) -> LossForm | Non
 
 
 def _is_countable(labels: Any) -> bool:
-    return isinstance(labels, Tensor) and labels.dim() > 0 and labels.numel() > 0 and not labels.dtype.is_floating_point
+    is_filled = isinstance(labels, Tensor) and labels.dim() > 0 and labels.numel() > 0
+    return is_filled and not (labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool)
 
 
 def _made_up(trial: _Trial, kwargs: _Kwargs, name: str) -> Tensor:
@@ -436,11 +443,11 @@ def _form_by_rows(
 
 
 def _compared(trial: _Trial, rows: TrialRows, by_labels: LossForm | None, *, is_ragged: bool) -> LossForm | None:
-    if trial.loss_in(trial.output(*rows.both)) is None:
+    try:
+        together, again = (trial.loss(rows.both[1], rows.both[0], seed) for seed in (0, 1))
+    except _NoLoss:
         return ABSENT
-    one, other, together, again = (
-        trial.loss(call[1], call[0], seed) for call, seed in zip((*rows, rows.both), (0, 0, 0, 1), strict=True)
-    )
+    one, other = (trial.loss(kwargs, args) for args, kwargs in rows[:2])
     if not (math.isfinite(together) and any((one, other, together))):
         return None
     rounding = trial.rounding_of_rows if together == again else _NOISE
@@ -454,10 +461,9 @@ def _compared(trial: _Trial, rows: TrialRows, by_labels: LossForm | None, *, is_
         if not any(_are_close(together, other_sum, rounding) for other_sum in (mean, one + other)):
             return dataclasses.replace(by_labels, doubt=doubt)
     if _are_close(together, mean, tolerance):
-        # A mean over labels would be nearer to this number: the second row has half as many.
-        is_over_labels = is_ragged and abs(together - (2 * one + other) / 3) <= abs(together - mean) + rounding * abs(
-            mean
-        )
+        # The second row has half as many labels, so a mean over labels is another number.
+        distances = abs(together - (2 * one + other) / 3), abs(together - mean)
+        is_over_labels = is_ragged and distances[0] <= distances[1] + rounding * abs(mean)
         return LossForm(LossKind.UNKNOWN, doubt=doubt) if is_over_labels else BY_ROWS
     if _are_close(together, one + other, tolerance):
         return LossForm(LossKind.SUM)

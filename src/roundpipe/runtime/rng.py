@@ -11,8 +11,8 @@ threads at the same time and the user's thread may draw meanwhile. It can also f
 torch's generator holds the generator's mutex while it makes a Python object, and the garbage collection that this may
 start releases the interpreter lock; a second thread then takes that lock and waits for the mutex. Instead:
 
-- A `RandomStream` has a separate generator of each kind. Torch's thread-local state says which stream is current,
-  because autograd passes this state on to its own threads.
+- A `RandomStream` has a separate generator of each kind. It is current on the thread that has entered it. A backward
+  pass on a GPU runs on a thread of autograd, to which torch passes its own thread-local state on; see _BackwardStream.
 - `TorchDraws` passes the stream's generator to every random CPU operation of torch.
 - `route_shared_generators` replaces the functions of torch that read and set the state of its generator, and the
   functions of `random` and `numpy.random`, once, by functions that use the current stream. Outside of a stream these
@@ -33,6 +33,7 @@ import functools
 import importlib
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -226,15 +227,14 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 _NUMPY_ALIASES = {"seed": "seed", "ranf": "random_sample", "sample": "random_sample"}
 
 
-_KEY = "roundpipe_random_stream"  # of the current stream in torch's thread-local state
+_local = threading.local()  # `stream`: the stream that a thread has entered
 
 
 class RandomStream:
     """The random numbers of one layer, or of the loss, in one microbatch.
 
-    While entered, functions of torch, `random` and `numpy.random` on this thread use generators of this stream, as do
-    autograd's threads during a backward pass that begins here. A class and not a generator function, which would be
-    slower: a stream is entered for every layer and microbatch.
+    While entered, functions of torch, `random` and `numpy.random` on this thread use generators of this stream. A class
+    and not a generator function, which would be slower: a stream is entered for every layer and microbatch.
     """
 
     def __init__(
@@ -263,8 +263,8 @@ class RandomStream:
     def __enter__(self) -> RandomStream:
         if self._on_device is not None:
             self._on_device.__enter__()
-        self._outer = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
-        torch._C._stash_obj_in_tls(_KEY, self)
+        self._outer = getattr(_local, "stream", None)
+        _local.stream = self
         if self._draws is not None:
             self._draws.__enter__()
         self._before = _use_of_shared_generators() if self._is_watched else None
@@ -273,7 +273,7 @@ class RandomStream:
     def __exit__(self, *exc_info: Any) -> None:
         if self._draws is not None:
             self._draws.__exit__(*exc_info)
-        torch._C._stash_obj_in_tls(_KEY, self._outer)
+        _local.stream = self._outer
         if self._on_device is not None:
             self._on_device.__exit__(*exc_info)
         if self._task is not None:
@@ -333,8 +333,17 @@ class RandomStream:
         return self._torch_generator().initial_seed()
 
 
+_KEY = "roundpipe_random_stream"  # of the stream of a backward pass in torch's thread-local state
+# Older releases of torch cannot remove a key.
+_forget_stream = getattr(torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None))
+
+
 class _BackwardStream(RandomStream):
-    """The random numbers of a backward pass. Each layer that it reaches has its own, whatever the stage."""
+    """The random numbers of a backward pass. Each layer that it reaches has its own, whatever the stage.
+
+    With a device's stream, it is also in torch's thread-local state, so that autograd's thread for the device finds it.
+    It must not stay there: a thread that ends with Python objects in this state can abort the process at its exit.
+    """
 
     def __init__(
         self, task: TaskRandom, microbatch: int, on_device: DeviceRandomStream | None, is_observed: bool
@@ -342,6 +351,17 @@ class _BackwardStream(RandomStream):
         super().__init__(0, on_device, task, is_observed=is_observed)
         self._of_task, self._microbatch = task, microbatch
         self._layer_id: int | None = None  # the layer that the generators belong to
+
+    def __enter__(self) -> RandomStream:
+        super().__enter__()
+        if self._on_device is not None:
+            torch._C._stash_obj_in_tls(_KEY, self)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._on_device is not None:
+            _forget_stream(_KEY)
+        super().__exit__(*exc_info)
 
     def _follow(self) -> None:
         if self._layer_id != self._of_task.layer_in_backward:
@@ -359,10 +379,10 @@ class _BackwardStream(RandomStream):
 
 
 def _current_stream() -> RandomStream | None:
-    """The stream that the calling thread is in, or that the backward pass on this autograd thread began in."""
-    if not torch._C._is_key_in_tls(_KEY):
-        return None
-    stream: RandomStream | None = torch._C._get_obj_in_tls(_KEY)
+    """The stream that the calling thread has entered, or that the backward pass on this autograd thread began in."""
+    stream: RandomStream | None = getattr(_local, "stream", None)
+    if stream is None and torch._C._is_key_in_tls(_KEY):
+        stream = torch._C._get_obj_in_tls(_KEY)
     return stream
 
 

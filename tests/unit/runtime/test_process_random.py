@@ -129,7 +129,7 @@ def test_state_functions_of_torch_act_on_the_stream(shared_state: torch.Tensor) 
 
 
 def test_a_backward_pass_acts_on_the_stream_it_began_in(shared_state: torch.Tensor) -> None:
-    """Also if autograd runs it on another thread, to which it passes torch's thread-local state on."""
+    """On a GPU autograd runs it on another thread, to which it passes torch's thread-local state on."""
     seen = []
 
     def note(gradient: torch.Tensor) -> None:
