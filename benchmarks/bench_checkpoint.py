@@ -37,7 +37,7 @@ class Training:
         layers = [nn.Sequential(nn.Linear(self.width, self.width), nn.Tanh()) for _ in range(NUM_LAYERS)]
         network = nn.Sequential(*layers).bfloat16()
         self.num_parameters = sum(param.numel() for param in network.parameters())
-        config = RoundPipeRunConfig(num_microbatch=2)
+        config = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
         self.model = RoundPipe(network, optim_dtype=torch.float32, model_run_config=config)
         self.optimizer = Adam(self.model.optim_parameters(), lr=1e-5)
         self._x = torch.randn(num_rows, self.width).bfloat16()

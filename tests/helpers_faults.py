@@ -156,7 +156,9 @@ class Bench:
         self.traps = Traps()
         self.reference = build_model(Traps())
         self.reference_optimizer = make_optimizer(self.reference.parameters())
-        self.config = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH, recompute_grain=grain, execute_plan=plan)
+        self.config = RoundPipeRunConfig(
+            num_microbatch=NUM_MICROBATCH, loss_reduction="sum", recompute_grain=grain, execute_plan=plan
+        )
         self.model = RoundPipe(
             build_model(self.traps), devices=["cpu"] * num_devices, model_run_config=self.config, name="bench"
         )

@@ -63,7 +63,14 @@ def all_blocks() -> list[object]:
 
 
 @pytest.mark.parametrize(("page", "line", "code"), all_blocks())
-def test_python_block_runs(page: Path, line: int, code: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_python_block_runs(
+    page: Path,
+    line: int,
+    code: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monkeypatch.setenv("ROUNDPIPE_DEVICES", "cpu*2")
     monkeypatch.chdir(tmp_path)
     # Blank lines in front make line numbers in a traceback those of the page.
@@ -72,6 +79,7 @@ def test_python_block_runs(page: Path, line: int, code: str, monkeypatch: pytest
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
     finally:
         names.clear()  # a hook on a parameter that refers to its model is a cycle which no collector sees
+    assert "loss_reduction" not in caplog.text, "the block leaves open how losses are combined"
 
 
 @pytest.mark.timeout(240)

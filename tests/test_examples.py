@@ -29,7 +29,7 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Run]:
     """A function that runs an example and returns its variables."""
     monkeypatch.setenv("ROUNDPIPE_DEVICES", "cpu*2")
     monkeypatch.chdir(tmp_path)
@@ -46,6 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
     yield run_script
     for names in variables:
         names.clear()  # ends the models: functions of a script refer to its variables, a cycle
+    assert "loss_reduction" not in caplog.text, "the example leaves open how losses are combined"
 
 
 def flat(options: dict[str, object]) -> list[str]:

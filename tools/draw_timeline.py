@@ -31,7 +31,7 @@ def measured_timeline() -> Timeline:
     plan = ModelExecutePlan(
         fwd_plan=[range(0, 2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(0, 2)]
     )  # tasks F0, F1, FB2, B3, B4
-    config = RoundPipeRunConfig(num_microbatch=4, execute_plan=plan)
+    config = RoundPipeRunConfig(num_microbatch=4, loss_reduction="mean", execute_plan=plan)
     points = torch.randn(4096, 1024)
     timelines = []
     with RoundPipe(network, model_run_config=config, devices=["cpu"] * 2) as model:

@@ -131,7 +131,7 @@ class ResolvedRunConfig:
     execute_plan: ModelExecutePlan | None
     keep_logits: bool | None = None  # None: each call decides by the size of its logits
     whole_batch_loss: bool | None = None  # None: True in calls without loss_fn
-    loss_reduction: LossReduction = LossReduction.SUM
+    loss_reduction: LossReduction | None = None  # None: never set; losses are added
 
 
 def resolve(call: RoundPipeRunConfig, model: RoundPipeRunConfig, num_devices: int) -> ResolvedRunConfig:
@@ -152,5 +152,5 @@ def resolve(call: RoundPipeRunConfig, model: RoundPipeRunConfig, num_devices: in
         execute_plan=chosen.execute_plan,
         keep_logits=chosen.keep_logits,
         whole_batch_loss=chosen.whole_batch_loss,
-        loss_reduction=LossReduction(chosen.loss_reduction or LossReduction.SUM),
+        loss_reduction=None if chosen.loss_reduction is None else LossReduction(chosen.loss_reduction),
     )

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, doing_recompute
 from roundpipe.context import current_iteration, in_gradient_hook
@@ -63,3 +64,38 @@ def test_recomputation_repeats_pythons_random_numbers(devices: list[str]) -> Non
         model.synchronize()
     assert len(set(drawn[False])) == 6
     assert sorted(drawn[True]) == sorted(drawn[False])
+
+
+class Dropping(nn.Linear):
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__(8, 8)
+        self.use_reentrant = use_reentrant  # None: without a checkpoint
+
+    def drop(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x) * torch.rand(()).item()).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.use_reentrant is None:
+            return self.drop(x)
+        y: torch.Tensor = checkpoint(self.drop, x, use_reentrant=self.use_reentrant)
+        return y
+
+
+@pytest.mark.parametrize("devices", WORKERS, ids=len)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_inside_a_layer_repeats_its_numbers(devices: list[str], use_reentrant: bool) -> None:
+    """Numbers of the GPU and of the host; the generators of the process stay as they are."""
+    found = []
+    for kind in (None, use_reentrant):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(8, 8), Dropping(kind), Dropping(kind))
+        x = torch.randn(6, 8)
+        with RoundPipe(module, devices=devices, model_run_config=RECOMPUTED) as model:
+            for _ in range(2):
+                model.forward_backward((x,), loss_fn=loss_fn)
+            model.synchronize()
+        found.append(
+            [*(param.grad for param in module.parameters()), torch.rand(4), torch.rand(4, device="cuda").cpu()]
+        )
+    for plain, checkpointed in zip(*found, strict=True):
+        torch.testing.assert_close(checkpointed, plain)

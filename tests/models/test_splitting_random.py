@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from helpers_parity import add_grads, assert_same, take_grads
 from helpers_split import Block, SplitModels, Toy, assert_same_training, own_loss, recomputing, rows
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.runtime.rng import HostRandomStream, draw_call_seed, stream_seed
+from roundpipe.runtime.rng import Phase, RandomStream, draw_call_seed, stream_seed
 
 NUM_MICROBATCH = 3
 SEED = 9
@@ -57,7 +57,7 @@ def in_its_stream(module: nn.Module, seed: int, draws_globally: bool) -> None:
     forward = type(module).forward
 
     def run(*args: Any) -> Any:
-        with HostRandomStream(seed):
+        with RandomStream(seed, is_observed=True):
             if draws_globally:
                 own = int(torch.randint(2**31, ()))
                 np.random.seed(own)
@@ -75,7 +75,7 @@ def reference_call(reference: Any, draws_globally: bool) -> Tensor:
     losses = []
     for microbatch, x in enumerate(rows().tensor_split(NUM_MICROBATCH)):
         for i, block in enumerate(reference.blocks):
-            in_its_stream(block, stream_seed(call_seed, i + 1, microbatch, False), draws_globally)
+            in_its_stream(block, stream_seed(call_seed, i + 1, microbatch, Phase.FORWARD), draws_globally)
         losses.append(own_loss(reference(x), None))
         losses[-1].backward()
     for block in reference.blocks:

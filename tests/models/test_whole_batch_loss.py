@@ -7,6 +7,7 @@ float64 and agree to its rounding; others, whose library computes the loss in fl
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -311,6 +312,153 @@ def test_a_call_without_labels_has_no_loss_and_raises_nothing(model_type: str, s
         torch.testing.assert_close(loss, expected.detach(), atol=1e-6, rtol=1e-5)
         with pytest.raises(TypeError, match=r"there is no loss in the .*give the model labels"):
             model.forward_backward(input_kwargs=batch, run_config=config)
+
+
+# Trials: neither the values of the first batch nor the weights decide how a run is weighed.
+
+
+def ignored_in_front(labels: Tensor) -> None:
+    labels[0, :4] = IGNORED
+
+
+def repeated(labels: Tensor) -> None:
+    labels[0, :4] = labels[0, 0]
+
+
+def a_row_ignored(labels: Tensor) -> None:
+    labels[0] = IGNORED
+
+
+def one_class(labels: Tensor) -> None:
+    labels[:] = 1
+
+
+FIRST_LABELS = [ignored_in_front, repeated, a_row_ignored, one_class]
+LABELLED: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "t5": (lambda: small("t5"), VOCAB),
+    "bart": (bart, VOCAB),
+    "masked": (lambda: bert("MaskedLM"), VOCAB),
+    "tokens": (lambda: bert("TokenClassification", num_labels=5), 5),
+    "two_classes": (lambda: bert("TokenClassification", num_labels=2), 2),
+}
+
+
+@pytest.mark.parametrize("change", FIRST_LABELS)
+@pytest.mark.parametrize(
+    ("build", "num_classes"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in ("masked", "two_classes") else [])
+        for name, case in LABELLED.items()
+    ],
+)
+def test_the_first_batch_does_not_decide_how_a_run_is_weighed(
+    build: Callable[[], nn.Module], num_classes: int, change: Callable[[Tensor], None]
+) -> None:
+    plain = build().double()
+    first = tokens(NUM_ROWS, 9, seed=9) % num_classes
+    change(first)
+    second = torch.where(uneven_labels() < 0, IGNORED, uneven_labels() % num_classes)
+    with wrapped(copy.deepcopy(plain), 2) as model:
+        for labels in (first, second):
+            plain.zero_grad()
+            model.zero_grad()
+            expected = whole(plain, text(labels))
+            loss = model.forward_backward(input_kwargs=text(labels))
+            model.synchronize()
+            assert_close((loss, grads_of(model.original_model)), expected, IN_DOUBLE)
+
+
+def test_a_model_whose_outputs_are_all_alike_is_weighed_by_labels() -> None:
+    """With a head of zeros every label has the same loss, at first."""
+    plain = small("t5").double()
+    nn.init.zeros_(plain.lm_head.weight)
+    batch = text(uneven_labels())
+    expected = whole(plain, batch)
+    with wrapped(copy.deepcopy(plain), 3) as model:
+        loss = model.forward_backward(input_kwargs=batch)
+        model.synchronize()
+        assert_close((loss, grads_of(model.original_model)), expected, IN_DOUBLE)
+
+
+def test_start_and_end_positions_in_a_tuple_have_the_loss_of_the_whole_batch() -> None:
+    plain = bert("QuestionAnswering").double()
+    batch = text(start_positions=classes(9), end_positions=classes(7))
+    expected = plain(**batch).loss.detach()
+    with wrapped(copy.deepcopy(plain), 3) as model:
+        loss, *_ = model(**batch, return_dict=False)
+        torch.testing.assert_close(loss.detach(), expected, atol=0.0, rtol=IN_DOUBLE)
+        assert_same(model.forward_backward(input_kwargs={**batch, "return_dict": False}), loss.detach())
+
+
+# Losses that do not add up over rows.
+
+
+def clip() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config={**sizes, "vocab_size": VOCAB, "max_position_embeddings": 16, "eos_token_id": VOCAB - 1},
+        vision_config={**sizes, "image_size": 8, "patch_size": 4},
+        projection_dim=12,
+    )
+    torch.manual_seed(1)
+    return livened(transformers.CLIPModel(config).train())
+
+
+def pairs_of_images_and_texts() -> Batch:
+    images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    return {"input_ids": tokens(6, 7), "pixel_values": images, "return_loss": True}
+
+
+def messages_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_contrastive_loss_is_warned_of_once_and_exact_in_one_microbatch(
+    caplog: pytest.LogCaptureFixture, fused: bool
+) -> None:
+    plain, batch = clip(), pairs_of_images_and_texts()
+    expected = plain(**batch).loss.detach()
+    with wrapped(copy.deepcopy(plain), 2) as model:
+
+        def loss_in(num_microbatch: int) -> Tensor:
+            config = microbatches(num_microbatch)
+            if fused:
+                return model.forward_backward(input_kwargs=batch, run_config=config)
+            return model(**batch, roundpipe_run_config=config).loss.detach()
+
+        torch.testing.assert_close(loss_in(1), expected, atol=0.0, rtol=1e-6)
+        assert messages_of(caplog) == []
+        assert (loss_in(2) - expected).abs() > 0.1
+        loss_in(3)
+    (message,) = messages_of(caplog)
+    assert "for two rows together" in message
+    assert "num_microbatch=1" in message
+
+
+ORDINARY: dict[str, Case] = {
+    "causal": (lambda: small("llama", attention_dropout=0.2), lambda: text(uneven_labels())),
+    "routed": (lambda: small("mixtral", output_router_logits=True), lambda: text(uneven_labels())),
+    "masked": (lambda: bert("MaskedLM"), lambda: text(uneven_labels())),
+    "sequences": COMPUTED_IN_DOUBLE["sequences"],
+    "regression": COMPUTED_IN_DOUBLE["regression"],
+    "questions": COMPUTED_IN_DOUBLE["questions"],
+    "t5": (lambda: small("t5", dropout_rate=0.2), lambda: text(uneven_labels())),
+    "in_low_precision": (lambda: small("t5").to(torch.bfloat16), lambda: text(uneven_labels())),
+    "images": COMPUTED_IN_DOUBLE["images"],
+}
+
+
+@pytest.mark.parametrize(("build", "make_batch"), ORDINARY.values(), ids=ORDINARY)
+def test_ordinary_models_are_not_warned_of(
+    build: Callable[[], nn.Module], make_batch: Callable[[], Batch], caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = make_batch()
+    with wrapped(build(), 3, optim_dtype=torch.float32) as model:
+        model.forward_backward(input_kwargs=batch)
+        model(**batch)
+        model.synchronize()
+    assert messages_of(caplog) == []
 
 
 # Which labels count.

@@ -396,8 +396,8 @@ RECOMPUTATION = [
     mutant(
         "all microbatches draw the same random numbers",
         "runtime/rng.py",
-        "for part in (layer_id, microbatch, int(is_new)):",
-        "for part in (layer_id, 0, int(is_new)):",
+        "for part in (layer_id, microbatch, phase):",
+        "for part in (layer_id, 0, phase):",
         f"{RANDOM}::test_calls_layers_and_microbatches_draw_differently",
     ),
     mutant(

@@ -1,5 +1,7 @@
 """loss_reduction="mean": what loss_fn returns is weighed by rows, so that a mean over rows is that of the batch.
 
+Losses that a plain module returns in its output are recognised, or weighed with a warning.
+
 The arithmetic is `loss * (rows / all rows)`. A plain loop that does the same gives the same bits; plain PyTorch on the
 whole batch the same numbers to rounding, which in float64 leaves no room for another weight.
 """
@@ -7,16 +9,21 @@ whole batch the same numbers to rounding, which in float64 leaves no room for an
 from __future__ import annotations
 
 import copy
+import logging
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from helpers_parity import Models, assert_same, assert_same_grads, batch, call_reference, grads_of, mlp, mse, seeded
 from roundpipe import ConfigError, GradScaler, RoundPipe, RoundPipeRunConfig
-from roundpipe.microbatch import Chunk, Replicate, RoundPipePackedData
+from roundpipe.microbatch import Chunk, Reducer, Replicate, RoundPipePackedData
+from roundpipe.runtime.rng import draw_call_seed
 
 MEAN = RoundPipeRunConfig(loss_reduction="mean")
 EXACT = 1e-13  # of numbers of size 1 in float64: a few roundings
@@ -259,3 +266,349 @@ def test_a_loss_in_outputs_is_refused_where_rows_cannot_be_told(models: Models) 
         model(x, y, roundpipe_run_config=whole)
     added = model(x, y, roundpipe_run_config=RoundPipeRunConfig(whole_batch_loss=False).over(whole))
     assert_same(added["loss"].detach(), 2 * module(x, y)["loss"].detach())
+
+
+# Losses in the outputs of plain modules: whether they are means or sums is found out by trials.
+
+
+class Regression(nn.Module):
+    """Returns a loss over rows, reduced as `reduce` says."""
+
+    def __init__(self, reduce: Callable[[Tensor, Any], Tensor], dropout: float = 0.0) -> None:
+        super().__init__()
+        self.body, self.dropout = mlp(), nn.Dropout(dropout)
+        self.reduce = reduce
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, label: Tensor, num_items_in_batch: int | None = None) -> dict[str, Tensor]:
+        self.calls += 1
+        self.seen += len(x)
+        errors = (self.body(self.dropout(x)) - label).square().mean(1)
+        return {"loss": self.reduce(errors, num_items_in_batch), "errors": errors}
+
+
+REDUCED: dict[str, tuple[Callable[[Tensor, Any], Tensor], dict[str, Any]]] = {
+    "mean": (lambda errors, _: errors.mean(), {}),
+    "sum": (lambda errors, _: errors.sum(), {}),
+    "divided by a count": (lambda errors, count: errors.sum() / count, {"num_items_in_batch": 10}),
+    "nothing": (lambda errors, _: 0.0 * errors.sum(), {}),
+}
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("reduce", "more"), REDUCED.values(), ids=REDUCED)
+@pytest.mark.parametrize("first", ["forward", "forward_backward"])
+def test_means_and_sums_of_plain_modules_are_those_of_the_batch(
+    models: Models, caplog: pytest.LogCaptureFixture, reduce: Any, more: dict[str, Any], first: str
+) -> None:
+    """Whichever call comes first, and without a trace of the trial."""
+    module = seeded(lambda: Regression(reduce)).double()
+    x, y = batch(10, 5).double(), batch(10, 5, seed=8).double()
+    expected = module(x, y, **more)["loss"]
+    expected.backward()
+    model = models.wrap_copy(module, 3)
+    model.model.calls = 0
+    model.model.seen.zero_()
+    random.seed(2)
+    np.random.seed(3)
+    torch.manual_seed(1)
+    states = random.getstate(), np.random.get_state()[1].copy()
+    for call in ("forward", "forward_backward") if first == "forward" else ("forward_backward", "forward"):
+        model.zero_grad()
+        if call == "forward":
+            loss = model(x, y, **more)["loss"]
+            loss.backward()
+        else:
+            loss = model.forward_backward((x, y), more)
+        model.synchronize()
+        torch.testing.assert_close(loss.detach(), expected.detach(), atol=EXACT, rtol=EXACT)
+        for name, grad in grads_of(model.model).items():
+            torch.testing.assert_close(grad, module.get_parameter(name).grad, atol=EXACT, rtol=0)
+    assert warnings_in(caplog) == []
+    assert (model.model.calls, float(model.model.seen)) == (8, 20.0)
+    assert random.getstate() == states[0]
+    assert np.array_equal(np.random.get_state()[1], states[1])
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    for _ in range(2):
+        draw_call_seed()  # each call has drawn one number, and trials none
+    assert_same(drawn, torch.rand(3))
+
+
+def test_dropout_does_not_hide_what_a_loss_is(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    for reduce in (REDUCED["mean"][0], REDUCED["sum"][0]):
+        model = models.wrap(seeded(lambda reduce=reduce: Regression(reduce, 0.4)), 3)
+        torch.manual_seed(5)
+        loss, outputs = model.forward_backward((batch(10, 5), batch(10, 5, seed=8)), return_outputs=True)
+        torch.testing.assert_close(loss, reduce(outputs["errors"], None))
+    assert warnings_in(caplog) == []
+
+
+class Tokens(nn.Module):
+    """A mean over the tokens that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.body(x).flatten(0, 1), targets.flatten())}
+
+
+@pytest.mark.parametrize("first", ["forward", "forward_backward"])
+def test_a_mean_over_the_labels_of_a_plain_module_is_weighed_by_labels(
+    models: Models, caplog: pytest.LogCaptureFixture, first: str
+) -> None:
+    """The first rows have equally many labels, later ones have not."""
+    module = seeded(Tokens).double()
+    model = models.wrap_copy(module, 3)
+    x, targets = batch(8, 6, 5).double(), torch.arange(48).view(8, 6) % 7
+    if first == "forward":
+        model(x, targets)
+    targets = targets.clone()
+    for row in range(8):
+        targets[row, : row % 6] = -100
+    expected = module(x, targets)["loss"]
+    expected.backward()
+    loss = model.forward_backward((x, targets))
+    model.synchronize()
+    torch.testing.assert_close(loss, expected.detach(), atol=EXACT, rtol=EXACT)
+    for name, grad in grads_of(model.model).items():
+        torch.testing.assert_close(grad, module.get_parameter(name).grad, atol=EXACT, rtol=0)
+    assert_same(model(x, targets=targets)["loss"].detach(), loss)
+    assert warnings_in(caplog) == []
+
+
+class Masked(Tokens):
+    """A mean over the tokens that a mask shows. What a mask means to a loss cannot be counted."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        errors = self.body(x).square().mean(-1)
+        return {"loss": (errors * mask).sum() / mask.sum()}
+
+
+class Contrastive(nn.Module):
+    """Every row is compared with all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor, label: Tensor) -> dict[str, Tensor]:
+        logits = self.body(x) @ label.t()
+        return {"loss": nn.functional.cross_entropy(logits, torch.arange(len(x)))}
+
+
+UNKNOWN = {
+    "masked": (Masked, batch(8, 4, 5), torch.ones(8, 4)),
+    "contrastive": (Contrastive, batch(8, 5), batch(8, 5, seed=8)),
+}
+
+
+@pytest.mark.parametrize(("build", "x", "y"), UNKNOWN.values(), ids=UNKNOWN)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loss_that_is_not_recognised_is_weighed_with_one_warning(
+    models: Models, caplog: pytest.LogCaptureFixture, build: Callable[[], nn.Module], x: Tensor, y: Tensor, fused: bool
+) -> None:
+    module = seeded(build).double()
+    x = x.double()
+    y = y.double() if y.is_floating_point() else y
+    model = models.wrap_copy(module, 3)
+    for _ in range(3):
+        loss = model.forward_backward((x, y)) if fused else model(x, y)["loss"].detach()
+    parts = [module(*piece)["loss"].detach() for piece in zip(x.tensor_split(4), y.tensor_split(4), strict=True)]
+    torch.testing.assert_close(loss, sum(parts) / 4, atol=EXACT, rtol=EXACT)
+    (message,) = warnings_in(caplog)
+    for part in ("weighed by their rows", "num_microbatch=1", "whole_batch_loss=False", 'loss_reduction="sum"'):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        RoundPipeRunConfig(num_microbatch=1),
+        RoundPipeRunConfig(whole_batch_loss=False, loss_reduction="mean"),
+        RoundPipeRunConfig(whole_batch_loss=False, loss_reduction="sum"),
+        RoundPipeRunConfig(merge_output={"loss": Reducer(torch.tensor(0.0), torch.add)}),
+    ],
+    ids=["one microbatch", "mean", "sum", "reducer"],
+)
+def test_what_the_warning_names_silences_it(
+    models: Models, caplog: pytest.LogCaptureFixture, config: RoundPipeRunConfig
+) -> None:
+    model = models.wrap(seeded(Contrastive), 3, model_run_config=config)
+    x, y = batch(8, 5), batch(8, 5, seed=8)
+    model(x, y)["loss"].backward()
+    if config.merge_output is None:
+        model.forward_backward((x, y))
+    assert warnings_in(caplog) == []
+
+
+class OnlyOnDevices(Regression):
+    """Cannot run where trials run."""
+
+    def forward(self, x: Tensor, label: Tensor, num_items_in_batch: int | None = None) -> dict[str, Tensor]:
+        if threading.current_thread() is threading.main_thread():
+            raise RuntimeError("needs a device")
+        return super().forward(x, label, num_items_in_batch)
+
+
+def test_a_module_that_cannot_run_on_the_host_is_weighed_by_rows_with_a_warning(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = seeded(lambda: OnlyOnDevices(REDUCED["mean"][0]))
+    loss = models.wrap(module, 3).forward_backward((batch(10, 5), batch(10, 5, seed=8)))
+    expected = mse(module.body(batch(10, 5)), batch(10, 5, seed=8)).detach()
+    torch.testing.assert_close(loss, expected)
+    (message,) = warnings_in(caplog)
+    assert "RuntimeError('needs a device')" in message
+    assert "num_microbatch=1" in message
+
+
+# A spec or function of the user gets losses as the module returns them.
+
+
+def raw(module: nn.Module, x: Tensor, y: Tensor, num_microbatch: int) -> list[Tensor]:
+    pieces = zip(x.tensor_split(num_microbatch), y.tensor_split(num_microbatch), strict=True)
+    return [module(*piece)["loss"] for piece in pieces]
+
+
+def largest(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {"loss": torch.stack([output["loss"] for output in outputs]).max()}
+
+
+def added(losses: RoundPipePackedData) -> Tensor:
+    losses.synchronize()
+    return sum(losses[1:], losses[0])
+
+
+OWN_MERGES: dict[str, tuple[Any, Callable[[Any], Tensor], Callable[[list[Tensor]], Tensor]]] = {
+    "reducer": ({"loss": Reducer(torch.tensor(0.0), torch.add), "errors": None}, lambda o: o["loss"], sum),
+    "product": ({"loss": Reducer(torch.tensor(1.0), torch.mul), "errors": None}, lambda o: o["loss"], torch.prod),
+    "function": (largest, lambda o: o["loss"], torch.max),
+    "packed": (False, lambda o: added(o["loss"]), sum),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("spec", "take", "expected"), OWN_MERGES.values(), ids=OWN_MERGES)
+def test_a_users_merge_gets_raw_losses_and_decides_the_gradients(
+    models: Models,
+    caplog: pytest.LogCaptureFixture,
+    reduction: str,
+    spec: Any,
+    take: Callable[[Any], Tensor],
+    expected: Callable[[Any], Tensor],
+) -> None:
+    module = seeded(lambda: Regression(REDUCED[reduction][0]))
+    x, y = batch(10, 5), batch(10, 5, seed=8)
+    model = models.wrap_copy(module, 3, model_run_config=RoundPipeRunConfig(merge_output=spec))
+    loss = take(model(x, y))
+    loss.backward()
+    model.synchronize()
+    losses = raw(module, x, y, 4)
+    plain = expected(losses) if expected is sum else expected(torch.stack(losses))
+    plain.backward()
+    torch.testing.assert_close(loss.detach(), plain.detach())
+    for name, grad in grads_of(model.model).items():
+        torch.testing.assert_close(grad, module.get_parameter(name).grad)
+    assert warnings_in(caplog) == []
+
+
+def test_a_spec_that_leaves_the_loss_out_leaves_it_to_the_automatic_merge(models: Models) -> None:
+    module = seeded(lambda: Regression(REDUCED["mean"][0]))
+    x, y = batch(10, 5), batch(10, 5, seed=8)
+    for spec in ({"loss": None, "errors": Chunk(0)}, Chunk(0), True):
+        config = RoundPipeRunConfig(merge_output=spec)
+        loss = models.wrap_copy(module, 3, model_run_config=config)(x, y)["loss"]
+        torch.testing.assert_close(loss, module(x, y)["loss"])
+
+
+def test_outputs_returned_beside_the_loss_are_raw_for_a_users_merge(models: Models) -> None:
+    module = seeded(lambda: Regression(REDUCED["sum"][0]))
+    x, y = batch(10, 5), batch(10, 5, seed=8)
+    config = RoundPipeRunConfig(merge_output=OWN_MERGES["reducer"][0], whole_batch_loss=True)
+    for loss_fn in (None, lambda output, _: output["loss"]):
+        model = models.wrap_copy(module, 3, model_run_config=config)
+        options: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn}
+        loss, outputs = model.forward_backward((x, y), return_outputs=True, **options)
+        torch.testing.assert_close(loss, module(x, y)["loss"].detach())
+        torch.testing.assert_close(outputs["loss"].detach(), sum(raw(module, x, y, 4)).detach())
+
+
+# A warning of the default, which adds what loss_fn returns.
+
+
+def test_results_of_loss_fn_that_are_added_by_default_are_warned_of_once(
+    models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.wrap(seeded(mlp), 6, name="mine")
+    for _ in range(3):
+        model.forward_backward((batch(10, 5),), label=batch(10, 5), loss_fn=mse)
+    (message,) = warnings_in(caplog)
+    for part in ("mine:", "7 microbatches", "loss_reduction was never set", 'loss_reduction="mean"', '"sum"'):
+        assert part in message
+
+
+def test_bare_losses_of_the_last_layer_are_warned_of_too(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.wrap(seeded(lambda: nn.Sequential(Doubled(), Losses())), 3)
+    for _ in range(2):
+        model.forward_backward((batch(10, 5), batch(10, 5, seed=8)))
+    (message,) = warnings_in(caplog)
+    assert "loss_reduction was never set" in message
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_call"),
+    [
+        ({"loss_reduction": "sum"}, {}),
+        ({"loss_reduction": "mean"}, {}),
+        ({}, {"loss_reduction": "sum"}),
+        ({}, {"loss_reduction": "mean"}),
+        ({"num_microbatch": 1}, {}),
+    ],
+)
+def test_a_decision_of_the_user_is_not_warned_of(
+    models: Models, caplog: pytest.LogCaptureFixture, of_model: dict[str, Any], of_call: dict[str, Any]
+) -> None:
+    model = models.wrap(seeded(mlp), 3, model_run_config=RoundPipeRunConfig(**of_model))
+    config = RoundPipeRunConfig(**of_call)
+    model.forward_backward((batch(10, 5),), label=batch(10, 5), loss_fn=mse, run_config=config)
+    assert warnings_in(caplog) == []
+
+
+# Modules that compute one row from others.
+
+
+def normalising() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5)))
+
+
+def test_normalising_over_microbatches_is_warned_of_once(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.wrap(seeded(normalising), 3, model_run_config=MEAN)
+    x, y = batch(10, 5), batch(10, 5, seed=8)
+    for _ in range(2):
+        mse(model(x), y).backward()
+        model.forward_backward((x,), label=y, loss_fn=mse)
+    (message,) = warnings_in(caplog)
+    assert "BatchNorm" in message
+    assert "num_microbatch=1" in message
+
+
+@pytest.mark.parametrize("way", ["evaluation", "frozen", "one microbatch"])
+def test_normalising_with_running_statistics_or_at_once_is_not_warned_of(
+    models: Models, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    config = RoundPipeRunConfig(num_microbatch=1 if way == "one microbatch" else None).over(MEAN)
+    model = models.wrap(seeded(normalising), 3, model_run_config=config)
+    if way == "frozen":
+        model.model[1][0].eval()
+    if way == "evaluation":
+        model.eval()
+    with torch.set_grad_enabled(way != "evaluation"):
+        model(batch(10, 5))
+    assert warnings_in(caplog) == []

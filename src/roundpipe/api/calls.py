@@ -6,7 +6,7 @@ Knows microbatches, bundles and runs; never devices, weights or plans.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from roundpipe.microbatch import (
     pack_outputs,
     split_call,
 )
+from roundpipe.microbatch.specs import is_custom_function
+from roundpipe.microbatch.split import CountedSplit
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.rng import Ambient
 from roundpipe.runtime.run import Call, Costs, GradientParcel, LayerSettings, Parcel, Recall, Run, TaskSpan, Trace
@@ -58,37 +60,58 @@ class Request:
         return dataclasses.replace(self, batches=self.batches.first(), wants_outputs=False)
 
 
-def split_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: ResolvedRunConfig
-) -> MicrobatchInputs:
-    """Check a user's arguments and split them into microbatches. Runs the user's split functions, if there are any."""
-    if config.merge_output is not None and not isinstance(config.merge_output, bool):
-        check_merge_output(config.merge_output)  # checked early: merging happens after the whole run
-    # Values that a user's function splits may contain anything; the function's results are checked later.
-    split_by_us = [] if callable(config.split_input) else [args, kwargs]
-    split_by_us += [] if callable(config.split_label) else [label]
-    for leaf in tree_leaves(split_by_us):
-        if isinstance(leaf, torch.Tensor):
-            check_movable(leaf)
-    if config.requires_grad and (kwargs.get("use_cache") is True or caches_in(args, kwargs)):
-        raise UsageError(
-            "use_cache=True and past_key_values are for generating, under torch.no_grad(); leave them out in training. "
-            "Adapters that train a cache, such as prefix tuning, are not supported."
-        )
-    batches = split_call(
-        args,
-        kwargs,
-        label,
-        num_microbatch=config.num_microbatch,
-        split_input=config.split_input,
-        split_label=config.split_label,
-    )
-    if len(batches) > 1 and any(map(caches_in, batches.args, batches.kwargs)):
-        raise UsageError(
-            f"the {len(batches)} microbatches of this call would write to one cache (past_key_values); pass "
-            "use_cache=False, or num_microbatch=1 in the run config."
-        )
-    return batches
+@dataclasses.dataclass(frozen=True)
+class InputSplit:
+    """Checks a user's arguments and splits them into microbatches.
+
+    additions: further keyword arguments that every microbatch gets as they are.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    label: Any
+    config: ResolvedRunConfig
+    additions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def split(self) -> MicrobatchInputs:
+        """The microbatches of the call. Runs the user's split functions, if there are any."""
+        config = self.config
+        if config.merge_output is not None and not isinstance(config.merge_output, bool):
+            check_merge_output(config.merge_output)  # checked early: merging happens after the whole run
+        # Values that a user's function splits may contain anything; the function's results are checked later.
+        split_by_us = [] if callable(config.split_input) else [self.args, self.kwargs]
+        split_by_us += [] if callable(config.split_label) else [self.label]
+        for leaf in tree_leaves(split_by_us):
+            if isinstance(leaf, torch.Tensor):
+                check_movable(leaf)
+        if config.requires_grad and (self.kwargs.get("use_cache") is True or caches_in(self.args, self.kwargs)):
+            raise UsageError(
+                "use_cache=True and past_key_values are for generating, under torch.no_grad(); leave them out in "
+                "training. Adapters that train a cache, such as prefix tuning, are not supported."
+            )
+        batches = self._split_into(config.num_microbatch, self.label, config.split_label)
+        if len(batches) > 1 and any(map(caches_in, batches.args, batches.kwargs)):
+            raise UsageError(
+                f"the {len(batches)} microbatches of this call would write to one cache (past_key_values); pass "
+                "use_cache=False, or num_microbatch=1 in the run config."
+            )
+        return batches
+
+    def split_into(self, num_microbatch: int) -> MicrobatchInputs | None:
+        """The inputs in another number of microbatches, without labels; None if a function of the user splits them."""
+        spec = self.config.split_input
+        is_ours = spec is None or isinstance(spec, CountedSplit) or not is_custom_function(spec)
+        return self._split_into(num_microbatch, None, None) if is_ours else None
+
+    def _split_into(self, num_microbatch: int, label: Any, split_label: Any) -> MicrobatchInputs:
+        return split_call(
+            self.args,
+            self.kwargs,
+            label,
+            num_microbatch=num_microbatch,
+            split_input=self.config.split_input,
+            split_label=split_label,
+        ).with_kwargs(self.additions)
 
 
 class CallInputs:
@@ -178,7 +201,8 @@ def _new_recall(store: LayerStore, request: Request, schedule: Sequence[StageTas
         settings=[LayerSettings.of(layer) for layer in layers],
         frozen_buffers={layer.layer_id: [b.frozen() for b in layer.buffers] for layer in layers if layer.buffers},
         save_points=frozenset(i for stage in recomputed for i in (stage if by_layer else stage[:1])),
-        loss_shares=request.batches.shares,
+        # Without `merged`, which refers to the inputs: the autograd graph of the outputs keeps this object.
+        loss_shares=dataclasses.replace(request.batches.shares, merged=None),
     )
 
 

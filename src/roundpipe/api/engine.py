@@ -16,18 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from roundpipe.api.calls import (
-    CallInputs,
-    Request,
-    merged,
-    new_call,
-    split_inputs,
-    summed_losses,
-    timeline_of,
-)
+from roundpipe.api.calls import CallInputs, InputSplit, Request, merged, new_call, summed_losses, timeline_of
 from roundpipe.api.failures import restoring_grad_mode
 from roundpipe.api.group import Group, Scope, api_call
-from roundpipe.api.loss_weights import OwnLoss, WholeBatch, losses_of_all_machines, weighed
+from roundpipe.api.loss_trials import OwnLoss
+from roundpipe.api.loss_weights import ModelLosses, WholeBatch, losses_of_all_machines
 from roundpipe.api.plain_loop import PlainLoop
 from roundpipe.api.planner import CallKind, Planner
 from roundpipe.api.split_model import PreparedCall, SplitModel
@@ -76,13 +69,14 @@ class ModelEngine:
         process_group: Any = None,
     ) -> None:
         """split_model: the model that `layers` were split from, if there is one.
-        own_loss: how to weigh the loss that a model of transformers computes itself.
+        own_loss: the loss that the model computes itself, if it computes one.
         cache_switch: turns the caches of a model of transformers off that is not split.
         process_group: the machines that train the model together, a group of torch.distributed; None if alone.
         """
         self.name = name
         self.specs, self.num_devices = pool.specs, pool.num_devices
-        self.split_model, self.own_loss, self._cache_switch = split_model, own_loss, cache_switch
+        self.split_model, self._cache_switch = split_model, cache_switch
+        self.losses = ModelLosses(name, own_loss or OwnLoss(nn.ModuleList(layers), layers))
         machines = Machines.of(process_group, name, pool.monitor)
         self.store = LayerStore(
             layers,
@@ -351,10 +345,10 @@ class ModelEngine:
         if self.split_model is not None:
             prepared = self.split_model.prepared(args, kwargs, config, is_for_loss_alone=not wants_outputs)
         config = prepared.config
-        split = functools.partial(split_inputs, prepared.args, prepared.kwargs, label, config)
-        batches = self.group.lock.run_user_code(split).with_kwargs(prepared.additions)
+        inputs = InputSplit(prepared.args, prepared.kwargs, label, config, prepared.additions)
         whole = WholeBatch(self.group.machines, is_training=(self.split_model or self.store).is_training)
-        batches = weighed(batches, config, self.own_loss, loss_fn, self.group.wait_until_quiet, whole)
+        batches = self.group.lock.run_user_code(inputs.split)
+        batches = self.losses.weighed(batches, inputs, loss_fn, whole, self.group.wait_until_quiet)
         if config.requires_grad:
             self.group.check_training()
         if self.split_model is not None:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from roundpipe.api.engine import ModelEngine
-from roundpipe.api.loss_weights import OwnLoss, outputs_alone
+from roundpipe.api.loss_trials import OwnLoss
+from roundpipe.api.loss_weights import outputs_alone
 from roundpipe.api.proxy import ModelProxy, like_the_models
 from roundpipe.api.split_model import SplitModel
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
@@ -23,7 +24,7 @@ from roundpipe.microbatch.merge import as_microbatches, is_merging_late, merge_l
 from roundpipe.module_copy import num_hooks
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
-from roundpipe.split.transformers import CacheSwitch, has_pretrained, install_capturing_hooks, refuse_lost_captures
+from roundpipe.split.transformers import CacheSwitch, install_capturing_hooks, refuse_lost_captures
 from roundpipe.store import PinMode
 from roundpipe.store.adopt import refuse_owned
 from roundpipe.store.records import user_names
@@ -121,7 +122,7 @@ class RoundPipe(ModelProxy):
             pin_mode=pin_mode,
             pinner=host_pinner(specs),
             split_model=split_model,
-            own_loss=_own_loss_of(original_model) if split_model is None else split_model.own_loss,
+            own_loss=OwnLoss(original_model, layers) if split_model is None else split_model.own_loss,
             cache_switch=CacheSwitch(model) if split_model is None and not is_chain(model) else None,
             process_group=process_group,
         )
@@ -205,7 +206,7 @@ class RoundPipe(ModelProxy):
     def set_original_model(self, original_model: nn.Module) -> None:
         """Take attributes, parameter names and state_dict keys from `original_model`."""
         super().set_original_model(original_model)
-        self._engine.own_loss = _own_loss_of(original_model)
+        self._engine.losses.own = OwnLoss(original_model, self._layers)
 
     def close(self) -> None:
         """Finish pending work and release threads and pinned memory; the weights stay in the wrapped model."""
@@ -277,10 +278,6 @@ class RoundPipe(ModelProxy):
         if len(present) != len(self._layers) or not all(map(operator.is_, present, self._layers)):
             _raise_other_layers(self.name, self._layers, _layers_of(self.model))
         return config
-
-
-def _own_loss_of(model: nn.Module) -> OwnLoss | None:
-    return OwnLoss(model) if has_pretrained(model) else None
 
 
 def check_arguments(model: object, optim_dtype: object, name: object, model_run_config: object) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.api.loss_weights import OwnLoss
+from roundpipe.api.loss_trials import OwnLoss
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.errors import ArgumentTypeError, ModelSplitError, UsageError
 from roundpipe.microbatch import MicrobatchInputs, RoundPipePackedData
@@ -45,7 +45,7 @@ class SplitModel:
         self._model = model
         self._splitter = splitter
         self._config = getattr(model, "config", None)
-        self.own_loss = OwnLoss(model, splitter.on_the_host)
+        self.own_loss = OwnLoss(model, on_the_host=splitter.on_the_host)
         parameters = inspect.signature(model.forward).parameters
         by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
         self._parameters = [name for name, parameter in parameters.items() if parameter.kind is by_position]

@@ -23,11 +23,12 @@ from roundpipe.devices.discover import (
     require_device,
     wait_for_producers,
 )
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
+from roundpipe.devices.interface import Device, DeviceRandomStream, Event, HostPinner, Mark, MemoryUse, StreamKind
 
 __all__ = [
     "MEMORY_SHARE",
     "Device",
+    "DeviceRandomStream",
     "DeviceSpec",
     "Event",
     "GpuFacts",

@@ -14,12 +14,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
+from roundpipe.devices.interface import Device, DeviceRandomStream, Event, HostPinner, Mark, MemoryUse, StreamKind
 from roundpipe.devices.virtual import poisoned
 from roundpipe.monitor import wait_for_event
 
@@ -161,7 +160,7 @@ class CudaDevice(Device):
         with torch.cuda.device(self._index), torch.cuda.stream(self._streams[StreamKind.COMPUTE]):
             yield
 
-    def random_stream(self, seed: int) -> AbstractContextManager[None]:
+    def random_stream(self, seed: int) -> DeviceRandomStream:
         return _RandomStream(self._generator_lock, torch.cuda.default_generators[self._index], seed)
 
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -228,7 +227,7 @@ class CudaDevice(Device):
         torch.cuda.empty_cache()
 
 
-class _RandomStream(AbstractContextManager[None]):
+class _RandomStream(DeviceRandomStream):
     """While entered, holds the lock of the GPU's generator and seeds the generator; restores its state afterwards.
 
     A class, because it is entered for every layer and microbatch and a generator function would be slower.
@@ -243,6 +242,9 @@ class _RandomStream(AbstractContextManager[None]):
         # Seed and offset are all of a CUDA generator's state, and much cheaper to keep than the state as a tensor.
         self._users_seed, self._users_offset = generator.initial_seed(), generator.get_offset()
         generator.manual_seed(self._seed)
+
+    def manual_seed(self, seed: int) -> None:
+        self._generator.manual_seed(seed)
 
     def __exit__(self, *exc_info: object) -> None:
         try:

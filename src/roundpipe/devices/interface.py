@@ -54,6 +54,14 @@ class Mark(Protocol):
         ...
 
 
+class DeviceRandomStream(AbstractContextManager[None], abc.ABC):
+    """While entered, kernels of a device draw from a separate sequence of random numbers."""
+
+    @abc.abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Begin the sequence anew, with another seed. Only while entered."""
+
+
 class MemoryUse(NamedTuple):
     """Bytes that tensors occupy now, and their maximum since the peak counter was last reset."""
 
@@ -73,8 +81,11 @@ class Device(abc.ABC):
         """Make this device and its compute stream current on the calling thread inside the block."""
 
     @abc.abstractmethod
-    def random_stream(self, seed: int) -> AbstractContextManager[None]:
-        """Seed the device's random generator with `seed` inside the block and restore its state afterwards."""
+    def random_stream(self, seed: int) -> DeviceRandomStream:
+        """Seed the device's random generator with `seed` inside the block and restore its state afterwards.
+
+        Does nothing if the device draws on the host.
+        """
 
     @abc.abstractmethod
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

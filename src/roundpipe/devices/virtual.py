@@ -16,17 +16,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 
-from roundpipe.devices.interface import Device, Event, HostPinner, Mark, MemoryUse, StreamKind
+from roundpipe.devices.interface import Device, DeviceRandomStream, Event, HostPinner, Mark, MemoryUse, StreamKind
 from roundpipe.monitor import process_rlock, shielded
 
 # One lock for all virtual devices: running a copy may first run copies of another device that it waits for.
 _fabric_lock = process_rlock()
-_NO_RANDOM_STREAM = contextlib.nullcontext()
 _EARLY_SHARE = 0.2  # fraction of `copy` calls that also run queued actions early
+
+
+class _NoRandomStream(DeviceRandomStream):
+    """Virtual devices draw on the host."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass
+
+
+_NO_RANDOM_STREAM = _NoRandomStream()
 
 
 class _CopyStream:
@@ -108,7 +119,7 @@ class VirtualDevice(Device):
     def computing(self) -> Iterator[None]:
         yield
 
-    def random_stream(self, seed: int) -> AbstractContextManager[None]:
+    def random_stream(self, seed: int) -> DeviceRandomStream:
         return _NO_RANDOM_STREAM
 
     def host_empty_strided(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -93,39 +93,57 @@ class _AutomaticMerge:
         if not all(value.is_floating_point() for value in values):  # integers, bools and complex numbers are no losses
             return _mean(values, path)
         if path == f"{ROOT}[{self._shares.place!r}]":  # the model's own loss
-            shares = self._shares.merged
+            shares = self._shares.of_merged(len(values))
         else:
             shares = self._shares.rows if _OTHER_LOSS.fullmatch(path) else None
         return _mean(values, path) if shares is None else _sum(values, shares)
 
 
-def _loss_places(merged: Any, shares: LossShares) -> list[int]:
+def merges_automatically(merge_output: Any, place: str | int) -> bool:
+    """Whether `merge_output` leaves the number at `place` of the outputs, such as a loss, to the automatic merge."""
+    if merge_output is None or merge_output is True or is_chunk(merge_output):
+        return True
+    if merge_output is False or is_replicate(merge_output) or is_reducer(merge_output):
+        return False
+    if isinstance(merge_output, Mapping):
+        return merge_output.get(place) is None
+    if isinstance(merge_output, tuple | list) and isinstance(place, int):
+        return place < len(merge_output) and merge_output[place] is None
+    return False
+
+
+def _loss_places(merged: Any, shares: LossShares, merge_output: Any) -> list[int]:
     """The positions of losses among the parts of a merged output: those that were added with shares."""
     node = open_node(merged)
     if node is None:
         return []
     own = f"[{shares.place!r}]" if shares.merged is not None else None
+    keys: Sequence[Any] = list(merged) if isinstance(merged, Mapping) else range(len(node.children))
     places = []
     for position, (name, child) in enumerate(zip(node.names, node.children, strict=True)):
         is_number = isinstance(child, torch.Tensor) and child.dim() == 0 and child.is_floating_point()
         is_other = shares.rows is not None and _OTHER_LOSS.fullmatch(ROOT + name) is not None
-        if is_number and (name == own or is_other):
+        if is_number and (name == own or is_other) and merges_automatically(merge_output, keys[position]):
             places.append(position)
     return places
 
 
-def losses_in(merged: Any, shares: LossShares) -> list[torch.Tensor]:
-    """The losses of the batch in a merged output: the model's own loss and further ones such as a router's."""
+def losses_in(merged: Any, shares: LossShares, merge_output: Any) -> list[torch.Tensor]:
+    """The losses of the batch in a merged output: the model's own loss and further ones such as a router's.
+
+    Not those that a spec or function of the user has merged.
+    """
     node = open_node(merged)
-    return [] if node is None else [node.children[position] for position in _loss_places(merged, shares)]
+    places = _loss_places(merged, shares, merge_output)
+    return [] if node is None else [node.children[position] for position in places]
 
 
-def with_losses(merged: Any, shares: LossShares, losses: Sequence[torch.Tensor]) -> Any:
+def with_losses(merged: Any, shares: LossShares, merge_output: Any, losses: Sequence[torch.Tensor]) -> Any:
     """A merged output with other values in place of those that `losses_in` returns."""
     node = open_node(merged)
     assert node is not None
     children = list(node.children)
-    for position, loss in zip(_loss_places(merged, shares), losses, strict=True):
+    for position, loss in zip(_loss_places(merged, shares, merge_output), losses, strict=True):
         children[position] = loss
     return node.rebuild(children)
 

@@ -11,8 +11,9 @@ The number of microbatches, by the first line that applies:
     none of these         num_microbatch; every value is replicated
 
 [Note: loss shares] A share is the factor of a microbatch's loss in the loss of the batch. Shares are applied in three
-places: to the output of a model that computes its own loss, to the result of loss_fn, and when outputs are merged. All
-three use `weighted`, so the loss of the batch is the same number in each place.
+places: to the model's own loss in the output that loss_fn gets, to the result of loss_fn, and when outputs are merged
+automatically. All three use `weighted`, so the loss of the batch is the same number in each place. A spec or function
+of the user that merges outputs gets losses as the model returns them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, assert_never
@@ -44,30 +45,31 @@ from roundpipe.microbatch.specs import (
 )
 
 Shares = tuple[float, ...]  # one factor per microbatch
+OwnShares = tuple[float | None, ...]  # as Shares; None if the factor is needed but unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class LossShares:
     """The factors of the losses of a call. Each tuple has one entry per microbatch.
 
-    own: factors of the loss that the model computes itself; None if all are 1. An entry is None if the factor is needed
-        but unknown.
+    own: factors of the loss that the model computes itself, in what loss_fn gets; None if all are 1.
     returned: factors of the result of loss_fn; None if all are 1.
     rows: each microbatch's share of the batch's rows; None if unknown.
     covers_own: whether the model's own losses, multiplied by their factors, add up to the loss of the batch.
-    merged: factors of the model's own loss when outputs are merged; None if it is averaged like any other number.
+    merged: finds the factors of the model's own loss when outputs are merged, None if all are 1. Called only if there
+        is such a loss, because finding them may run the model. None: the loss is averaged like any other number.
     place: the key or position of the model's own loss in the model's output.
     """
 
-    own: tuple[float | None, ...] | None = None
+    own: OwnShares | None = None
     returned: Shares | None = None
     rows: Shares | None = None
     covers_own: bool = False
-    merged: Shares | None = None
+    merged: Callable[[], OwnShares | None] | None = None
     place: str | int = "loss"
 
     def apply_to_output(self, value: Any, microbatch: int) -> Any:
-        """Return a model's output with its own loss, if it has one, multiplied by the microbatch's share."""
+        """Return a model's output with its own loss, if it has one, multiplied by the microbatch's share `own`."""
         if self.own is None:
             return value
         # A loss tensor with dimensions has one loss per row. It is not a mean, so no share is applied.
@@ -75,15 +77,15 @@ class LossShares:
         node = open_node(value)
         if loss is None or node is None or loss.dim() > 0 or not loss.is_floating_point():
             return value
-        share = self.own[microbatch]
-        if share is None:
-            raise ConfigError(
-                "the model returns a `loss`, but the number of rows of each microbatch cannot be told from how this "
-                "call was split, so the losses cannot be averaged. Set whole_batch_loss=False to add them up, or split "
-                "the call with split_input specs such as Chunk(0)."
-            )
+        share = _known(self.own)[microbatch]
         changed = [weighted(loss, share) if child is loss else child for child in node.children]
         return node.rebuild(changed)  # a value of the same type as the output, such as ModelOutput
+
+    def of_merged(self, num_microbatch: int) -> Shares | None:
+        """Return the factors of the model's own loss when outputs are merged; None if it is averaged."""
+        if self.merged is None:
+            return None
+        return _known(self.merged() or (1.0,) * num_microbatch)
 
     def of_returned(self, microbatch: int, *, is_own: bool) -> float | None:
         """Return the factor of the result of loss_fn; None if it needs no factor.
@@ -92,6 +94,18 @@ class LossShares:
         """
         # If the shares cover the model's own loss, `apply_to_output` has applied the factor already.
         return None if self.returned is None or (is_own and self.covers_own) else self.returned[microbatch]
+
+
+def _known(shares: OwnShares) -> Shares:
+    """Return the shares; raise if one of them is unknown."""
+    known = tuple(share for share in shares if share is not None)
+    if len(known) < len(shares):
+        raise ConfigError(
+            "the model returns a `loss`, but the number of rows of each microbatch cannot be told from how this call "
+            "was split, so the losses cannot be averaged. Set whole_batch_loss=False to add them up, or split the call "
+            "with split_input specs such as Chunk(0)."
+        )
+    return known
 
 
 def own_loss(value: Any, place: str | int = "loss") -> torch.Tensor | None:

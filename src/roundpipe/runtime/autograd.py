@@ -118,7 +118,9 @@ class StageGraph:
         """Register hooks on the outputs of the layer at `position`. When they run, all later layers are done."""
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
-                output.register_hook(functools.partial(self._reached, position))
+                handle = output.register_hook(functools.partial(self._reached, position))
+                if len(output._backward_hooks or ()) > 1:
+                    _move_to_front(handle, output)  # the layer's own hooks belong to its backward, which begins here
 
     def backward(self, roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None = None) -> None:
         """Run the backward from `roots`. Afterwards, report the layers as done that no gradient has reached."""
@@ -131,6 +133,13 @@ class StageGraph:
         while self.is_in_backward and self.num_left > position + 1:
             self.num_left -= 1
             self.on_layer_done(self.num_left)
+
+
+def _move_to_front(handle: RemovableHandle, tensor: torch.Tensor) -> None:
+    """Let the hook of `handle` run before all other hooks of the tensor."""
+    hooks: dict[int, Hook] = tensor._backward_hooks  # type: ignore[assignment]
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)  # hooks run in the order of insertion
 
 
 class GradientWatch:

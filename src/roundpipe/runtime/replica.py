@@ -51,6 +51,7 @@ class Behaviour:
     is_known: bool = False
     changes_input: bool = True
     draws_on_host: bool = True
+    draws_in_backward: bool | None = None  # on the host, in hooks or by running forward code again; None: unknown
     writes_buffers: bool | None = None  # None: unknown
     returns_own_memory: bool = True  # outputs share memory with weights or buffers, which are overwritten later
     # The next two are observed in forwards with grad; None before the first one.

@@ -32,11 +32,9 @@ from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, Observe
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
 from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
 from roundpipe.runtime.replica import Behaviour, LayerImages, Replica
-from roundpipe.runtime.rng import HostRandomStream, ProcessRandomStream, stream_seed
+from roundpipe.runtime.rng import RandomStream, TaskRandom
 from roundpipe.runtime.run import SIZED_MICROBATCHES, TIMED_MICROBATCHES, LayerMeasurement, Place, Run, TaskSpan
 from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Traffic, Transfer
-
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class StageRunner:
@@ -75,13 +73,13 @@ class _Layer(NamedTuple):
     replica: Replica
     gradients: LayerGradients
     has_buffers: bool
-    is_last: bool  # whether it is the last layer of the model
 
 
 class _Frame(NamedTuple):
     """One forward of a layer in its own graph, kept for the layer's backward."""
 
     layer: _Layer
+    microbatch: int
     leaves: Leaves
     outputs: Bundle
     handed_on: Bundle  # the outputs for the next layer, cut from this layer's graph
@@ -100,6 +98,7 @@ class _Task:
         self._mail = StageMail(run, task, runner.transfer, self._place)
         self._buffers = StageBuffers(run, runner.transfer)
         self._autocast = self._recall.ambient.take_over()
+        self._random = TaskRandom(self._device, self._recall.seed, self._recall.first_microbatch)
         self._replicas = {i: runner.images.replica(run.store, i) for i in task.layers}
         self._layers: dict[int, _Layer] = {}  # layers whose replica is bound now, by layer_id
         self._runs_in_one_graph = False
@@ -196,7 +195,8 @@ class _Task:
         # The caller waits for the losses only: send them when the backward of the loss has run, before the layers'.
         self._loss_backward_done = functools.partial(self._mail.send_losses, microbatch, losses)
         self._place.layer_id, self._place.phase = None, "loss backward"
-        graph.backward(losses.tensors)
+        with self._random.backward(len(self._run.store.layers), microbatch, self._behaviours()):
+            graph.backward(losses.tensors)
         self._refuse_late_gradients()
         self._mail.send_gradients(microbatch, leaves.gradients)
 
@@ -233,7 +233,8 @@ class _Task:
         self._measured_backward = self._measure()
         roots = _roots(last, Bundle.pack(value).tensors, gradients)
         del value
-        graph.backward(*roots)
+        with self._random.backward(last, microbatch, self._behaviours()):
+            graph.backward(*roots)
         self._refuse_late_gradients()
         return leaves.gradients
 
@@ -300,6 +301,9 @@ class _Task:
     def _known_behaviour(self, layer_id: int) -> Behaviour:
         return self._replicas[layer_id].behaviour_with(self._recall.settings[layer_id])
 
+    def _behaviours(self) -> list[Behaviour]:
+        return [self._layers[layer_id].replica.behaviour for layer_id in self._task.layers]
+
     def _forward_in_one_graph(self, microbatch: int, leaves: Leaves, phase: LayerPhase, graph: StageGraph) -> Any:
         """Return what the stage's last layer returns. The caller enables grad."""
         value = leaves.value()
@@ -351,6 +355,8 @@ class _Task:
         if measured is not None:
             self._measured_backward = self._measure()
         self._place.layer_id, self._place.phase = layers[position - 1] if position else None, "backward"
+        if position:
+            self._random.layer_in_backward = layers[position - 1]
 
     def _refuse_late_gradients(self) -> None:
         """Raise if autograd reached a parameter after its layer was reported as done."""
@@ -396,7 +402,7 @@ class _Task:
         with torch.set_grad_enabled(with_grad):
             value = leaves.value() if has_backward or behaviour.changes_input else leaves.bare_value()
             watch = None if behaviour.calls_autograd is False else GradientWatch(tensors_in(value))
-            value, host = self._call(layer, microbatch, phase, value)
+            value, random = self._call(layer, microbatch, phase, value)
             outputs = Bundle.pack(value)
         if measured is not None:
             measured.end_forward(layer_id, phase, bundle.tensors)
@@ -404,7 +410,7 @@ class _Task:
         handed_on, returned_own_memory = replica.copy_own_memory(outputs.detached())
         replica.note_forward(
             changed_input=changed_input,
-            drew_on_host=None if host is None else host.drew,
+            drew_on_host=random.drew_on_host,
             returned_own_memory=returned_own_memory,
         )
         if with_grad and watch is not None:
@@ -416,7 +422,7 @@ class _Task:
             self._buffers.after_forward(replica, microbatch, phase)
         if self._is_last_microbatch and phase is not LayerPhase.RECOMPUTE and not self._run.is_probe:
             replica.write_attributes_back()
-        return _Frame(layer, leaves, outputs, handed_on)
+        return _Frame(layer, microbatch, leaves, outputs, handed_on)
 
     def _backward_frames(self, frames: list[_Frame], gradients: Gradients) -> Gradients:
         while frames:
@@ -430,7 +436,8 @@ class _Task:
         roots = _roots(layer_id, frame.outputs.tensors, gradients)
         if roots[0]:
             measured = self._measure()
-            torch.autograd.backward(*roots)
+            with self._random.backward(layer_id, frame.microbatch, [frame.layer.replica.behaviour]):
+                torch.autograd.backward(*roots)
             frame.layer.gradients.gather()
             if measured is not None:
                 measured.end_backward(layer_id)
@@ -444,7 +451,7 @@ class _Task:
     def _bind(self, layer_id: int) -> _Layer:
         """Prepare a layer for this task: its weights, buffers, hooks and gradients."""
         self._place.layer_id, self._place.phase = layer_id, "weight upload"
-        store, settings = self._run.store, self._recall.settings[layer_id]
+        settings = self._recall.settings[layer_id]
         replica = self._replicas[layer_id]
         weights = self._images.ready(self._run, self._task, replica, self._place)
         replica.bind(weights, settings, self._run.parameter_hooks.get(layer_id, ()))
@@ -453,39 +460,28 @@ class _Task:
             replica,
             LayerGradients(replica, self._runner.gradient_buffers),
             has_buffers=bool(replica.record.buffers),
-            is_last=layer_id == len(store.layers) - 1,
         )
         if layer.has_buffers:
             self._buffers.upload(replica)
         return layer
 
-    def _call(
-        self, layer: _Layer, microbatch: int, phase: LayerPhase, value: Any
-    ) -> tuple[Any, HostRandomStream | None]:
-        """Return what the layer returns, and its random stream on the host (None if it draws no numbers there)."""
+    def _call(self, layer: _Layer, microbatch: int, phase: LayerPhase, value: Any) -> tuple[Any, RandomStream]:
+        """Return what the layer returns, and its random stream, which knows what the layer has drawn."""
         replica, recall = layer.replica, self._recall
         is_recomputed = phase is LayerPhase.RECOMPUTE
         # The first layer gets the call's arguments, every other one the output of the layer before it.
         args, kwargs = value if layer.layer_id == 0 else ((value,), {})
         is_new = is_recomputed and not recall.preserve_rng_state
-        seed = stream_seed(recall.seed, layer.layer_id, recall.first_microbatch + microbatch, is_new)
-        watched = ProcessRandomStream(seed, is_watched=not replica.behaviour.is_known)
-        host, on_device = None, _NOTHING
-        if self._device.draws_on_host or replica.behaviour.draws_on_host:
-            host = HostRandomStream(seed)
-        if not self._device.draws_on_host:
-            on_device = self._device.random_stream(seed)
+        random = self._random.forward(layer.layer_id, microbatch, replica.behaviour, is_new=is_new)
         recalled = self._mail.recalled_data(layer.layer_id, microbatch) if is_recomputed and recall.layer_data else None
         layer_run = LayerRun(phase, recalled)
-        with layer_run, self._autocast, on_device, watched, host or _NOTHING:
+        with layer_run, self._autocast, random:
             replica.has_run = True
             output = replica.module(*args, **kwargs)
-            if layer.is_last and recall.loss_shares.own is not None:
-                output = recall.loss_shares.apply_to_output(output, microbatch)
         if layer_run.saved and phase is LayerPhase.FORWARD:
             saved, _ = replica.copy_own_memory(Bundle.pack(layer_run.recompute_data or ()))
             self._mail.save_layer_data(layer.layer_id, microbatch, saved)
-        return output, host
+        return output, random
 
     def _send_parameter_gradients(self, layer_id: int) -> None:
         """Start the download of a layer's parameter gradients, after those of all microbatches were added up."""
@@ -516,7 +512,8 @@ class _Task:
         if measured is not None:
             measured.loss_computed()
         self._place.layer_id, self._place.phase = None, "loss backward"
-        torch.autograd.backward(losses.tensors)
+        with self._random.backward(len(self._run.store.layers), microbatch):
+            torch.autograd.backward(losses.tensors)
         if measured is not None:
             measured.end_loss(self._task.layers[-1])
         self._mail.send_losses(microbatch, losses)
@@ -525,18 +522,14 @@ class _Task:
     def _losses(self, microbatch: int, outputs: Any) -> Losses:
         """Run loss_fn on a microbatch and multiply each loss by its share."""
         self._place.layer_id, self._place.phase = None, "loss_fn"
-        recall, loss_fn = self._recall, self._run.loss_fn
+        shares, loss_fn = self._recall.loss_shares, self._run.loss_fn
         assert loss_fn is not None
         label = self._mail.label(microbatch)
-        number = recall.first_microbatch + microbatch
-        seed = stream_seed(recall.seed, len(self._run.store.layers), number, False)
-        on_host = self._device.draws_on_host
-        stream = HostRandomStream(seed) if on_host else self._device.random_stream(seed)
-        with torch.enable_grad(), self._autocast, ProcessRandomStream(seed), stream:
-            value = loss_fn(outputs, label)
-            found = None if isinstance(value, torch.Tensor) else own_loss(value, recall.loss_shares.place)
+        random = self._random.forward(len(self._run.store.layers), microbatch)  # the loss counts as one more layer
+        with torch.enable_grad(), self._autocast, random:
+            value = loss_fn(shares.apply_to_output(outputs, microbatch), label)
+            found = None if isinstance(value, torch.Tensor) else own_loss(value, shares.place)
             losses = checked_losses(value if found is None else found)
-            shares = recall.loss_shares
             share = None if shares.returned is None else shares.of_returned(microbatch, is_own=found is not None)
             if share is not None:
                 losses = [weighted(loss, share) for loss in losses]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe.api.loss_weights import BY_ROWS, LossForm, LossKind, count_all, count_shifted, loss_form
+from roundpipe.api.loss_trials import LossForm, LossKind, OwnLoss, TrialRows, count_all, count_shifted
+from roundpipe.microbatch import split_call
 
 IGNORED = -100
 LABELS = torch.tensor([[1, 2, IGNORED, 4], [IGNORED, IGNORED, 3, 0], [2, IGNORED, IGNORED, IGNORED]])
@@ -59,6 +62,14 @@ def seeded(model: type[Language], **options: Any) -> Language:
     return model(**options)
 
 
+def loss_form(model: nn.Module, given: dict[str, Any]) -> LossForm:
+    def split(num_microbatch: int) -> Any:
+        return split_call((), given, None, num_microbatch=num_microbatch)
+
+    own = OwnLoss(model, on_the_host=contextlib.nullcontext)
+    return own.form(given, lambda: TrialRows.of(split(len(given["labels"])), split), lambda: None)
+
+
 def test_labels_that_are_not_ignored_are_counted() -> None:
     assert count_all(LABELS) == 6
     assert count_shifted(LABELS) == 4
@@ -95,6 +106,107 @@ def test_terms_that_the_count_does_not_divide_are_seen(other: float) -> None:
     assert form == LossForm(LossKind.MEAN_OVER_LABELS, count_shifted, takes_count=True, has_other_terms=other > 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("obeys", [True, False])
+def test_rounding_does_not_hide_a_mean(dtype: torch.dtype, obeys: bool) -> None:
+    """Losses in low precision differ by more than those in float32."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = Language(shift=True, obeys=obeys).to(dtype)
+        assert loss_form(model, call()).count is count_shifted, seed
+
+
+@pytest.mark.parametrize("labels", [LABELS, torch.full_like(LABELS, IGNORED), torch.ones_like(LABELS)])
+@pytest.mark.parametrize("obeys", [True, False])
+def test_the_labels_of_a_call_are_not_looked_at(labels: Tensor, obeys: bool) -> None:
+    """Neither those that are ignored nor those of a single class; nor do outputs that are all alike matter."""
+    for has_zeros in (False, True):
+        model = seeded(Language, shift=False, obeys=obeys)
+        if has_zeros:
+            nn.init.zeros_(model.head.weight)
+            nn.init.zeros_(model.head.bias)
+        assert loss_form(model, call(labels)).count is count_all
+
+
+class PerRow(nn.Module):
+    """A mean over rows of the means over their labels, or another reduction of rows."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor], noise: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 6)
+        self.reduce, self.noise = reduce, noise
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.embed(input_ids)
+        losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        count = (labels != IGNORED).sum(1).clamp(min=1)
+        return {"loss": self.reduce(losses.sum(1) / count) + self.noise * torch.randn(())}
+
+
+REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], LossKind]] = {
+    "mean": (torch.mean, LossKind.MEAN_OVER_ROWS),
+    "sum": (torch.sum, LossKind.SUM),
+    "maximum": (torch.max, LossKind.UNKNOWN),
+    "spread": (lambda losses: losses.std(unbiased=False) + 1, LossKind.UNKNOWN),
+}
+
+
+@pytest.mark.parametrize(("reduce", "kind"), REDUCTIONS.values(), ids=REDUCTIONS)
+def test_rows_that_are_not_averaged_over_labels_show_the_kind(
+    reduce: Callable[[Tensor], Tensor], kind: LossKind
+) -> None:
+    torch.manual_seed(2)
+    form = loss_form(PerRow(reduce), call())
+    assert form.kind is kind
+    assert bool(form.doubt) is (kind is LossKind.UNKNOWN)
+
+
+def test_noise_does_not_hide_a_sum() -> None:
+    """Noise other than dropout's stays on in trials."""
+    torch.manual_seed(2)
+    assert loss_form(PerRow(torch.sum, noise=1e-2), call()) == LossForm(LossKind.SUM)
+
+
+def test_a_model_that_computes_one_row_from_others_is_in_doubt() -> None:
+    class Mixing(Language):
+        def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: float | None = None) -> Any:
+            loss = super().forward(input_ids, labels, num_items_in_batch).loss
+            return SimpleNamespace(loss=loss * (1 + 0.01 * len(input_ids)))
+
+    form = loss_form(seeded(Mixing, shift=True, obeys=False), call())
+    assert form.count is count_shifted
+    assert "for two rows together" in form.doubt
+
+
+def test_values_that_show_nothing_are_examined_again() -> None:
+    """A loss that is zero at first is examined in three calls, and not for ever."""
+
+    class Hinge(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            Hinge.calls += 1
+            return {"loss": (x * labels).relu().sum()}
+
+    own = OwnLoss(Hinge(), on_the_host=contextlib.nullcontext)
+
+    def kind_of(sign: float) -> LossKind:
+        given = {"x": torch.ones(3), "labels": torch.full((3,), sign)}
+
+        def split(num_microbatch: int) -> Any:
+            return split_call((), given, None, num_microbatch=num_microbatch)
+
+        return own.form(given, lambda: TrialRows.of(split(3), split), lambda: None).kind
+
+    assert [kind_of(-1.0), kind_of(1.0)] == [LossKind.MEAN_OVER_ROWS, LossKind.SUM]
+    own = OwnLoss(Hinge(), on_the_host=contextlib.nullcontext)
+    counts = []
+    for _ in range(5):
+        kind_of(-1.0)
+        counts.append(Hinge.calls)
+    assert counts[0] < counts[1] < counts[2] == counts[3] == counts[4]
+
+
 def test_a_number_the_user_has_given_is_not_looked_at() -> None:
     assert loss_form(Language(shift=True), {**call(), "num_items_in_batch": 17}).count is count_shifted
 
@@ -125,7 +237,7 @@ def test_a_single_label_is_enough() -> None:
     assert loss_form(Classes(), {"x": torch.randn(1, 4), "labels": torch.tensor([2])}).count is count_all
 
 
-def test_a_model_that_raises_or_returns_no_loss_is_weighed_by_rows() -> None:
+def test_a_model_that_raises_is_unknown_and_one_without_a_loss_has_none() -> None:
     class Raising(nn.Module):
         def forward(self, labels: Tensor) -> Any:
             raise RuntimeError("not with these labels")
@@ -134,5 +246,7 @@ def test_a_model_that_raises_or_returns_no_loss_is_weighed_by_rows() -> None:
         def forward(self, labels: Tensor) -> Any:
             return SimpleNamespace(loss=None)
 
-    for model in (Raising(), Silent()):
-        assert loss_form(model, {"labels": LABELS}) == BY_ROWS
+    form = loss_form(Raising(), {"labels": LABELS})
+    assert form.kind is LossKind.UNKNOWN
+    assert "RuntimeError('not with these labels')" in form.doubt
+    assert loss_form(Silent(), {"labels": LABELS}) == LossForm(LossKind.ABSENT)

@@ -1,4 +1,4 @@
-"""HostRandomStream: every random CPU operation of torch draws from the stream."""
+"""An observed stream: every random CPU operation of torch draws from the stream."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from helpers_parity import assert_same
 from roundpipe.errors import UsageError
-from roundpipe.runtime.rng import HostRandomStream
+from roundpipe.runtime.rng import RandomStream, route_shared_generators
 
 X = torch.linspace(0.1, 0.9, 24).reshape(4, 6)
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -38,11 +39,20 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "gumbel softmax": lambda: nn.functional.gumbel_softmax(X),
     "dropout module": lambda: nn.Dropout(0.3)(X),
     "exponential_": lambda: torch.empty(4).exponential_(),
+    "rand into a tensor": lambda: torch.rand(5, out=torch.empty(5)),
+    "randint into a tensor": lambda: torch.randint(3, 50, (7,), out=torch.empty(7, dtype=torch.int64)),
+    "randperm into a tensor": lambda: torch.randperm(9, out=torch.empty(9, dtype=torch.int64)),
+    "the shared generator": lambda: torch.rand(5, generator=torch.default_generator),
+    "the shared generator by position": lambda: torch.poisson(X * 10, torch.default_generator),
 }
 
 
+def torch_stream(seed: int) -> RandomStream:
+    return RandomStream(seed, is_observed=True)
+
+
 def drawn(draw: Callable[[], Any], seed: int) -> Any:
-    with HostRandomStream(seed) as stream:
+    with torch_stream(seed) as stream:
         value = draw()
     assert stream.drew
     return value
@@ -68,12 +78,12 @@ def test_the_default_generator_is_unchanged(name: str) -> None:
 
 
 def test_successive_draws_of_a_stream_differ() -> None:
-    with HostRandomStream(3):
+    with torch_stream(3):
         assert not torch.equal(torch.rand(4), torch.rand(4))
 
 
 def test_drew_is_false_for_operations_that_do_not_draw() -> None:
-    with HostRandomStream(3) as stream:
+    with torch_stream(3) as stream:
         (X @ X.t()).relu()
         nn.functional.dropout(X, 0.5, training=False)
         nn.functional.scaled_dot_product_attention(X[None], X[None], X[None])
@@ -83,20 +93,20 @@ def test_drew_is_false_for_operations_that_do_not_draw() -> None:
 def test_an_explicit_generator_is_used() -> None:
     own = torch.Generator().manual_seed(11)
     expected = torch.rand(4, generator=torch.Generator().manual_seed(11))
-    with HostRandomStream(3):
+    with torch_stream(3):
         assert torch.equal(torch.rand(4, generator=own), expected)
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0])
 def test_dropout_with_probability_0_and_1(probability: float) -> None:
-    with HostRandomStream(3):
+    with torch_stream(3):
         kept = nn.functional.dropout(X, probability)
     assert torch.equal(kept, X if probability == 0.0 else torch.zeros_like(X))
 
 
 def test_dropout_scales_and_backpropagates() -> None:
     x = X.clone().requires_grad_()
-    with HostRandomStream(3):
+    with torch_stream(3):
         y = nn.functional.dropout(x, 0.25)
     y.sum().backward()
     assert x.grad is not None
@@ -126,14 +136,29 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert not wrong
 
 
-def test_drawing_inside_a_checkpoint_is_refused() -> None:
-    x = X.clone().requires_grad_()
-    with HostRandomStream(3), pytest.raises(UsageError, match="checkpoint"):
-        checkpoint(lambda value: nn.functional.dropout(value, 0.5), x, use_reentrant=False)
+def test_an_operation_that_takes_no_generator_is_refused() -> None:
+    library = torch.library.Library("roundpipe_tests", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+    library.impl("noise", lambda x: x + torch.rand(()), "CPU")
+    with torch_stream(3), pytest.raises(UsageError, match=r"roundpipe_tests\.noise.*Give the operation a `generator`"):
+        torch.ops.roundpipe_tests.noise(X)
 
 
-def test_a_checkpoint_without_draws_is_allowed() -> None:
-    x = X.clone().requires_grad_()
-    with HostRandomStream(3):
-        checkpoint(torch.tanh, x, use_reentrant=False).sum().backward()
-    assert x.grad is not None
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_draws_the_same_numbers_again(use_reentrant: bool) -> None:
+    """Its recomputation runs inside of a backward, which has another stream."""
+    route_shared_generators()
+    found = []
+    for run in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=use_reentrant)):
+        x = X.clone().requires_grad_()
+        torch.manual_seed(5)
+        with torch_stream(3):
+            first = torch.rand(2)
+            y = run(lambda value: nn.functional.dropout(value, 0.5).square() * torch.rand(()), x)
+            last = torch.rand(2)
+        with torch_stream(4):
+            before = torch.get_rng_state()
+            y.sum().backward()
+            assert torch.equal(torch.get_rng_state(), before)
+        found.append([first, y.detach(), last, x.grad, torch.rand(2)])
+    assert_same(found[1], found[0])
