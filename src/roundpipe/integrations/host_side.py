@@ -110,17 +110,19 @@ def give_optimizer(scheduler: Any, old: torch.optim.Optimizer, new: SteppedOptim
     if getattr(scheduler, "optimizer", None) is old:
         scheduler.optimizer = new
     if isinstance(scheduler, AdafactorSchedule):
-        scheduler.get_lr = functools.partial(_rates_of_adafactor, scheduler)  # type: ignore[method-assign]
+        scheduler.__class__ = _AdafactorSchedule
     for part in getattr(scheduler, "_schedulers", ()):
         give_optimizer(part, old, new)
 
 
-def _rates_of_adafactor(schedule: AdafactorSchedule) -> list[Any]:
-    """What `AdafactorSchedule.get_lr` returns after a step. It looks for gradients, which the step has cleared here."""
-    inner: Any = schedule.optimizer.optimizer  # type: ignore[attr-defined]
-    firsts = [(group, group["params"][0]) for group in schedule.optimizer.param_groups]
-    rates = [inner._get_lr(group, inner.state[first]) for group, first in firsts if first in inner.state]
-    return rates or schedule.base_lrs
+class _AdafactorSchedule(AdafactorSchedule):
+    """Returns the rates of the last step. The base class looks for gradients, which a step has cleared here."""
+
+    def get_lr(self) -> list[Any]:
+        inner: Any = self.optimizer.optimizer  # type: ignore[attr-defined]
+        firsts = [(group, group["params"][0]) for group in self.optimizer.param_groups]
+        rates = [inner._get_lr(group, inner.state[first]) for group, first in firsts if first in inner.state]
+        return rates or self.base_lrs
 
 
 class _Masters(list[nn.Parameter]):
@@ -206,16 +208,21 @@ def keep_in_host_memory(accelerator: Any, wrapped: Callable[[nn.Module], ModelPr
 # Models that TRL has changed.
 
 _FUSED_HEAD = "add_fused_lm_head.<locals>._fused_forward"
+_HEAD_IN_FLOAT32 = "cast_forward_to_fp32"
 
 
 def let_copies_run(model: nn.Module) -> None:
-    """Replace the forward that TRL has given a model by one that copies of the model can run.
+    """Replace the forwards that TRL has given a model and its head by forwards that copies of the model can run.
 
     TRL's forward computes log-probabilities of the labels without logits if it is called with fused_lm_head=True. It
-    has the original's own forward in its closure, so a copy would run the layers of the original.
+    has the original's own forward in its closure, so a copy would run the layers of the original. The same holds for
+    the forward of a head with cast_lm_head_to_fp32.
     """
     if is_peft_model(model):
         model = model.get_base_model()  # type: ignore[operator]
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, nn.Linear) and getattr(vars(head).get("forward"), "__name__", None) == _HEAD_IN_FLOAT32:
+        head.forward = types.MethodType(_linear_in_float32, head)  # type: ignore[method-assign]
     fused: Any = getattr(vars(model).get("forward"), "__func__", None)
     if not _is_fused_head(fused) or not _is_over_own_forward(fused, model):
         return
@@ -231,6 +238,11 @@ def let_copies_run(model: nn.Module) -> None:
 
 
 _let_copies_run: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()  # the forwards that were made
+
+
+def _linear_in_float32(self: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
+    bias = None if self.bias is None else self.bias.float()
+    return nn.functional.linear(hidden_states.float(), self.weight.float(), bias)
 
 
 def _is_fused_head(function: Any) -> bool:
@@ -298,6 +310,7 @@ class TrlMixin(_Base):  # type: ignore[misc]
     args: Any
     accelerator: Any
     roundpipe: Any
+    _knows_both_forms = False
 
     @property
     def _class_of_trl(self) -> str | None:
@@ -344,7 +357,7 @@ class TrlMixin(_Base):  # type: ignore[misc]
 
     def warn_of_the_host(self) -> None:
         """Say that DistillationTrainer calls submodules of the model, which then do not run on devices."""
-        if not hasattr(self, "_forward_redirection"):
+        if self._class_of_trl != "DistillationTrainer":
             return
         name = type(self).__name__
         if self.roundpipe.is_async:
@@ -358,7 +371,37 @@ class TrlMixin(_Base):  # type: ignore[misc]
             name,
         )
 
-    # Methods that TRL calls, and what it saves.
+    # Calls of TRL, and what it saves.
+
+    def leave_margin_out(self, model: ModelProxy) -> None:
+        """Make the model ignore `margin`, which RewardTrainer passes it with one entry for two rows of the batch."""
+        if self._class_of_trl != "RewardTrainer":
+            return
+        call = model.forward
+
+        @functools.wraps(call)
+        def forward(*args: Any, margin: Any = None, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        model.forward = forward
+
+    def learn_both_forms(self, inputs: Any) -> None:
+        """Run the model once as SFTTrainer runs it for metrics, between the forward and backward pass of another loss.
+
+        The first call of that form may split the model into other layers, which must not happen at that point.
+        """
+        makes_two_calls = type(self).compute_loss.__qualname__ == "SFTTrainer.compute_loss" and (
+            self.compute_loss_func is not None or self.label_smoother is not None
+        )
+        if self._knows_both_forms or not makes_two_calls:
+            return
+        self._knows_both_forms = True
+        self.begin_training_step()
+        inputs = {**self._prepare_inputs(inputs), "use_cache": False, "fused_lm_head": True}
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        with torch.no_grad(), torch.random.fork_rng(devices=()), self.accelerator.autocast():
+            self.model(**inputs)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self.wrap_model()  # TRL computes the log-probabilities of the reference in its constructor

@@ -174,6 +174,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
             if value is plain:
                 setattr(self, name, model)
         self.callback_handler.model = model
+        self.leave_margin_out(model)
         self.warn_of_the_host()
 
     def wrapped(self, model: nn.Module, *, trains: bool = True) -> ModelProxy:
@@ -284,6 +285,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
         if self._trains_in_one_call(num_items_in_batch):
             loss = self._forward_backward(inputs, num_items_in_batch)
         else:
+            self.learn_both_forms(inputs)
             loss = self.plain_training_step(inputs, num_items_in_batch)
         if self.roundpipe.nonfinite != "off" and not bool(loss.isfinite()):
             self._handle_loss(float(loss), inputs)

@@ -13,21 +13,12 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 from roundpipe.api.roundpipe import RoundPipe
-from roundpipe.errors import ConfigError
 from roundpipe.integrations.machines import num_labels
 from roundpipe.integrations.trainer import RoundPipeMixin
 
 
 class RoundPipeSFTTrainer(RoundPipeMixin, SFTTrainer):  # type: ignore[misc]
     """TRL's SFTTrainer over a RoundPipe. Takes the same arguments, and the option `roundpipe`."""
-
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        if self.args.label_smoothing_factor:
-            raise ConfigError(
-                f"{type(self).__name__} does not support label_smoothing_factor={self.args.label_smoothing_factor}: "
-                "TRL then runs two different forward passes before one backward pass; use RoundPipeTrainer, or 0."
-            )
 
     def _trains_in_one_call(self, num_items_in_batch: torch.Tensor | int | None) -> bool:
         """Whether the loss is the mean over tokens, so that forward_backward() of the fused head computes it."""
@@ -38,11 +29,12 @@ class RoundPipeSFTTrainer(RoundPipeMixin, SFTTrainer):  # type: ignore[misc]
 
     def _forward_backward(self, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """Let TRL compute the loss and its metrics, from outputs whose gradients are computed already."""
-
+        assert num_items_in_batch is not None
         losses: list[torch.Tensor] = []
 
         def run(**kwargs: Any) -> Any:
-            kwargs["num_items_in_batch"] = num_items_in_batch
+            # As TRL's own loss: a batch without labels has the loss 0, not 0 / 0.
+            kwargs["num_items_in_batch"] = torch.as_tensor(num_items_in_batch).clamp(min=1)
             with self.accelerator.autocast():
                 loss, outputs = self.model.forward_backward(input_kwargs=kwargs, return_outputs=True)
             losses.append(loss)
