@@ -47,19 +47,6 @@ def test_argument_that_does_not_go_with_roundpipe_is_refused(
     Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=token_rows()).train()  # it is still a plain model
 
 
-def test_sft_with_label_smoothing_is_refused(tmp_path: Path) -> None:
-    from datasets import Dataset
-    from trl import SFTConfig
-
-    from roundpipe.integrations import RoundPipeSFTTrainer
-
-    args = SFTConfig(**settings(tmp_path, label_smoothing_factor=0.1))
-    with pytest.raises(ConfigError, match=r"does not support label_smoothing_factor=0\.1"):
-        RoundPipeSFTTrainer(
-            tiny_model(), args, train_dataset=Dataset.from_list(chat_rows(4)), processing_class=tiny_tokenizer()
-        )
-
-
 @pytest.mark.parametrize("changes", [{"ld_alpha": 0.5}, {"loss_type": "exo_pair", "label_smoothing": 0.1}])
 def test_dpo_losses_that_compute_on_the_accelerators_device_are_refused(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

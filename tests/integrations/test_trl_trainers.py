@@ -123,8 +123,8 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
     return [sum(map(ord, text)) % 10 / 10 for text in texts]
 
 
-def binary_reward(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(text.split()) % 2) for text in completions]
+def binary_reward(completions: list[Any], **_: Any) -> list[float]:
+    return [float(10 * value % 2) for value in reward(completions)]
 
 
 def experimental(name: str) -> Any:
@@ -247,7 +247,7 @@ def for_sdft(setup: Setup) -> dict[str, Any]:
 
 def for_sdpo(setup: Setup) -> dict[str, Any]:
     given = setup.given(experimental("sdpo").SDPOConfig, WITH_CONTEXT, max_completion_length=5, num_generations=2)
-    return {**given, "reward_funcs": [reward]}
+    return {**given, "reward_funcs": [binary_reward]}
 
 
 CASES: dict[str, Callable[[Setup], dict[str, Any]]] = {

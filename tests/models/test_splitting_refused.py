@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -45,6 +46,18 @@ def with_replaced_block_forward() -> nn.Module:
     model = Toy()
     old = model.blocks[1].forward
     model.blocks[1].forward = lambda h: old(h) * 2.0
+    return model
+
+
+def with_closure_as_method() -> nn.Module:
+    """As libraries patch models: a method of the instance whose closure has the old forward of the original."""
+    model = Toy()
+    old = model.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return old(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
     return model
 
 
@@ -180,6 +193,10 @@ class ObservingTied(Toy):
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a forward replaced on an inner module": (with_replaced_forward, "forward of its Toy was replaced on the instance"),
     "a forward replaced on a block": (with_replaced_block_forward, "replaced on the instance"),
+    "a method on the instance that runs the original": (
+        with_closure_as_method,
+        "forward of its Toy was replaced on the instance by a function that calls modules of the original",
+    ),
     "layerdrop": (Dropping, r"the model drops layers at random \(layerdrop=0.1\); set it to 0"),
     "an object of an unknown class": (Opaque, "blocks.0 receives a Cell object; only tensors, numbers, strings"),
     "state that blocks share in secret": (lambda: Toy(block=Memorising), "."),

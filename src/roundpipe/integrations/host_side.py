@@ -284,7 +284,7 @@ def take_over(given: Iterable[Any]) -> None:
     params = {id(param) for model in _models_in(given) for param in model.parameters()}
     for wrapper in list(_of_trainers):
         if not wrapper._engine.group.is_closed and any(id(param) in params for param in wrapper.parameters()):
-            logger.info("%s is closed: another trainer has taken its model over", wrapper.name)
+            logger.warning("%s is closed: another trainer has taken its model over", wrapper.name)
             wrapper.close()
 
 
