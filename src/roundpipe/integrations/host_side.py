@@ -105,14 +105,21 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def give_optimizer(scheduler: Any, old: torch.optim.Optimizer, new: SteppedOptimizer) -> None:
+def give_optimizer(
+    scheduler: Any, old: torch.optim.Optimizer, new: SteppedOptimizer, *, is_async: bool = False
+) -> None:
     """Make a scheduler that the user has passed, and those that it contains, set the rates of another optimizer."""
     if getattr(scheduler, "optimizer", None) is old:
         scheduler.optimizer = new
     if isinstance(scheduler, AdafactorSchedule):
+        if is_async:
+            raise ConfigError(
+                "AdafactorSchedule reads the state of the optimizer, which an asynchronous step may be changing; use "
+                "RoundPipeOptions(is_async=False), or another scheduler."
+            )
         scheduler.__class__ = _AdafactorSchedule
     for part in getattr(scheduler, "_schedulers", ()):
-        give_optimizer(part, old, new)
+        give_optimizer(part, old, new, is_async=is_async)
 
 
 class _AdafactorSchedule(AdafactorSchedule):

@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.optimization import AdafactorSchedule
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, unwrap_peft_model
@@ -55,6 +54,18 @@ from roundpipe.optim.gradients import clip_grad_norm_
 logger = logging.getLogger("roundpipe")
 _FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
 _ARGUMENTS_NAME = "training_args.json"
+# Methods of Trainer that the mixin replaces without calling the method of the class that it is put before.
+_REPLACED = (
+    *("_save_checkpoint", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"),
+    *(
+        "_load_best_model",
+        "_clip_grad_norm",
+        "_get_grad_norm",
+        "_wrap_model",
+        "_prepare_input",
+        "_move_model_to_device",
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +135,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
         if roundpipe is not None and not isinstance(roundpipe, RoundPipeOptions):
             raise ConfigError(f"roundpipe must be RoundPipeOptions(...), got {type(roundpipe).__name__}.")
         self.check_class_of_trl()
+        self._warn_of_replaced_methods()
         self.roundpipe = roundpipe or RoundPipeOptions()
         # Whether a resumed run keeps the number instead of taking that of the checkpoint.
         self.fixes_microbatches = self.roundpipe.num_microbatch is not None
@@ -150,6 +162,23 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
         self.add_callback(self.run_view)
 
     # Construction.
+
+    def _warn_of_replaced_methods(self) -> None:
+        """Warn if a class that the mixin is put before overrides a method that is not called here.
+
+        What trainers of TRL do in such methods is done by TrlMixin.
+        """
+        mro = type(self).__mro__
+        for name in _REPLACED:
+            below = (cls for cls in mro[mro.index(RoundPipeMixin) + 1 : mro.index(Trainer)] if name in vars(cls))
+            owner = next(below, None)
+            if owner is not None and not owner.__module__.startswith("trl."):
+                logger.warning(
+                    "%s.%s() is not called: RoundPipeMixin replaces this method. Override it in a class that has the "
+                    "mixin among its bases.",
+                    owner.__name__,
+                    name,
+                )
 
     def wrap_model(self) -> None:
         """Wrap the model, if that has not happened yet."""
@@ -264,12 +293,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
         if training and not isinstance(self.optimizer, SteppedOptimizer):
             inner = self.optimizer
             self.optimizer = SteppedOptimizer(inner, self._run_step)
-            give_optimizer(self.lr_scheduler, inner, self.optimizer)
-            if self.roundpipe.is_async and isinstance(self.lr_scheduler, AdafactorSchedule):
-                raise ConfigError(
-                    "AdafactorSchedule reads the state of the optimizer, which an asynchronous step may be changing; "
-                    "use RoundPipeOptions(is_async=False), or another scheduler."
-                )
+            give_optimizer(self.lr_scheduler, inner, self.optimizer, is_async=self.roundpipe.is_async)
         return model
 
     def _prepare_input(self, data: Any) -> Any:
