@@ -392,6 +392,14 @@ def test_distillation_says_that_it_computes_on_the_host(
         Ours(**for_distillation(Setup(tmp_path, folders)), roundpipe=options(is_async=True))
 
 
+@pytest.mark.parametrize("name", ["trl.DPOTrainer", "trl.KTOTrainer"])
+def test_prompt_without_a_reference_model_is_refused(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    given = CASES[name](Setup(tmp_path, folders))
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ConfigError, match="no ref_model and a PROMPT_TUNING adapter"):
+        type("Tested", (RoundPipeMixin, class_of(name)), {})(**given, peft_config=prompt, roundpipe=options())
+
+
 @pytest.mark.parametrize("argument", ["use_vllm", "use_transformers_continuous_batching"])
 def test_other_ways_of_generating_are_refused(argument: str, folders: dict[str, Path], tmp_path: Path) -> None:
     class Ours(RoundPipeMixin, trl.GRPOTrainer):  # type: ignore[misc]

@@ -357,6 +357,15 @@ class TrlMixin(_Base):  # type: ignore[misc]
         """What computes with the model's outputs on Trainer's device; None if the outputs decide where."""
         return None if self._class_of_trl in _FOLLOW_OUTPUTS else self._class_of_trl
 
+    def check_reference(self, model: Any) -> None:
+        """Raise if the reference is the model without its prompt, for which peft replaces the model's forward."""
+        is_reference = self._class_of_trl in ("DPOTrainer", "KTOTrainer") and self.ref_model is None
+        if is_reference and is_peft_model(model) and model.active_peft_config.is_prompt_learning:
+            raise ConfigError(
+                f"{type(self).__name__} has no ref_model and a {model.active_peft_config.peft_type.value} adapter, "
+                "without which RoundPipe cannot run the model; pass ref_model, or use LoRA."
+            )
+
     def turn_offloading_off(self) -> None:
         if getattr(self.args, "activation_offloading", False):
             self.args.activation_offloading = False

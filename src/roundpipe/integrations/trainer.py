@@ -196,6 +196,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
                 f"{type(self).__name__} got a wrapped model and arguments that make another model of it, such as "
                 "peft_config; pass the plain model."
             )
+        self.check_reference(plain)
         prepare_callbacks(self.callback_handler.callbacks)
         let_copies_run(plain)
         model = self._given or self.wrapped(plain)
