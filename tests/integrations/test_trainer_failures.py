@@ -17,7 +17,7 @@ from helpers_tiny_hf import chat_rows, preference_rows, tiny_model, tiny_tokeniz
 from helpers_trainers import LORA, arguments, close, logged, options, settings, token_rows
 from roundpipe import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError, NonFiniteError, UsageError
-from roundpipe.integrations import RoundPipeOptions, RoundPipeTrainer
+from roundpipe.integrations import RoundPipeMixin, RoundPipeOptions, RoundPipeTrainer
 
 # Arguments.
 
@@ -45,19 +45,6 @@ def test_argument_that_does_not_go_with_roundpipe_is_refused(
         RoundPipeTrainer(model, args, train_dataset=token_rows(), roundpipe=options())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=token_rows()).train()  # it is still a plain model
-
-
-def test_sft_with_label_smoothing_is_refused(tmp_path: Path) -> None:
-    from datasets import Dataset
-    from trl import SFTConfig
-
-    from roundpipe.integrations import RoundPipeSFTTrainer
-
-    args = SFTConfig(**settings(tmp_path, label_smoothing_factor=0.1))
-    with pytest.raises(ConfigError, match=r"does not support label_smoothing_factor=0\.1"):
-        RoundPipeSFTTrainer(
-            tiny_model(), args, train_dataset=Dataset.from_list(chat_rows(4)), processing_class=tiny_tokenizer()
-        )
 
 
 @pytest.mark.parametrize("changes", [{"ld_alpha": 0.5}, {"loss_type": "exo_pair", "label_smoothing": 0.1}])
@@ -98,6 +85,27 @@ def test_what_several_machines_cannot_do_is_refused(tmp_path: Path, monkeypatch:
     args.accelerator_config.split_batches = True
     with pytest.raises(ConfigError, match="leave dispatch_batches and split_batches out"):
         RoundPipeTrainer(tiny_model(), args, train_dataset=token_rows(), roundpipe=options())
+
+
+def test_method_that_the_mixin_replaces_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Plain(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            raise AssertionError
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            super().log(*args, **kwargs)
+
+    class Below(RoundPipeMixin, Plain):
+        pass
+
+    class Above(RoundPipeMixin, Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            raise AssertionError
+
+    for trainer_class, warnings in ((Below, ["Plain._save_checkpoint() is not called"]), (Above, [])):
+        caplog.clear()
+        close(trainer_class(tiny_model(), arguments(tmp_path), train_dataset=token_rows(), roundpipe=options()))
+        assert [record.getMessage().split(":")[0] for record in caplog.records] == warnings
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

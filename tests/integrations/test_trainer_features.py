@@ -13,12 +13,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers import (
+    Adafactor,
+    EarlyStoppingCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+)
+from transformers.optimization import AdafactorSchedule
 from transformers.trainer_utils import EvalPrediction
 
 from helpers_tiny_hf import VOCAB_SIZE, TokenRows, tiny_model
 from helpers_trainers import arguments, close, logged, new_model, options, settings, token_rows
 from roundpipe import RoundPipe, wrap_model_to_roundpipe
+from roundpipe.errors import ConfigError
 from roundpipe.integrations import RoundPipeMixin, RoundPipeTrainer
 
 NUM_STEPS = 4
@@ -86,6 +95,47 @@ def test_evaluation_without_training(pair: Callable[..., list[Any]]) -> None:
     plain, ours = pair(eval_dataset=TokenRows(7, seed=1))
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=1e-5)
     train_both([plain, ours])
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """Rows without a length."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._rows = TokenRows(num_rows, seed=1)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter(list(self._rows))
+
+
+@pytest.mark.parametrize("rows", [Stream, TokenRows])
+@pytest.mark.parametrize(
+    ("num_rows", "changes"),
+    [
+        (9, {}),
+        (8, {}),
+        (3, {}),
+        (9, {"dataloader_drop_last": True}),
+        (9, {"accelerator_config": {"dispatch_batches": False}}),
+        (9, {"accelerator_config": {"dispatch_batches": True}}),
+        (9, {"eval_accumulation_steps": 1}),
+    ],
+)
+def test_evaluation_with_a_short_last_batch(
+    num_rows: int, changes: dict[str, Any], rows: Any, pair: Callable[..., list[Any]]
+) -> None:
+    """Trainer repeats the loss of a batch for each of its rows; accelerate must know how many the last one has."""
+
+    def metrics(prediction: EvalPrediction) -> dict[str, float]:
+        return {"num_rows": len(prediction.label_ids), "logits": float(np.abs(prediction.predictions).mean())}
+
+    trainers = pair(
+        eval_dataset=rows(num_rows), compute_metrics=metrics, changes={"per_device_eval_batch_size": 8, **changes}
+    )
+    for names in (["eval_loss", "eval_num_rows", "eval_logits"], ["eval_loss"]):
+        plain, ours = (trainer.evaluate() for trainer in trainers)
+        assert {name: ours[name] for name in names} == pytest.approx({name: plain[name] for name in names}, rel=1e-6)
+        for trainer in trainers:
+            trainer.compute_metrics = None  # the next evaluation computes losses alone
 
 
 def test_compute_metrics_and_predict_get_logits_and_labels(pair: Callable[..., list[Any]]) -> None:
@@ -413,6 +463,60 @@ def test_choices_of_the_optimizer(given: dict[str, Any], pair: Callable[..., lis
     train_both(pair(**given, eval_dataset=TokenRows(6, seed=1)))
 
 
+def test_rates_of_adafactors_own_schedule(pair: Callable[..., list[Any]]) -> None:
+    """AdafactorSchedule logs the rates that the optimizer has computed from its state."""
+    models = [tiny_model(), tiny_model()]
+    given, networks = iter(models), iter(models)
+
+    def optimizers() -> Any:
+        optimizer = Adafactor(next(networks).parameters(), relative_step=True, warmup_init=True)
+        return optimizer, AdafactorSchedule(optimizer)
+
+    plain, ours = pair(model=lambda: next(given), optimizers=optimizers, changes={"save_strategy": "steps"})
+    for trainer in (plain, ours):
+        trainer.args.output_dir = f"{trainer.args.output_dir}/{type(trainer).__name__}"
+        trainer.train()
+    expected, found = ([entry["learning_rate"] for entry in logged(trainer)] for trainer in (plain, ours))
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(set(expected)) == NUM_STEPS
+    assert [entry["loss"] for entry in logged(ours)] == pytest.approx([entry["loss"] for entry in logged(plain)])
+
+
+def test_schedule_of_adafactor_does_not_go_with_asynchronous_steps(tmp_path: Path) -> None:
+    model = tiny_model()
+    optimizer = Adafactor(model.parameters())
+    trainer = RoundPipeTrainer(
+        model,
+        arguments(tmp_path),
+        train_dataset=token_rows(),
+        optimizers=(optimizer, AdafactorSchedule(optimizer)),
+        roundpipe=options(is_async=True),
+    )
+    with pytest.raises(ConfigError, match="AdafactorSchedule reads the state of the optimizer"):
+        trainer.train()
+    close(trainer)
+
+
+def test_group_of_a_parameter_is_found_by_the_parameter_and_by_its_master(pair: Callable[..., list[Any]]) -> None:
+    plain, ours = pair()
+    for trainer in (plain, ours):
+        with pytest.raises(ValueError, match="optimizer is None"):
+            trainer.get_optimizer_group()
+        trainer.create_optimizer()
+        assert len(trainer.get_optimizer_group()) == 2
+    masters = dict(ours.model.optim_named_parameters())
+    decayed = {id(parameter) for parameter in plain.optimizer.param_groups[0]["params"]}
+    for name, parameter in plain.model.named_parameters():
+        own = ours.model.get_parameter(name)
+        group = ours.get_optimizer_group(own)
+        assert group is ours.get_optimizer_group(masters[name])
+        assert own in group["params"]
+        assert group["weight_decay"] == (ours.args.weight_decay if id(parameter) in decayed else 0.0)
+    for trainer in (plain, ours):  # what is set in a group counts in the next step
+        trainer.get_optimizer_group(next(trainer.model.parameters()))["betas"] = (0.5, 0.9)
+    train_both([plain, ours])
+
+
 def test_own_choice_of_the_optimizer_below_the_mixin_is_used(pair: Callable[..., list[Any]]) -> None:
     class WithSgd(Trainer):
         @staticmethod
@@ -458,6 +562,23 @@ def test_columns_that_the_model_does_not_take_are_dropped(is_lora: bool, pair: C
     assert ours._signature_columns[: len(plain._signature_columns) - 3] == plain._signature_columns[:-3]
     assert ours.label_names == plain.label_names == ["labels"]
     train_both([plain, ours])
+
+
+class StacksItself(Trainer):
+    """Gets batches that are lists of rows, as many trainers of TRL do."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        batch = {name: torch.stack([row[name] for row in inputs]) for name in inputs[0]}
+        return super().compute_loss(model, batch, return_outputs, num_items_in_batch)
+
+
+def test_batches_may_be_lists(pair: Callable[..., list[Any]]) -> None:
+    class Ours(RoundPipeMixin, StacksItself):
+        pass
+
+    train_both(pair((StacksItself, Ours), data_collator=list))
 
 
 def test_label_names(pair: Callable[..., list[Any]]) -> None:

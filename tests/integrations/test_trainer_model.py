@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
-from helpers_tiny_hf import VOCAB_SIZE, TokenRows, tiny_model
-from helpers_trainers import arguments, close, logged, lora_model, options, token_rows
+from helpers_tiny_hf import VOCAB_SIZE, TokenRows, preference_rows, tiny_model, tiny_tokenizer
+from helpers_trainers import arguments, close, logged, lora_model, options, settings, token_rows
 from roundpipe import AutoRoundPipe, RoundPipe, wrap_model_to_roundpipe
-from roundpipe.integrations import RoundPipeMixin, RoundPipeTrainer
+from roundpipe.errors import ClosedError, OwnershipError
+from roundpipe.integrations import RoundPipeDPOTrainer, RoundPipeMixin, RoundPipeTrainer
 
 
 def test_accelerate_sees_one_model(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_model_that_is_not_split_is_trained_part_by_part(
 
 
 def test_layer_norms_that_are_parts_do_not_decay(tmp_path: Path) -> None:
-    """Trainer recognises them by their class, which a part hides; GPT-2 calls the last one ln_f."""
+    """Trainer recognises them by their class, which a part must show; GPT-2 calls the last one ln_f."""
     sizes = {
         "n_embd": 16,
         "n_layer": 2,
@@ -127,6 +129,65 @@ def test_layer_norms_that_are_parts_do_not_decay(tmp_path: Path) -> None:
     assert found == expected
     assert not {"transformer.h.0.ln_1.weight", "transformer.ln_f.weight"} & set(found)
     assert "transformer.h.0.attn.c_attn.weight" in found
+
+
+def test_second_trainer_takes_the_model_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As if a cell of a notebook is run twice: the weights go on, the optimizer begins anew."""
+    found = []
+    for trainer_class, more in ((Trainer, {}), (RoundPipeTrainer, {"roundpipe": options(2)})):
+        model, trainers = tiny_model(), []
+        for _ in range(2):
+            trainer: Any = trainer_class(model, arguments(tmp_path, max_steps=2), train_dataset=token_rows(), **more)
+            trainer.train()
+            trainers.append(trainer)
+        found.append([step["loss"] for trainer in trainers for step in logged(trainer)])
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+    assert "another trainer has taken its model over" in caplog.text
+    with pytest.raises(ClosedError, match="was closed"):
+        trainers[0].evaluate(TokenRows(4))
+    close(trainers[1])
+
+
+def test_second_trainer_takes_parts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is wrapped part by part contains the parts until it is closed."""
+    in_parts = functools.partial(
+        wrap_model_to_roundpipe, use_sequential_preset=False, lower_threshold=1000, upper_threshold=2000
+    )
+    monkeypatch.setattr("roundpipe.integrations.trainer.wrap_model_to_roundpipe", in_parts)
+    model = tiny_model("llama")
+    for _ in range(2):
+        args = arguments(tmp_path, max_steps=1)
+        trainer: Any = RoundPipeTrainer(model, args, train_dataset=token_rows(), roundpipe=options(2))
+        assert type(trainer.model) is AutoRoundPipe
+        trainer.train()
+    close(trainer)
+    assert not any(isinstance(module, RoundPipe) for module in model.modules())
+
+
+def test_second_trainer_takes_a_reference_over(tmp_path: Path) -> None:
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    reference = tiny_model(seed=5)
+    for _ in range(2):
+        trainer: Any = RoundPipeDPOTrainer(
+            tiny_model(),
+            reference,
+            trl.DPOConfig(**settings(tmp_path, max_steps=1)),
+            train_dataset=datasets.Dataset.from_list(preference_rows(4)),
+            processing_class=tiny_tokenizer(),
+            roundpipe=options(2),
+        )
+        trainer.train()
+    close(trainer)
+
+
+def test_model_that_the_user_has_wrapped_is_not_taken_over(tmp_path: Path) -> None:
+    plain = tiny_model()
+    with wrap_model_to_roundpipe(plain, devices=["cpu"]) as model:
+        with pytest.raises(OwnershipError) as raised:
+            RoundPipeTrainer(plain, arguments(tmp_path), train_dataset=token_rows(), roundpipe=options())
+        assert "RoundPipeTrainer also takes a model that you have wrapped yourself" in raised.value.__notes__[0]
+        with torch.no_grad():
+            model(input_ids=torch.arange(8).reshape(2, 4))
 
 
 def test_push_to_hub_of_the_model_delegates(monkeypatch: pytest.MonkeyPatch) -> None:

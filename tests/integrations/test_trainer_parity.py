@@ -192,20 +192,57 @@ def test_sft_evaluation_is_that_of_plain_sft_trainer(tmp_path: Path) -> None:
         assert found[1][name] == pytest.approx(found[0][name], abs=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"packing": True, "packing_strategy": "wrapped"}, {"loss_type": "dft"}])
-def test_other_ways_of_sft(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Packed sequences; a loss that is not the mean over tokens, whose gradients autograd computes."""
+def mean_over_tokens(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss"),
+    [
+        ({"packing": True, "packing_strategy": "wrapped"}, None),
+        ({"loss_type": "dft"}, None),
+        ({"label_smoothing_factor": 0.1}, None),
+        ({}, mean_over_tokens),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning", "ignore:.*own outputs.*:FutureWarning")
+def test_other_ways_of_sft(changes: dict[str, Any], loss: Any, tmp_path: Path) -> None:
+    """Packed sequences; losses that are not the model's own mean over tokens, whose gradients autograd computes.
+
+    With label smoothing and a compute_loss_func, TRL runs the model in two forms before it goes backward.
+    """
     found = []
     for trainer_class, more in ((trl.SFTTrainer, {}), (RoundPipeSFTTrainer, {"roundpipe": options(2)})):
         given = for_sft(tmp_path, "full")
         given["args"] = dataclasses.replace(given["args"], max_steps=4, **changes)
-        trainer = trainer_class(**given, **more)
+        trainer = trainer_class(**given, compute_loss_func=loss, **more)
         trainer.train()
         found.append(logged(trainer))
         close(trainer)
     for plain_entry, entry in zip(*found, strict=True):
         assert entry["loss"] == pytest.approx(plain_entry["loss"], abs=1e-5)
         assert entry["grad_norm"] == pytest.approx(plain_entry["grad_norm"], rel=1e-4)
+
+
+def test_batch_of_sft_without_labels_has_the_loss_0(tmp_path: Path) -> None:
+    """As with TRL; plain Trainer's would be NaN."""
+    rows = [
+        {"input_ids": [7 + row, 8, 9, 10], "labels": [-100, 8 if row < 4 else -100, -100, -100]} for row in range(8)
+    ]
+    found = []
+    for trainer_class, more in ((trl.SFTTrainer, {}), (RoundPipeSFTTrainer, {"roundpipe": options(2)})):
+        given = for_sft(tmp_path, "full") | {"train_dataset": datasets.Dataset.from_list(rows)}
+        changes = {"max_steps": 2, "gradient_accumulation_steps": 1, "assistant_only_loss": False}
+        given["args"] = dataclasses.replace(given["args"], **changes, train_sampling_strategy="sequential")
+        given["args"].dataset_kwargs = {"skip_prepare_dataset": True}
+        trainer = trainer_class(**given, **more)
+        trainer.train()
+        found.append([(step["loss"], step["grad_norm"]) for step in logged(trainer)])
+        close(trainer)
+    assert found[0][1] == (0.0, 0.0)
+    assert found[1][1] == (0.0, 0.0)
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", DPO_KINDS)

@@ -145,12 +145,19 @@ def test_number_of_microbatches_that_the_user_has_set_stays(tmp_path: Path) -> N
 def trl_trainer(kind: str, folder: Path, num_devices: int) -> Any:
     from datasets import Dataset
     from peft import LoraConfig
-    from trl import DPOConfig, SFTConfig
+    from trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig
 
-    from roundpipe.integrations import RoundPipeDPOTrainer, RoundPipeSFTTrainer
+    from roundpipe.integrations import RoundPipeDPOTrainer, RoundPipeMixin, RoundPipeSFTTrainer
 
-    given = settings(folder, **{**SAVES, "max_steps": 4, "save_steps": 2, "max_length": 24})
+    given = settings(folder, **{**SAVES, "max_steps": 4, "save_steps": 2})
     common = {"processing_class": tiny_tokenizer(), "roundpipe": options(num_devices, num_microbatch=None)}
+    if kind == "grpo that adapts its entropy":
+        ours = type("RoundPipeGRPOTrainer", (RoundPipeMixin, GRPOTrainer), {})
+        adapts = {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.1}
+        args = GRPOConfig(**given, **adapts, num_generations=2, max_completion_length=5)
+        data = Dataset.from_list([{"prompt": row["prompt"]} for row in preference_rows(18)])
+        return ours(tiny_model(), reward_funcs=[number_of_words], args=args, train_dataset=data, **common)
+    given["max_length"] = 24
     if kind == "sft":
         from helpers_tiny_hf import chat_rows
 
@@ -165,11 +172,17 @@ def trl_trainer(kind: str, folder: Path, num_devices: int) -> Any:
     return RoundPipeDPOTrainer(tiny_model(), args=DPOConfig(**given), train_dataset=data, peft_config=adapter, **common)
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo with a reference model", "dpo with an adapter"])
+def number_of_words(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+@pytest.mark.parametrize(
+    "kind", ["sft", "dpo with a reference model", "dpo with an adapter", "grpo that adapts its entropy"]
+)
 def test_trainers_of_trl_resume_exactly(kind: str, tmp_path: Path) -> None:
     def without_total(results: Results) -> Results:
-        # TRL counts tokens from the start of the process.
-        return [{k: v for k, v in entry.items() if k != "num_tokens"} for entry in results[0]], *results[1:]
+        left_out = ("num_tokens", "step_time")  # TRL counts tokens from the start of the process
+        return [{k: v for k, v in entry.items() if k not in left_out} for entry in results[0]], *results[1:]
 
     whole = trained(trl_trainer(kind, tmp_path / "whole", 1))
     crash(trl_trainer(kind, tmp_path / "torn", 1), step=3)

@@ -56,6 +56,17 @@ def test_resized_embeddings_are_named_as_the_user_knows_them(kind: str, name: st
         stepped(model, kind)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_name_leads_to_its_parameter(kind: str) -> None:
+    """In models of transformers a submodule is called `model`, which is also an attribute of a wrapper."""
+    plain = small(kind)
+    parameters, paths = dict(plain.named_parameters()), dict(plain.named_modules())
+    with wrapped(plain) as model:
+        assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
+        assert all(model.get_submodule(path) is module for path, module in paths.items() if path)
+        assert isinstance(model, type(plain))
+
+
 PARTS, PLACES = ("parameter", "submodule", "buffer"), ("a block", "around the blocks", "an embedding")
 
 

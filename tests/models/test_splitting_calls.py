@@ -326,6 +326,18 @@ def test_another_batch_size_and_length_need_no_new_plan(models: SplitModels, mon
         both_train(model, reference, {"x": torch.randn(*shape, WIDTH)})
 
 
+def test_first_call_may_be_in_inference_mode(models: SplitModels) -> None:
+    """The model is then split by trials that need gradients and version counters."""
+    module = seeded(Toy)
+    reference = copy.deepcopy(module)
+    model = models.keep(wrap_model_to_roundpipe(module, example_inputs={"x": rows()}, devices=["cpu"] * 2))
+    with torch.inference_mode():
+        inputs: Inputs = {"x": rows().unsqueeze(1)}  # of another form than the example
+        torch.testing.assert_close(model(**inputs), reference(**inputs))
+    assert isinstance(model, RoundPipe)
+    both_train(model, reference, {"x": rows()})
+
+
 def test_calls_without_grad_between_calls_with_grad(models: SplitModels) -> None:
     module = seeded(Optional)
     reference = copy.deepcopy(module)

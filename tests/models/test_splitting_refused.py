@@ -29,6 +29,14 @@ class Inner(nn.Module):
         return self.tail(self.toy(x))
 
 
+def with_forward_from_a_container() -> nn.Module:
+    """A forward that finds the modules of the original where a copy cannot exchange them."""
+    model = Toy()
+    held = [model.forward]
+    model.forward = lambda x: held[0](x)
+    return model
+
+
 class Dropping(Toy):
     def __init__(self) -> None:
         super().__init__()
@@ -159,6 +167,10 @@ class ObservingTied(Toy):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a forward that holds the original's modules in a container": (
+        with_forward_from_a_container,
+        "forward of its Toy was replaced on the instance by a function that calls modules which it holds",
+    ),
     "layerdrop": (Dropping, r"the model drops layers at random \(layerdrop=0.1\); set it to 0"),
     "an object of an unknown class": (Opaque, "blocks.0 receives a Cell object; only tensors, numbers, strings"),
     "state that blocks share in secret": (lambda: Toy(block=Memorising), "."),

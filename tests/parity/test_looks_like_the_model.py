@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +26,14 @@ from helpers_parity import (
     mse,
     seeded,
 )
-from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from roundpipe import (
+    AutoRoundPipe,
+    ModelExecutePlan,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    wrap_model_to_roundpipe,
+)
 from roundpipe.errors import ClosedError, OwnershipError, UsageError
 
 
@@ -72,6 +80,74 @@ def test_keys_are_those_of_the_wrapped_model(models: Models) -> None:
     assert [name for name, _ in model.named_buffers()] == [name for name, _ in module.named_buffers()]
     assert [name for name, _ in model.named_children()] == ["first", "norm", "last"]
     assert all(ours is own for ours, own in zip(model.parameters(), module.parameters(), strict=True))
+
+
+class Hidden(nn.Module):
+    """Its submodule, parameter and buffer have names of a wrapper's attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(5, 5)
+        self.name = nn.Parameter(torch.ones(5))
+        self.register_buffer("num_layers", torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.model(x) * self.name + self.num_layers
+        return result
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.original_model = Hidden()
+        self.last = Hidden()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.original_model(x))
+        return result
+
+
+@pytest.mark.parametrize("build", [mlp, Hidden, Outer, lambda: nn.Sequential(Hidden(), Hidden())])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_names_lead_to_parameters_modules_and_buffers(build: Callable[[], nn.Module], in_parts: bool) -> None:
+    """Also if a wrapper has an attribute of that name. In step_fn a parameter's name leads to its master."""
+    module = build()
+    parameters, buffers, paths = (
+        dict(named) for named in (module.named_parameters(), module.named_buffers(), module.named_modules())
+    )
+    with wrap_model_to_roundpipe(
+        module,
+        use_sequential_preset=False,
+        lower_threshold=0 if in_parts else 2**30,
+        upper_threshold=0 if in_parts else 2**30,
+        optim_dtype=torch.float64,
+        devices=["cpu"],
+    ) as model:
+        assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
+        assert all(model.get_buffer(name) is buffer for name, buffer in buffers.items())
+        for path, plain in paths.items():
+            found = model.get_submodule(path)
+            assert (found.original_model if isinstance(found, RoundPipe | AutoRoundPipe) else found) is plain
+        with OptimizerCtx():
+            masters = dict(model.named_parameters())
+            assert all(model.get_parameter(name) is masters[name] for name in parameters)
+        assert masters.keys() == parameters.keys()
+        for name in ("missing", "model.missing", ""):
+            with pytest.raises(AttributeError):
+                model.get_parameter(name)
+
+
+def test_wrapper_is_an_instance_of_the_models_class(models: Models) -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = models.wrap(Special(5, 5), 1)
+    assert isinstance(model, Special)
+    assert isinstance(model, nn.Linear)
+    assert isinstance(model, RoundPipe)
+    assert not isinstance(model, nn.Sequential)
+    assert type(model) is RoundPipe
+    assert str(model).startswith("RoundPipe(")
 
 
 def test_attributes_are_read_written_and_deleted_on_the_model(models: Models) -> None:

@@ -168,7 +168,45 @@ class ModelProxy(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         return self._target().named_parameters(prefix, recurse, remove_duplicate)
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter that `named_parameters()` has under this name: the master inside `OptimizerCtx` and step_fn."""
+        owner, name = self._owner_and_name(target)
+        param: nn.Parameter = owner.get_parameter(name)
+        if on_optimizer_side() and param.requires_grad:
+            return next(self._engine.named_masters([(target, param)]))[1]
+        self._engine.show_gradients_without_copies()
+        return param
+
     # Methods of nn.Module, which make the proxy look like the wrapped model.
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the wrapped model: isinstance(wrapper, Model) is True, beside isinstance(wrapper, RoundPipe).
+
+        Code asks for classes to decide what to compute: TRL calls a PeftModel without its adapter for a reference, and
+        forwards of hybrid models pass each kind of block other arguments.
+        """
+        return type(self.__dict__.get("original_model", self))
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    # The base class walks along attributes. Those of a proxy hide submodules of the same name, such as `model`.
+
+    def get_submodule(self, target: str) -> nn.Module:
+        module: nn.Module = self
+        for name in target.split(".") if target else ():
+            module = _wrapped_in(module).get_submodule(name)
+        return module
+
+    def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
+        owner, name = self._owner_and_name(target)
+        owner.set_submodule(name, module, strict)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        owner, name = self._owner_and_name(target)
+        buffer: torch.Tensor = owner.get_buffer(name)
+        return buffer
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the wrapped model, with the weights that calls read now.
@@ -293,6 +331,11 @@ class ModelProxy(nn.Module):
 
     # Private helpers of the proxy.
 
+    def _owner_and_name(self, target: str) -> tuple[nn.Module, str]:
+        """The plain module that has a submodule, parameter or buffer, given its dotted name, and its last name."""
+        path, _, name = target.rpartition(".")
+        return _wrapped_in(self.get_submodule(path)), name
+
     def _target(self) -> nn.Module:
         target: nn.Module = self.__dict__["original_model"]
         return target
@@ -301,3 +344,8 @@ class ModelProxy(nn.Module):
         """Make this proxy use the dicts in which `module` keeps its parameters, buffers and submodules."""
         for key in _CONTENT:
             self.__dict__[key] = module.__dict__[key]
+
+
+def _wrapped_in(module: nn.Module) -> nn.Module:
+    """The module that a proxy wraps; any other module as it is."""
+    return module._target() if isinstance(module, ModelProxy) else module

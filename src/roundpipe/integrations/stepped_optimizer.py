@@ -1,4 +1,6 @@
-"""SteppedOptimizer: the optimizer that Trainer sees. Its steps run on the optimizer thread of the model.
+"""The optimizer of a trainer over a RoundPipe: it steps on masters, when the gradients have arrived.
+
+Knows the optimizers and schedulers of accelerate and transformers.
 
 [Note: settings of a step]
 An asynchronous step runs while Trainer goes on and its scheduler sets the next learning rate. So the scheduler works on
@@ -7,14 +9,16 @@ the param groups of a SteppedOptimizer, and each step gets a copy of their setti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+from torch import nn
+from transformers.optimization import AdafactorSchedule
 
 from roundpipe.api.proxy import ModelProxy
-from roundpipe.errors import UsageError
+from roundpipe.errors import ConfigError, UsageError
 
 
 class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -84,12 +88,44 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def give_optimizer(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+def give_optimizer(
+    scheduler: Any, old: torch.optim.Optimizer, new: SteppedOptimizer, *, is_async: bool = False
+) -> None:
     """Make a scheduler that the user has passed, and those that it contains, set the rates of another optimizer."""
     if getattr(scheduler, "optimizer", None) is old:
         scheduler.optimizer = new
+    if isinstance(scheduler, AdafactorSchedule):
+        if is_async:
+            raise ConfigError(
+                "AdafactorSchedule reads the state of the optimizer, which an asynchronous step may be changing; use "
+                "RoundPipeOptions(is_async=False), or another scheduler."
+            )
+        scheduler.__class__ = _AdafactorSchedule
     for part in getattr(scheduler, "_schedulers", ()):
-        give_optimizer(part, old, new)
+        give_optimizer(part, old, new, is_async=is_async)
+
+
+class _AdafactorSchedule(AdafactorSchedule):
+    """Returns the rates of the last step. The base class looks for gradients, which a step has cleared here."""
+
+    def get_lr(self) -> list[Any]:
+        inner: Any = self.optimizer.optimizer  # type: ignore[attr-defined]
+        firsts = [(group, group["params"][0]) for group in self.optimizer.param_groups]
+        rates = [inner._get_lr(group, inner.state[first]) for group, first in firsts if first in inner.state]
+        return rates or self.base_lrs
+
+
+class _Masters(list[nn.Parameter]):
+    """The masters in a param group. `in` also finds them by the model's own parameters."""
+
+    def __init__(self, masters: Iterable[nn.Parameter], known: Mapping[int, nn.Parameter]) -> None:
+        """`known`: the masters by id of the model's parameter."""
+        super().__init__(masters)
+        self._known = known
+
+    def __contains__(self, param: object) -> bool:
+        wanted = self._known.get(id(param), param)
+        return any(master is wanted for master in self)
 
 
 def put_masters_into(optimizer: torch.optim.Optimizer, model: ModelProxy) -> None:
@@ -117,4 +153,4 @@ def put_masters_into(optimizer: torch.optim.Optimizer, model: ModelProxy) -> Non
             "it anew, or on trainer.model.optim_parameters()."
         )
     for group, params in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [known[id(param)] for param in params]
+        group["params"] = _Masters((known[id(param)] for param in params), known)

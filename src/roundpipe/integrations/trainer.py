@@ -35,16 +35,30 @@ from roundpipe.checkpoint.folders import check_parent
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx
 from roundpipe.devices import parse_devices
-from roundpipe.errors import CheckpointError, ConfigError, NonFiniteError, UsageError
+from roundpipe.errors import CheckpointError, ConfigError, NonFiniteError, OwnershipError, UsageError
+from roundpipe.integrations.host_side import keep_in_host_memory, note_made, take_over
 from roundpipe.integrations.machines import MachinesMixin
 from roundpipe.integrations.run_view import RunViewCallback
 from roundpipe.integrations.stepped_optimizer import SteppedOptimizer, give_optimizer, put_masters_into
+from roundpipe.integrations.trl_side import TrlMixin, prepare_callbacks
 from roundpipe.optim import Adam, AdamW
 from roundpipe.optim.gradients import clip_grad_norm_
 
 logger = logging.getLogger("roundpipe")
 _FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
 _ARGUMENTS_NAME = "training_args.json"
+# Methods of Trainer that the mixin replaces without calling the method of the class that it is put before.
+_REPLACED = (
+    *("_save_checkpoint", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"),
+    *(
+        "_load_best_model",
+        "_clip_grad_norm",
+        "_get_grad_norm",
+        "_wrap_model",
+        "_prepare_input",
+        "_move_model_to_device",
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +107,7 @@ class _KeepsGradients:
         pass
 
 
-class RoundPipeMixin(MachinesMixin):
+class RoundPipeMixin(TrlMixin, MachinesMixin):
     """Put before Trainer or a subclass of it: the model then trains through RoundPipe.
 
     The constructor takes the arguments of the other class and `roundpipe`, the options. The model may be plain or
@@ -113,6 +127,8 @@ class RoundPipeMixin(MachinesMixin):
     def __init__(self, *args: Any, roundpipe: RoundPipeOptions | None = None, **kwargs: Any) -> None:
         if roundpipe is not None and not isinstance(roundpipe, RoundPipeOptions):
             raise ConfigError(f"roundpipe must be RoundPipeOptions(...), got {type(roundpipe).__name__}.")
+        self.check_class_of_trl()
+        self._warn_of_replaced_methods()
         self.roundpipe = roundpipe or RoundPipeOptions()
         # Whether a resumed run keeps the number instead of taking that of the checkpoint.
         self.fixes_microbatches = self.roundpipe.num_microbatch is not None
@@ -125,6 +141,7 @@ class RoundPipeMixin(MachinesMixin):
         self._loss_sums: Mapping[str, Any] | None = None  # of a checkpoint, until the loop has begun
         self.run_view = RunViewCallback(show=self.roundpipe.view)
         self._grad_norms: list[torch.Tensor] = []  # of the last steps; each step sets its norm
+        take_over((*args, *kwargs.values()))
         # Trainer reads the class and the signature of the model that it is constructed with, so it gets the plain one.
         given = args[0] if args else kwargs.get("model")
         self._given = given if isinstance(given, ModelProxy) else None
@@ -138,6 +155,23 @@ class RoundPipeMixin(MachinesMixin):
         self.add_callback(self.run_view)
 
     # Construction.
+
+    def _warn_of_replaced_methods(self) -> None:
+        """Warn if a class that the mixin is put before overrides a method that is not called here.
+
+        What trainers of TRL do in such methods is done by TrlMixin.
+        """
+        mro = type(self).__mro__
+        for name in _REPLACED:
+            below = (cls for cls in mro[mro.index(RoundPipeMixin) + 1 : mro.index(Trainer)] if name in vars(cls))
+            owner = next(below, None)
+            if owner is not None and not owner.__module__.startswith("trl."):
+                logger.warning(
+                    "%s.%s() is not called: RoundPipeMixin replaces this method. Override it in a class that has the "
+                    "mixin among its bases.",
+                    owner.__name__,
+                    name,
+                )
 
     def wrap_model(self) -> None:
         """Wrap the model, if that has not happened yet."""
@@ -155,7 +189,15 @@ class RoundPipeMixin(MachinesMixin):
                 f"{type(self).__name__} got a wrapped model and arguments that make another model of it, such as "
                 "peft_config; pass the plain model."
             )
-        self._use(self._given or self.wrapped(plain))
+        self.check_reference(plain)
+        prepare_callbacks(self.callback_handler.callbacks)
+        model = self._given or self.wrapped(plain)
+        for name, value in list(vars(self).items()):  # a trainer may have the model by other names, too
+            if value is plain:
+                setattr(self, name, model)
+        self.callback_handler.model = model
+        self.leave_margin_out(model)
+        self.warn_of_the_host()
 
     def wrapped(self, model: nn.Module, *, trains: bool = True) -> ModelProxy:
         """Wrap a model by the options. `trains`: False for a model that only computes outputs."""
@@ -163,14 +205,21 @@ class RoundPipeMixin(MachinesMixin):
         with contextlib.suppress(AttributeError):  # it has no such method, or the method has nothing to undo
             # TRL lets the embeddings' outputs require grad for gradient checkpointing, which RoundPipe replaces.
             model.disable_input_require_grads()  # type: ignore[operator]
-        wrapper = wrap_model_to_roundpipe(
-            model,
-            optim_dtype=options.optim_dtype if trains else None,
-            devices=options.devices,
-            pin_model=options.pin_model,
-            model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
-            process_group=self.process_group if trains else None,
-        )
+        if not trains:
+            model.requires_grad_(False).eval()
+        try:
+            wrapper = wrap_model_to_roundpipe(
+                model,
+                optim_dtype=options.optim_dtype if trains else None,
+                devices=options.devices,
+                pin_model=options.pin_model,
+                model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
+                process_group=self.process_group if trains else None,
+            )
+        except OwnershipError as error:
+            error.add_note(f"{type(self).__name__} also takes a model that you have wrapped yourself: pass the wrapper")
+            raise
+        note_made(wrapper)
         self._wrapped_models.append(wrapper)
         return wrapper
 
@@ -184,9 +233,6 @@ class RoundPipeMixin(MachinesMixin):
                 if isinstance(part, RoundPipe) and part.model_run_config.num_microbatch == before:
                     part.set_run_config(dataclasses.replace(part.model_run_config, num_microbatch=number))
 
-    def _use(self, model: ModelProxy) -> None:
-        self.model = self.model_wrapped = self.callback_handler.model = model
-
     def call_model_init(self, trial: Any = None) -> Any:
         """The model of `model_init`, wrapped if it replaces the one that Trainer was constructed with."""
         model = super().call_model_init(trial)
@@ -198,12 +244,14 @@ class RoundPipeMixin(MachinesMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         self._check_arguments()  # here: Trainer has its arguments and has not touched the model yet
+        self.turn_offloading_off()
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1  # RoundPipe uses all devices itself: no DataParallel, no larger batches
         # The copy of a pinned batch to a device waits behind copies of weights; small pageable copies do not.
         self.args.dataloader_pin_memory = False
         super().create_accelerator_and_postprocess()
-        self.accelerator.device_placement = False  # models, optimizers and batches stay in host memory
+        keep_in_host_memory(self.accelerator, functools.partial(self.wrapped, trains=False))
+        self.check_device()
 
     def _check_arguments(self) -> None:
         """Raise for arguments that do not go with RoundPipe."""
@@ -217,6 +265,7 @@ class RoundPipeMixin(MachinesMixin):
             "deepspeed": (args.deepspeed, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
             "fsdp": (args.fsdp, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
             "use_liger_kernel": (args.use_liger_kernel, "a model wrapped with liger_kernels=True"),
+            **self.refused_of_trl(),
         }
         for name, (is_set, advice) in refused.items():
             if is_set:
@@ -236,9 +285,8 @@ class RoundPipeMixin(MachinesMixin):
             self._grad_norms, self._skips_step = [], False
         if training and not isinstance(self.optimizer, SteppedOptimizer):
             inner = self.optimizer
-            put_masters_into(inner, self.model)
             self.optimizer = SteppedOptimizer(inner, self._run_step)
-            give_optimizer(self.lr_scheduler, inner, self.optimizer)
+            give_optimizer(self.lr_scheduler, inner, self.optimizer, is_async=self.roundpipe.is_async)
         return model
 
     def _check_output_folder(self) -> None:
@@ -261,10 +309,11 @@ class RoundPipeMixin(MachinesMixin):
         if self._trains_in_one_call(num_items_in_batch):
             loss = self._forward_backward(inputs, num_items_in_batch)
         else:
+            self.learn_both_forms(inputs)
             loss = self.plain_training_step(inputs, num_items_in_batch)
         if self.roundpipe.nonfinite != "off" and not bool(loss.isfinite()):
             self._handle_loss(float(loss), inputs)
-        tokens, number = inputs.get("input_ids"), None
+        tokens, number = inputs.get("input_ids") if isinstance(inputs, Mapping) else None, None
         if isinstance(tokens, torch.Tensor):
             number = int(self.summed_over_machines(torch.tensor(tokens.numel())))
         self.run_view.note_loss(loss, number)
@@ -314,7 +363,10 @@ class RoundPipeMixin(MachinesMixin):
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         with OptimizerCtx():  # parameters of the model are then their masters
-            return super().create_optimizer(model)
+            optimizer = super().create_optimizer(model)
+        if not isinstance(optimizer, SteppedOptimizer):
+            put_masters_into(optimizer, self.model)
+        return optimizer
 
     @classmethod
     def get_optimizer_cls_and_kwargs(cls, args: Any, model: Any = None) -> tuple[Any, Any]:
@@ -328,15 +380,6 @@ class RoundPipeMixin(MachinesMixin):
         if optimizer_class in _FAST:
             kwargs = {name: value for name, value in kwargs.items() if name != "fused"}
         return _FAST.get(optimizer_class, optimizer_class), kwargs
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        names = super().get_decay_parameter_names(model)
-        # Trainer leaves out parameters of nn.LayerNorm, which a part of an AutoRoundPipe hides.
-        parts = [
-            (path, module.original_model) for path, module in model.named_modules() if isinstance(module, RoundPipe)
-        ]
-        hidden = tuple(f"{path}." for path, module in parts if path and isinstance(module, nn.LayerNorm))
-        return [name for name in names if not name.startswith(hidden)] if hidden else names
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing: steps clip gradients."""
@@ -434,6 +477,7 @@ class RoundPipeMixin(MachinesMixin):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save a checkpoint of the run. Returns while the files are still written: see roundpipe.checkpoint."""
+        self.write_model_card()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run_folder, state = Path(self._get_output_dir(trial=trial)), self.state
@@ -460,6 +504,7 @@ class RoundPipeMixin(MachinesMixin):
     def _run_values(self) -> dict[str, Any]:
         """What the run needs to go on besides the state of Trainer, and is not in any other file."""
         return {
+            "of_trl": self.values_of_trl(),
             "num_microbatch": None if self._given is not None else self.roundpipe.num_microbatch,
             "machines": self.args.world_size,
             "loss_since_log": self._tr_loss.cpu(),
@@ -500,6 +545,7 @@ class RoundPipeMixin(MachinesMixin):
         self.optimizer.take_inner_settings()
         self._loss_sums = values
         self._grad_norms = values["grad_norms"]
+        self.take_values_of_trl(values.get("of_trl", {}))
         if values["num_microbatch"] is not None and not self.fixes_microbatches and self._given is None:
             self.set_num_microbatch(self._number_for_machines(values["num_microbatch"], values.get("machines", 1)))
 

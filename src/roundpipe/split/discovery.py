@@ -72,6 +72,13 @@ def discover(model: nn.Module, events: Sequence[ModuleEvent], *, in_one: bool = 
     num_calls = Counter(event.path for event in events if event.enters)
     blocks = block_paths(model, num_calls)
     if not blocks:
+        replaced = next((module for module in model.modules() if "forward" in vars(module)), None)
+        if replaced is not None and block_paths(model):
+            raise ModelSplitError(
+                f"the forward of its {type(replaced).__name__} was replaced on the instance by a function that calls "
+                "modules which it holds in a global variable or a container; a copy of the model cannot run it. Define "
+                "the forward in a subclass, with `self`"
+            )
         raise ModelSplitError("it has no repeated list of modules that its forward calls")
     if in_one:
         blocks = _callers(model, events, blocks)

@@ -156,9 +156,13 @@ class ModelSplitter:
 
     @contextlib.contextmanager
     def on_the_host(self) -> Iterator[None]:
-        """Disable kernels that need a GPU while entered, so that the model runs on the host."""
+        """Disable kernels that need a GPU while entered, so that the model runs on the host.
+
+        Leaves torch.inference_mode(), too: trials need gradients and the version counters of tensors.
+        """
         kernels = contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside()
-        with kernels, with_torch_alone(self._model):
+        with_grad = torch.is_grad_enabled()
+        with kernels, with_torch_alone(self._model), torch.inference_mode(False), torch.set_grad_enabled(with_grad):
             yield
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool) -> SplitPlan:
