@@ -279,7 +279,7 @@ class ModelEngine:
         alone.dissolve()
 
     def follow_user(self, *, adopts_gradients: bool = True) -> None:
-        """Adopt values that the user wrote into parameters and `.grad`. Raises if the model's structure has changed."""
+        """Adopt what the user wrote into parameters, masters and `.grad`. Raises if the model's structure changed."""
         self.learn()
         store = self.store
         store.check_unchanged()
@@ -289,6 +289,7 @@ class ModelEngine:
             self.group.recovery.wait_for_runs()  # uploads of these runs may read the memory that changes below
             self.group.stepper.wait_until_idle()
             store.adopt_written(written)
+        self.num_writes += self.group.plain_loop.publish_masters(store)
         touched = store.gradients.touched_by_user() if adopts_gradients else []
         if touched:
             store.wait_until_landed(self.group.stepper.generation)

@@ -21,7 +21,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -46,6 +46,7 @@ from roundpipe.optim.stepper import StepJob, Stepper
 from roundpipe.runtime.run import Trace
 from roundpipe.stats import DeviceMemory, StepLog, StepStats
 from roundpipe.store import LayerStore, ParameterRecord
+from roundpipe.store.master import GradientOwner
 
 logger = logging.getLogger("roundpipe")
 _T = TypeVar("_T")
@@ -74,14 +75,14 @@ class Member(Protocol):
         """Drop all references to the device pool and to runs, and close the store."""
 
 
-class OpenStep(Protocol):
+class OpenStep(GradientOwner, Protocol):
     """The step of an ordinary training loop: see api.plain_loop."""
+
+    def publish_masters(self, store: LayerStore) -> bool:
+        """Publish what code outside of steps has written into the masters of a model; returns whether it has."""
 
     def leave(self) -> None:
         """Prepare for a call of a model: end views of gradients. Raises inside `optimizer.step()`."""
-
-    def gradients_wanted(self, dropped: Container[int] = ()) -> None:
-        """Make gathered gradients visible in the masters. Called when one is accessed outside a step."""
 
     def close(self) -> None:
         """End an open step, because the models are being closed."""

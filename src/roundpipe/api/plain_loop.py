@@ -9,6 +9,13 @@ become views of the gradients gathered so far. The next call of a model ends the
 stays in the gathered sums, so later sums are the same as without a view. A changed gradient moves to its copy.
 `optimizer.step()` uses the views as they are, so clipping and unscaling before the step need no float32 gradients.
 
+[Note: values outside steps]
+Code outside a step may write masters: an update by hand, a `clamp_` after `optimizer.step()`. Using a master there
+waits for pending steps, so that no step writes it at the same time. The next call of any kind compares the masters that
+were used with the newest weights and publishes those that differ. Calls that read the newest weights then read what was
+written; after an asynchronous step, the calls after the next step do. A write counts as a change of weights: a graph
+from before it is stale.
+
 [Note: an optimizer that raises]
 torch does not call the post hook if `optimizer.step()` raises. So a step remembers the frame of its `step()` call. Once
 this frame is no longer on the stack of its thread, the next call of a model ends the step. As in torch, changes that
@@ -77,6 +84,30 @@ class PlainLoop:
             self._end_forsaken_step()
             if self._step is None:
                 self._view(dropped)
+
+    def values_wanted(self, masters: Sequence[OptimizerCopy]) -> None:
+        """Wait for pending steps and note the use of masters: see [Note: values outside steps]."""
+        group = self._group
+        if group.is_closed or group.is_inherited or self._is_inside():
+            return
+        group.stepper.wait_until_idle()
+        _home_of(masters[0]).masters.note_use(masters)
+
+    def publish_masters(self, store: LayerStore) -> bool:
+        """Publish what code outside of steps has written into the masters of a model; returns whether it has."""
+        stepper, masters = self._group.stepper, store.masters
+        # Inside an open step, which publishes masters itself, nothing is to be done. Memory that is only shared is
+        # looked at when no wait is needed for it.
+        if self._step is not None or not (masters.used or (masters.shared and stepper.is_idle)):
+            return False
+        stepper.wait_until_idle()
+        newest = stepper.steps_issued
+        written = masters.written(store.slots, newest)
+        if written:
+            self._group.recovery.wait_for_runs()  # uploads of these runs may read the memory that changes below
+            masters.publish_written(written, store.slots, newest)
+        masters.forget_uses()  # last: after an interrupt the next call repeats all of this
+        return bool(written)
 
     def _view(self, dropped: Container[int]) -> None:
         """Give all copies a view of their gathered gradients. Waits for pending steps and gradients."""

@@ -281,6 +281,12 @@ class Stepper:
             if job.error is not None and job.error not in self.errors:
                 self.errors.append(job.error)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all issued steps are done."""
+        with self._monitor:
+            return self._pending() is None
+
     def wait_until_idle(self) -> None:
         """Block until all issued steps are done."""
         with self._monitor:

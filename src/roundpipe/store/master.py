@@ -132,6 +132,12 @@ class GradientOwner(Protocol):
         gradients the caller drops next; those that earlier steps have left are dropped without being read.
         """
 
+    def values_wanted(self, masters: Sequence[OptimizerCopy]) -> None:
+        """Note that code outside of steps is about to use the values of masters, and may write them.
+
+        Waits until no step writes them. The next call publishes what was written. Does nothing inside a step.
+        """
+
 
 class CopyHome(Protocol):
     """The store that made a copy."""
@@ -169,6 +175,7 @@ class OptimizerCopy(nn.Parameter):
     _address_is_known = False  # whether data_ptr() was called: native code may use the memory, so it must stay
     _seen_version = 0  # `_version` when `forget_touches` was last called
     _data_was_handed_out = False  # whether code may write values without changing `_version`
+    may_be_ahead = False  # whether a step that failed may have changed the values; the next step publishes them
     when_training: Callable[[], None] | None = None  # called once, when the model begins to train
 
     @classmethod
@@ -198,6 +205,7 @@ class OptimizerCopy(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         copies = [value for value in tree_leaves((args, kwargs)) if isinstance(value, OptimizerCopy)]
+        _announce_use(copies)
         used: list[OptimizerCopy] = []
         try:
             for copy in copies:
@@ -324,6 +332,7 @@ class OptimizerCopy(nn.Parameter):
 
     def weight_was_written(self, weight: torch.Tensor) -> None:
         """Record that `weight` holds the rounded values now. The caller holds `lock`."""
+        self.may_be_ahead = False
         if self._weight is not None:
             self._weight = weight
         if self.halves is not None:
@@ -483,6 +492,21 @@ class OptimizerCopy(nn.Parameter):
         """Treat the current values as known: `was_touched` reports only writes after this call."""
         self._data_was_handed_out, self._seen_version = False, self._version
 
+    def is_ahead_of(self, weight: torch.Tensor) -> bool:
+        """Whether the rounded values differ from `weight`, the newest one."""
+        with self.lock, torch.no_grad():
+            if self.halves is not None:
+                return False
+            rounded = self.values().to(weight.dtype)
+            are_equal = (rounded == weight) | ((rounded != rounded) & (weight != weight))  # NaN equals NaN here
+            return not bool(are_equal.all())
+
+    @property
+    def has_other_users(self) -> bool:
+        """Whether another tensor or array, which code may write later, shares the memory of the values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.halves is None and _memory_users(self) not in (_memory_users_of_one_tensor(), None)
+
     def mark_touched(self) -> None:
         """Make `was_touched` return True, because code that RoundPipe does not control may have written values."""
         self._data_was_handed_out = True
@@ -492,6 +516,7 @@ class OptimizerCopy(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """As in torch. The returned tensor shares the copy's memory, which therefore stays while the tensor lives."""
+        _announce_use([self])
         self._data_was_handed_out = True  # writes to the returned tensor do not change the copy's version counter
         self._begin_use()
         try:
@@ -502,6 +527,7 @@ class OptimizerCopy(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        _announce_use([self])
         self._data_was_handed_out = True
         self._begin_use()
         try:
@@ -559,6 +585,16 @@ class OptimizerCopy(nn.Parameter):
         self.is_pending, self._is_shown, self.factors = False, False, ()
         if was_needed and self.source is not None:
             self.source.release(self.record)
+
+
+def _announce_use(masters: Sequence[OptimizerCopy]) -> None:
+    """Tell the models that code may be about to read or write the values of masters; see GradientOwner."""
+    if current_iteration() is not None:  # inside step_fn, which may use them
+        return
+    for home in {master.home for master in masters}:
+        store = None if home is None else home()
+        if store is not None and store.gradient_owner is not None:
+            store.gradient_owner.values_wanted([master for master in masters if master.home is home])
 
 
 def _without_memory(like: torch.Tensor) -> torch.Tensor:

@@ -281,6 +281,7 @@ class LayerUpdate:
                 record.master.grad = None
                 record.master.end_step()
                 record.master.mark_touched()  # the master keeps its changes, and the next step publishes them
+                record.master.may_be_ahead = True
         for record in list(self._gradients or ()):
             self.release(record)
         if self.publishes_late:

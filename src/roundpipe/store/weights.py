@@ -468,6 +468,10 @@ class Masters:
         self._layers = layers
         self.optim_dtype = optim_dtype
         self._home = home
+        # Masters that code outside of steps has used since the last call, by id. The value is the version counter of a
+        # master with changes of a failed step, which only a write may publish, else None.
+        self.used: dict[int, int | None] = {}
+        self.shared: set[int] = set()  # ids of masters used earlier whose memory code may still write
         self._may_lose_updates = optim_dtype is None and any(
             record.weights.dtype in _LOW_PRECISIONS for layer in layers for record in layer.parameters
         )
@@ -484,6 +488,39 @@ class Masters:
             record.master = OptimizerCopy.of_weight(record.weights, self.optim_dtype or record.weights.dtype, share)
             record.master.home = self._home
         return record.master
+
+    def note_use(self, masters: Sequence[OptimizerCopy]) -> None:
+        """Note that code outside of steps may write masters, so that the next call looks for written values."""
+        for master in masters:
+            self.used.setdefault(id(master), master._version if master.may_be_ahead else None)
+
+    def written(self, slots: Sequence[LayerSlot], newest: int) -> list[ParameterRecord]:
+        """Parameters whose newest weights lack values that code outside of steps has written into their masters.
+
+        `newest`: the newest version. Weights of that version which are still to be written will be complete.
+        """
+        wanted = self.used.keys() | self.shared
+        records = [record for layer in self._layers for record in layer.at_home if id(record.master) in wanted]
+        return [record for record in records if self._is_written(record, slots[record.home], newest)]
+
+    def _is_written(self, record: ParameterRecord, slot: LayerSlot, newest: int) -> bool:
+        master, buffer = record.master, slot.buffer_of(newest)
+        if master is None or buffer is None or self.used.get(id(master)) == master._version:
+            return False
+        return master.is_ahead_of(record.memory(buffer))
+
+    def publish_written(self, records: Sequence[ParameterRecord], slots: Sequence[LayerSlot], newest: int) -> None:
+        """Write the values of masters into the newest weights. Only while nothing runs."""
+        for record in records:
+            buffer = slots[record.home].buffer_of(newest)
+            if record.master is not None and buffer is not None:
+                record.master.write_weight(record.memory(buffer))
+
+    def forget_uses(self) -> None:
+        """Forget noted uses. Masters that share memory with another tensor, which may be written later, are kept."""
+        wanted = self.used.keys() | self.shared
+        self.shared = {id(master) for master in self.existing() if id(master) in wanted and master.has_other_users}
+        self.used = {}
 
     def has_own_precision(self, record: ParameterRecord) -> bool:
         """Whether the dtype of the master differs from the parameter's."""
