@@ -363,21 +363,21 @@ MICROBATCHES = [
     ),
     mutant(
         "a loss is not multiplied by its share",
-        "microbatch/loss_shares.py",
+        "microbatch/split.py",
         "if share == 0 else loss * share",
         "if share == 0 else loss",
         LOSSES,
     ),
     mutant(
         "the model's own loss has the share of the first microbatch",
-        "microbatch/loss_shares.py",
-        "share = self.own[microbatch]",
-        "share = self.own[0]",
+        "microbatch/split.py",
+        "share = _known(self.own)[microbatch]",
+        "share = _known(self.own)[0]",
         LOSSES,
     ),
     mutant(
         "a loss without labels is NaN times zero",
-        "microbatch/loss_shares.py",
+        "microbatch/split.py",
         "_Zero.apply(loss) if share == 0 else loss * share",
         "loss * share",
         "tests/models/test_whole_batch_loss.py::"

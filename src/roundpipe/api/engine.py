@@ -510,10 +510,9 @@ class ModelEngine:
         gradients: one gradient for each output tensor that requires grad, microbatch after microbatch.
         """
         if weights_read != (self.group.stepper.visible_version, self.num_writes):
-            by_step = weights_read[0] != self.group.stepper.visible_version
             raise StaleGraphError(
-                f"{self.name}: {'a step' if by_step else 'your code'} changed weights between this forward and its "
-                f"backward; call backward() before {'step()' if by_step else 'writing to parameters'}."
+                f"{self.name}: the weights were updated between this forward and its backward; call backward() before "
+                "step(), and before writing to parameters."
             )
         if layers is not self.store.layers:
             raise StaleGraphError(

@@ -68,8 +68,7 @@ class Prepared:
 
 def prepare(settings: TrainSettings, num_machines: int) -> Prepared:
     """Check options, tokenizer and data, and tokenize the data. Loads no weights."""
-    _check_out(settings.out)
-    _check_inputs_stay(settings)
+    check_out(settings)
     read = {"train": [read_rows(path, "--data", settings.text_rows) for path in settings.data]}
     if settings.eval_data:
         read["eval"] = [read_rows(path, "--eval-data", settings.text_rows) for path in settings.eval_data]
@@ -113,8 +112,13 @@ def prepare(settings: TrainSettings, num_machines: int) -> Prepared:
     )
 
 
-def _check_out(out: Path) -> None:
-    """Refuse an output folder that cannot be written. Creates nothing."""
+def check_out(settings: TrainSettings) -> None:
+    """Refuse an output folder that cannot be written, or has files of the model or the data. Creates nothing."""
+    _check_writable(settings.out)
+    _check_inputs_stay(settings)
+
+
+def _check_writable(out: Path) -> None:
     existing = next(each for each in (out, *out.absolute().parents) if each.exists())
     if out.is_symlink() and existing != out:
         raise ConfigError(f"--out {out} is a link to {os.readlink(out)}, which does not exist; make that folder.")

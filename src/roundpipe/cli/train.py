@@ -31,6 +31,7 @@ from roundpipe.cli.launch import Launch, is_restart
 from roundpipe.cli.preparation import (
     Needs,
     Prepared,
+    check_out,
     lora_config,
     memory_needs,
     model_options,
@@ -82,6 +83,7 @@ def _run(settings: TrainSettings, launch: Launch) -> int:
         if not settings.dry_run and (settings.out / _LOCK_FILE).exists():
             with _held(settings.out):
                 pass  # refuses at once what it would refuse below, where the data is prepared
+        check_out(settings)
         start = starting_point(settings)
         check_parent(settings.out, _CHECKPOINT, after=_step_of(start))
         return start

@@ -280,6 +280,7 @@ class Run:
         self.activation_bytes: dict[int, tuple[int, int]] = {}
         is_call = call.tasks[0].kind is not TaskKind.BACKWARD and not call.is_probe
         self.trace = Trace(generation, time.perf_counter(), is_call, call.num_rows, call.num_tokens)
+        self._has_reached = False  # whether the backward is known to have come to parameters
         self.failure: BaseException | None = None
         self.has_returned = False  # whether the call has returned its result to the user
         self._failure_is_known = False  # whether `fail` has completed
@@ -358,6 +359,12 @@ class Run:
             self._failure_is_known = True
             self.monitor.changed()
 
+    def parameters_reached(self) -> None:
+        """Note that the backward has come to a layer whose parameters are in its graph."""
+        with self.monitor:
+            self._has_reached = True
+            self.monitor.changed()
+
     def task_done(self) -> None:
         with self.monitor:
             self._tasks_left -= 1
@@ -397,14 +404,14 @@ class Run:
     def require_gradients(self) -> None:
         """Raise if no backward of this model has reached a parameter yet, this run included: nothing would be trained.
 
-        Waits for the end of the run if no gradient has landed before.
+        If no gradient has landed before, waits until the backward has reached a parameter, or for the run's end.
         """
         gradients = self.store.gradients
         if not self.trains or gradients.num_additions:
             return
-        self.wait_until_finished()
-        self.check()
-        if not gradients.num_additions:
+        with self.monitor:
+            self._wait(lambda: self._has_reached or self.finished or gradients.num_additions > 0, "the first gradient")
+        if not self._has_reached and not gradients.num_additions:
             trained = [record.name for record in self.store.parameters if record.param.requires_grad]
             raise UsageError(
                 f"backward has reached none of the {len(trained)} parameters that require grad ({trained[0]!r} is "

@@ -83,6 +83,7 @@ class _Frame(NamedTuple):
     leaves: Leaves
     outputs: Bundle
     handed_on: Bundle  # the outputs for the next layer, cut from this layer's graph
+    uses_parameters: bool  # whether the layer's parameters are in its graph; False if the graph was not looked at
 
 
 class _Task:
@@ -413,16 +414,18 @@ class _Task:
             drew_on_host=random.drew_on_host,
             returned_own_memory=returned_own_memory,
         )
+        uses_parameters = False
         if with_grad and watch is not None:
             graph = ObservedGraph.behind(outputs.tensors, self._device.torch_device)
             self._run.store.refuse_as_leaves(layer_id, graph.leaves)
             behaviour.calls_autograd = watch.end() or bool(behaviour.calls_autograd)
             behaviour.leaves_device = graph.leaves_device
+            uses_parameters = any(leaf is param for leaf in graph.leaves for param in replica.parameters)
         if layer.has_buffers:
             self._buffers.after_forward(replica, microbatch, phase)
         if self._is_last_microbatch and phase is not LayerPhase.RECOMPUTE and not self._run.is_probe:
             replica.write_attributes_back()
-        return _Frame(layer, microbatch, leaves, outputs, handed_on)
+        return _Frame(layer, microbatch, leaves, outputs, handed_on, uses_parameters)
 
     def _backward_frames(self, frames: list[_Frame], gradients: Gradients) -> Gradients:
         while frames:
@@ -435,6 +438,8 @@ class _Task:
         self._place.layer_id, self._place.phase = layer_id, "backward"
         roots = _roots(layer_id, frame.outputs.tensors, gradients)
         if roots[0]:
+            if frame.uses_parameters:
+                self._run.parameters_reached()
             measured = self._measure()
             with self._random.backward(layer_id, frame.microbatch, [frame.layer.replica.behaviour]):
                 torch.autograd.backward(*roots)

@@ -117,7 +117,10 @@ class StubTree(nn.Module):
                 real = module if is_real(module) else None
                 if real is not None:
                     self.present.add(path)
-                return make_stub(module, path, real, ghosts.of(module))
+                stub = make_stub(module, path, real, ghosts.of(module))
+                if real is None and any(id(param) in owned for param in module.parameters()):
+                    stub.__dict__["_modules"]["read"] = _held(module, owned)
+                return stub
             if path in containing or isinstance(module, _CONTAINERS):
                 return None
             return module if is_real(module) else make_stub(module, path, None, ghosts.of(module))
@@ -184,7 +187,8 @@ class Stub:
     """Mixin for a subclass of the module's class: calls of the stub go to the director.
 
     If the tree includes the module, it is `_modules["real"]`, and attributes are read from it. Otherwise attributes are
-    read from the original. Parameters are then returned as placeholders, because their values are not on this device.
+    read from the original. Parameters are then returned as placeholders, because their values are not on this device,
+    except those that the tree holds: they are in `_modules["read"]`.
     """
 
     def __del__(self) -> None:
@@ -204,8 +208,8 @@ class Stub:
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
-        real = own["_modules"].get("real")
-        return getattr(real, name) if real is not None else _attribute_of_absent(own["stub_original"], name)
+        present = own["_modules"].get("real", own["_modules"].get("read"))
+        return getattr(present, name) if present is not None else _attribute_of_absent(own["stub_original"], name)
 
 
 def _attribute_of_absent(original: nn.Module, name: str) -> Any:
@@ -237,6 +241,42 @@ def make_stub(original: nn.Module, path: str, real: nn.Module | None, ghost: nn.
 def _stub_class(cls: type[nn.Module]) -> type[nn.Module]:
     # The stub's class has the name of the module's class, because some model code compares names of classes.
     return type(cls.__name__, (Stub, cls), {"__module__": cls.__module__})
+
+
+class _Held:
+    """Mixin for a subclass of the module's class: holds some parameters of a module that the tree does not include.
+
+    Code outside of a block may read weights inside of it. Other attributes are read as those of a stub.
+    """
+
+    def __del__(self) -> None:
+        """Do nothing, as in a stub."""
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        for held in (own["_parameters"], own["_modules"]):
+            if name in held:
+                return held[name]
+        return _attribute_of_absent(own["stub_original"], name)
+
+
+def _held(original: nn.Module, owned: Set[int]) -> nn.Module:
+    """Return a copy of a module and its submodules with the parameters in `owned` and no others."""
+    cls = _held_class(type(original))  # type: ignore[arg-type]
+    held: nn.Module = cls.__new__(cls)
+    own = held.__dict__
+    own.update(original.__dict__)
+    own["_parameters"] = {name: param for name, param in original._parameters.items() if id(param) in owned}
+    own["_buffers"] = {}
+    children = original._modules.items()
+    own["_modules"] = {name: None if child is None else _held(child, owned) for name, child in children}
+    own["stub_original"] = _Reference(original)
+    return held
+
+
+@functools.cache
+def _held_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (_Held, cls), {"__module__": cls.__module__})
 
 
 class _Reference:

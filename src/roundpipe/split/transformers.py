@@ -203,6 +203,11 @@ def is_pretrained(module: Any) -> bool:
     return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
 
 
+def has_config(module: Any) -> bool:
+    """Whether a module is a transformers model with a config."""
+    return is_pretrained(module) and getattr(module, "config", None) is not None
+
+
 def has_pretrained(module: nn.Module) -> bool:
     """Whether a module is a transformers model or contains one, as a PEFT adapter does."""
     return any(map(is_pretrained, module.modules()))
@@ -212,7 +217,7 @@ class ConfigStates:
     """Numbers the states of a transformers model's configs: a forward may do something else after a change."""
 
     def __init__(self, model: nn.Module) -> None:
-        configs = {id(module.config): module.config for module in model.modules() if is_pretrained(module)}
+        configs = {id(module.config): module.config for module in model.modules() if has_config(module)}
         self._configs = list(configs.values())
         self._seen: list[list[dict[str, Any]]] = []
 
@@ -257,7 +262,7 @@ def warn_of_untested_release() -> None:
 def refuse_flex_attention(model: nn.Module) -> None:
     """Raise ConfigError for a model whose attention fails inside of layers."""
     for module in model.modules():
-        if is_pretrained(module) and vars(module.config).get(_ATTENTION) == "flex_attention":
+        if has_config(module) and vars(module.config).get(_ATTENTION) == "flex_attention":
             raise ConfigError(
                 "flex_attention compiles itself, which torch does not support inside a layer; load the model with "
                 "attn_implementation='sdpa', 'eager' or 'flash_attention_2', which work."
@@ -273,7 +278,7 @@ def with_torch_alone(model: nn.Module) -> Iterator[None]:
     """
     before: list[tuple[dict[str, Any], str, Any]] = []  # (attributes of a config, name of one, its old value)
     for module in model.modules():
-        own = vars(module.config) if is_pretrained(module) else {}
+        own = vars(module.config) if has_config(module) else {}
         instead = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
         for name, other in ((_ATTENTION, instead), (_EXPERTS, "eager")):
             if own.get(name) not in _TORCH_ALONE:
