@@ -46,7 +46,7 @@ from roundpipe.optim.stepper import StepJob, Stepper
 from roundpipe.runtime.run import Trace
 from roundpipe.stats import DeviceMemory, StepLog, StepStats
 from roundpipe.store import LayerStore, ParameterRecord
-from roundpipe.store.master import GradientOwner
+from roundpipe.store.surroundings import GradientOwner
 
 logger = logging.getLogger("roundpipe")
 _T = TypeVar("_T")

@@ -47,7 +47,7 @@ from roundpipe.optim.state_memory import require_state_memory
 from roundpipe.optim.stepper import HandedStep
 from roundpipe.store import LayerRecord, LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.adopt import owner_of
-from roundpipe.store.master import GradientSource
+from roundpipe.store.surroundings import GradientSource
 from roundpipe.store.update import SharedSums
 
 logger = logging.getLogger("roundpipe")
@@ -282,6 +282,8 @@ class PlainLoop:
             group.recovery.raise_failures("the step was not carried out")
             raise step.error or ClosedError(f"{group.name} was closed during optimizer.step().")
         self._viewed.clear()  # the step uses the views and ends them
+        for store in group.stores:
+            store.open_step = step
 
     def _end_step(self) -> None:
         """End the open step: adopt the values that the optimizer has changed, and raise the step's error, if any."""

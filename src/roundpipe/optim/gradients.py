@@ -18,7 +18,7 @@ from torch import Tensor
 
 from roundpipe.errors import ArgumentTypeError, ConfigError, NonFiniteError, UsageError
 from roundpipe.store import OptimizerCopy
-from roundpipe.store.master import StepExchange
+from roundpipe.store.surroundings import StepExchange
 
 
 def pending_copies(params: Iterable[Any]) -> list[OptimizerCopy]:

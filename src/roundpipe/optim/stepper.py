@@ -35,7 +35,7 @@ from roundpipe.errors import add_note
 from roundpipe.monitor import THREAD_PREFIX, Monitor, end_threads, shielded, start_thread
 from roundpipe.stats import StepTime
 from roundpipe.store import LayerStore
-from roundpipe.store.master import StepExchange
+from roundpipe.store.surroundings import StepExchange
 from roundpipe.store.update import LayerUpdate, StepAbandoned
 
 T = TypeVar("T")

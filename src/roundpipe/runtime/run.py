@@ -226,6 +226,8 @@ class Run:
     for its times and must not keep inputs alive.
     """
 
+    _has_reached = False  # whether the backward is known to have come to parameters
+
     def __init__(
         self,
         store: LayerStore,
@@ -280,7 +282,6 @@ class Run:
         self.activation_bytes: dict[int, tuple[int, int]] = {}
         is_call = call.tasks[0].kind is not TaskKind.BACKWARD and not call.is_probe
         self.trace = Trace(generation, time.perf_counter(), is_call, call.num_rows, call.num_tokens)
-        self._has_reached = False  # whether the backward is known to have come to parameters
         self.failure: BaseException | None = None
         self.has_returned = False  # whether the call has returned its result to the user
         self._failure_is_known = False  # whether `fail` has completed

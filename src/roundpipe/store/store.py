@@ -21,8 +21,8 @@ from roundpipe.monitor import Monitor
 from roundpipe.store import adopt as adoption
 from roundpipe.store.adopt import Composition, PinMode, refuse_unusable, require_training_memory
 from roundpipe.store.host_memory import LandingBuffers, RegisteredPages
-from roundpipe.store.master import GradientOwner, StepExchange
 from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord
+from roundpipe.store.surroundings import GradientOwner, OpenStep, StepExchange
 from roundpipe.store.values import Share
 from roundpipe.store.weights import LayerSlot, LayerWeights, Masters
 
@@ -206,6 +206,7 @@ class LayerStore:
         self.gradients = HostGradients(self.parameters)
         self.masters = Masters(self.layers, optim_dtype, weakref.ref(self))
         self.gradient_owner: GradientOwner | None = None  # makes masters show gradients outside steps
+        self.open_step: OpenStep | None = None
         is_pinned = pin_mode is not PinMode.OFF
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
         self.landing_buffers = LandingBuffers(pinner if is_pinned else None)

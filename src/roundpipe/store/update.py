@@ -21,8 +21,8 @@ from roundpipe.store.host_memory import dense_stride
 from roundpipe.store.records import HostGradient, ParameterRecord, WeightBuffer
 
 if TYPE_CHECKING:
-    from roundpipe.store.master import StepExchange
     from roundpipe.store.store import LayerStore
+    from roundpipe.store.surroundings import StepExchange
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -37,8 +37,9 @@ import torch
 from roundpipe.devices import Event, HostPinner
 from roundpipe.monitor import Monitor, shielded
 from roundpipe.store.host_memory import HostBuffer, TensorPlace, lay_out, require_host_memory
-from roundpipe.store.master import CopyHome, OptimizerCopy
+from roundpipe.store.master import OptimizerCopy
 from roundpipe.store.records import LayerRecord, ParameterRecord, WeightBuffer
+from roundpipe.store.surroundings import CopyHome
 
 _NOTHING = range(0)
 _LOW_PRECISIONS = (torch.bfloat16, torch.float16)
