@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import assert_never
 
 import sweep_results
+from default_road import Holds
 from sweep import Outcome
-from sweep_results import Result
+from sweep_results import Result, RoadResult
 from tiny_cases import Case, load_cases
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -33,8 +34,8 @@ float32 on virtual CPU devices, without dropout, for a batch of another shape th
 model runs with one microbatch on one device and with two on three devices. A few models with BatchNorm, which needs
 more than one sample, run with one microbatch on three devices instead.
 
-A result is that of the tiny model of the test. Another configuration of the same class, another release or another
-form of call can run other code of the model, about which the table says nothing.
+A result is that of the tiny model of the test, a release, and the forms of call below. Another one can run other code
+of the model, about which the tables say nothing.
 
 * **bit for bit**: loss and gradients of the tiny model are equal. With two microbatches, gradients of parameters that
   several layers share may differ by rounding.
@@ -43,14 +44,32 @@ form of call can run other code of the model, about which the table says nothing
 * **not tested**: the class needs a package that was not installed.
 """
 
+ROADS = """\
+## The way users train
+
+Every class is also trained without `loss_fn`, with labels of which another number is ignored in each row, in 2 and in 3
+microbatches, with `forward_backward(...)` and with `model(**batch).loss.backward()`, and compared with the plain model
+on the whole batch. A **variant** is a class with one option of its configuration changed: a flag flipped, a depth one
+more or less, features of another layer; it runs in 2 microbatches.
+
+Losses that are no sum over rows, such as contrastive ones, and BatchNorm are compared with the plain model on the
+microbatches; the test then requires that RoundPipe has logged its warning.
+"""
+
+CLASSES = """\
+## Every class
+"""
+
 
 def main(paths: Sequence[str]) -> None:
     results = [result for path in paths for result in sweep_results.read(Path(path))]
     PAGE.write_text(page(load_cases(), results), encoding="utf-8")
 
 
-def page(cases: Sequence[Case], results: Sequence[Result]) -> str:
+def page(cases: Sequence[Case], everything: Sequence[Result | RoadResult]) -> str:
+    results = [result for result in everything if isinstance(result, Result)]
     releases = list(dict.fromkeys(result.release for result in results))
+    roads = [result for result in everything if isinstance(result, RoadResult)]
     states = {release: states_by_key([r for r in results if r.release == release]) for release in releases}
     rows = [
         (f"`{case.model_type}`", _class_cell(case), *(states[release].get(case.key, NOT_RUN) for release in releases))
@@ -61,7 +80,22 @@ def page(cases: Sequence[Case], results: Sequence[Result]) -> str:
         (kind, *(str(count[kind]) for count in counts)) for kind in KINDS if any(count[kind] for count in counts)
     ]
     classes = _table(("model type", "class", *releases), rows)
-    return "\n".join([HEADER, *_table(("classes", *releases), summary), "", *classes, ""])
+    ways = [*_way_of_users("classes", [r for r in roads if not r.is_variant], releases), ""]
+    ways += _way_of_users("variants", [r for r in roads if r.is_variant], releases)
+    return "\n".join([HEADER, *_table(("classes", *releases), summary), "", ROADS, *ways, "", CLASSES, *classes, ""])
+
+
+def _way_of_users(name: str, results: Sequence[RoadResult], releases: Sequence[str]) -> list[str]:
+    """A table of how many classes or variants hold with each release. Of several microbatches the worst counts."""
+    worst: dict[tuple[str, str], Holds] = {}
+    order = list(Holds)
+    for (release, key, _), holds in {(r.release, r.key, r.num_microbatch): r.holds for r in results}.items():
+        worst[release, key] = max(worst.get((release, key), holds), holds, key=order.index)
+    counts = {release: Counter(holds for (of, _), holds in worst.items() if of == release) for release in releases}
+    tried = [str(sum(number for holds, number in counts[of].items() if holds.is_tried)) for of in releases]
+    rows = [(str(holds), *(str(counts[of][holds]) for of in releases)) for holds in order if holds.is_tried]
+    left_out = [(str(holds), *(str(counts[of][holds]) for of in releases)) for holds in order if not holds.is_tried]
+    return _table((name, *releases), [("**tried**", *tried), *rows, *left_out])
 
 
 def states_by_key(results: Sequence[Result]) -> dict[str, str]:

@@ -63,9 +63,7 @@ class Case:
 
     def build_model(self) -> nn.Module:
         seed_everything(self.seed)
-        # from_dict may keep and change what it is given; the case outlives the model.
-        config = _class_named(self.config_class).from_dict(copy.deepcopy(self.config))
-        model: nn.Module = _class_named(self.class_name)(config)
+        model: nn.Module = _class_named(self.class_name)(config_of(self))
         turn_dropout_off(model)
         return model.train(self.train_mode)
 
@@ -77,6 +75,11 @@ def load_cases() -> list[Case]:
 
 def case_named(key: str) -> Case:
     return _cases_by_key()[key]
+
+
+def config_of(case: Case) -> Any:
+    # from_dict may keep and change what it is given; the case outlives the model.
+    return _class_named(case.config_class).from_dict(copy.deepcopy(case.config))
 
 
 def decode_batch(described: dict[str, Any]) -> Batch:

@@ -55,6 +55,7 @@ _IGNORED = -100  # label of a position that does not count, as in torch's cross_
 _ROUNDING = {torch.float64: 2e-5, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 _NOISE = 0.1  # the same for a model that draws random numbers
 _NOTABLE = 1e-3  # smaller terms and differences of a loss are not worth a warning
+_CHEAP = 10**11  # weights times tokens of a row: about a second for one forward of two rows on a few cores
 _MANY = 2.0**20  # a power of two, so that dividing by it is exact
 _MOST_ATTEMPTS = 3  # so many calls of one form are examined if the values of a loss show nothing
 # The names of labels: in models of transformers, where `shift_labels` are labels that the user has shifted already, and
@@ -215,11 +216,14 @@ class OwnLoss:
 
     def _examined(self, given: _Kwargs, rows: Callable[[], TrialRows]) -> LossForm | None:
         """The form that trials show; None if the values of the loss show nothing."""
-        ways: list[Callable[[_Kwargs], _Kwargs | None]] = [cut_down, _as_it_is]  # some models need many tokens
+        # Some models need many tokens to run, or to show that rows influence each other.
+        ways: list[Callable[[_Kwargs], _Kwargs | None]] = (
+            [_as_it_is] if self._is_cheap(given) else [cut_down, _as_it_is]
+        )
         form: LossForm | None = None
         try:
             with self._configs.restored(), self._on_the_host():
-                for shorten in ways if self.follows_library else ways[1:]:
+                for shorten in ways if self.follows_library else ways[-1:]:
                     trial = _Trial(self._layers, self.place(given), self._model)  # a failed trial may have changed it
                     form = self._form_on(trial, given, rows, shorten)
                     if trial.error is None:
@@ -227,6 +231,12 @@ class OwnLoss:
         except ModelSplitError as error:
             form = LossForm(LossKind.UNKNOWN, doubt=f"the model cannot run on the host ({error})")
         return form
+
+    def _is_cheap(self, given: _Kwargs) -> bool:
+        """Whether trials on all tokens of two rows take at most a few seconds on the host."""
+        num_weights = sum(param.numel() for param in self._model.parameters())
+        sizes = [value[:1].numel() for value in given.values() if isinstance(value, Tensor) and value.dim() > 1]
+        return num_weights * max(sizes, default=1) <= _CHEAP
 
     def _form_on(
         self, trial: _Trial, given: _Kwargs, rows: Callable[[], TrialRows], shorten: Callable[[_Kwargs], _Kwargs | None]
@@ -464,21 +474,21 @@ def _compared(trial: _Trial, rows: TrialRows, by_labels: LossForm | None, *, is_
     if not (math.isfinite(together) and any((one, other, together))):
         return None
     rounding = trial.rounding_of_rows if together == again else _NOISE
-    tolerance, mean = max(rounding, _NOTABLE), (one + other) / 2
+    mean = (one + other) / 2
     doubt = f"it is {together:.6g} for two rows together, {one:.6g} for the first and {other:.6g} for the second alone"
     if by_labels is not None:
         counts = [0 if by_labels.count is None else by_labels.count(call[1][by_labels.labels]) for call in rows[:2]]
         parts = [count * loss for count, loss in zip(counts, (one, other), strict=True) if count]
-        if not parts or _are_close(together, sum(parts) / sum(counts), tolerance):
+        if not parts or _are_close(together, sum(parts) / sum(counts), rounding):
             return by_labels
         if not any(_are_close(together, other_sum, rounding) for other_sum in (mean, one + other)):
             return dataclasses.replace(by_labels, doubt=doubt)
-    if _are_close(together, mean, tolerance):
+    if _are_close(together, mean, rounding):
         # The second row has half as many labels, so a mean over labels is another number.
         distances = abs(together - (2 * one + other) / 3), abs(together - mean)
         is_over_labels = is_ragged and distances[0] <= distances[1] + rounding * abs(mean)
         return LossForm(LossKind.UNKNOWN, doubt=doubt) if is_over_labels else BY_ROWS
-    if _are_close(together, one + other, tolerance):
+    if _are_close(together, one + other, rounding):
         return LossForm(LossKind.SUM)
     return LossForm(LossKind.UNKNOWN, doubt=doubt)
 
