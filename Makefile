@@ -21,7 +21,8 @@ CPU_COMBINATIONS := default:AVX512_CORE_BF16:1 avx2:AVX2:1 avx512:AVX512_CORE:1 
   default:AVX2:2 avx2:AVX512_CORE:2 avx512:AVX512_CORE_BF16:2
 GPU_TESTS := tests/gpu
 MODEL_TESTS := tests/models/test_all_models.py
-ON_ALL_CORES := -n auto --dist worksteal
+# Three workers for two cores: many tests wait for a process, a timeout or a link.
+ON_ALL_CORES := -n $(shell expr $$(nproc) \* 3 / 2) --dist worksteal
 # All models are tested with the pinned transformers, and with the newest release in another environment.
 NEWEST_BIN := .venv-newest/bin
 PINNED_RESULTS := build/models-pinned.jsonl

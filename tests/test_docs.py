@@ -83,6 +83,7 @@ def test_python_block_runs(
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_the_first_fine_tune_runs_from_top_to_bottom(tmp_path: Path) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()

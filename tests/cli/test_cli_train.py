@@ -808,6 +808,7 @@ def test_metrics_that_cannot_be_written_do_not_fail_the_run(
     assert caplog.text.count("metrics.jsonl misses rows from step 3 on") == 1
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_does_not_fail_the_run(folder: Path, tmp_path: Path) -> None:
     """As with `roundpipe train ... | head -n 1`."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}

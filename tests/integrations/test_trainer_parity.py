@@ -46,9 +46,9 @@ KINDS = ["full", "lora"]
 DPO_KINDS = [
     *KINDS,
     "trained-lora",
-    "precomputed",
+    pytest.param("precomputed", marks=pytest.mark.slow),
     pytest.param("precomputed-lora", marks=pytest.mark.slow),
-    "synced",
+    pytest.param("synced", marks=pytest.mark.slow),
 ]
 
 

@@ -90,8 +90,10 @@ def assert_same(found: Results, whole: Results) -> None:
         assert torch.equal(found[1][name], value), name
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("is_lora", [False, True])
+@pytest.mark.parametrize(
+    ("is_lora", "is_async"),
+    [(False, True), (True, False), *(pytest.param(both, both, marks=pytest.mark.slow) for both in (False, True))],
+)
 def test_resumed_run_is_the_whole_run_on_other_devices(is_lora: bool, is_async: bool, tmp_path: Path) -> None:
     whole = trained(new_trainer(tmp_path / "whole", dropping_model(is_lora), 2, is_async))
     crash(new_trainer(tmp_path / "torn", dropping_model(is_lora), 2, is_async))
@@ -101,7 +103,7 @@ def test_resumed_run_is_the_whole_run_on_other_devices(is_lora: bool, is_async: 
     assert len(whole[2]) == STEPS
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_resumed_run_of_bfloat16_weights_with_float32_masters(is_async: bool, tmp_path: Path) -> None:
     whole = trained(new_trainer(tmp_path / "whole", dropping_model(False, torch.bfloat16), 2, is_async))
     crash(new_trainer(tmp_path / "torn", dropping_model(False, torch.bfloat16), 2, is_async))

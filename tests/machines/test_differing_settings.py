@@ -39,12 +39,16 @@ MESSAGES = {
     "scale": "1 / scale of the losses is 0.25 on ranks 0, 2 and 0.125 on rank 1",
     "max_norm": "max_norm is 1.0 on ranks 0, 2 and 2.0 on rank 1",
 }
-CASES = [
-    *((kind, "exact", "AdamW") for kind in MESSAGES),
+OTHER_LOOPS = [
     *((kind, "stale", "AdamW") for kind in ("order", "lr", "requires_grad", "scale")),
     *((kind, "plain", "AdamW") for kind in ("order", "class", "lr", "requires_grad", "max_norm", "scale")),
     *((kind, loop, "torch.AdamW") for kind in ("order", "lr") for loop in ("exact", "plain")),
     *((kind, "auto", "AdamW") for kind in ("lr", "weight_decay", "scale", "requires_grad")),
+]
+CASES = [
+    *((kind, "exact", "AdamW") for kind in MESSAGES),
+    *OTHER_LOOPS[::3],
+    *(pytest.param(*case, marks=pytest.mark.slow) for at, case in enumerate(OTHER_LOOPS) if at % 3),
 ]
 
 

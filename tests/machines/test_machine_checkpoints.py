@@ -40,7 +40,11 @@ RUNS = {
     "tied": Run(kind="tied", is_async=True),
     "part by part": Run(kind="auto"),
 }
-SAVED = [*(("exact", size) for size in (1, 2, 3)), *((name, size) for name in list(RUNS)[1:] for size in (2, 3))]
+SAVED = [
+    *(("exact", size) for size in (1, 2, 3)),
+    *((name, 2 + at % 2) for at, name in enumerate(list(RUNS)[1:])),
+    *(pytest.param(name, 3 - at % 2, marks=pytest.mark.slow) for at, name in enumerate(list(RUNS)[1:])),
+]
 
 
 def joined(states: list[dict[str, Any]]) -> dict[str, Any]:

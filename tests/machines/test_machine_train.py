@@ -57,7 +57,7 @@ def assert_close(found: Path, expected: Path, file: str = "model") -> None:
         assert float((weights(found, file)[name] - weight).abs().max()) < 1e-5, name
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_two_machines_train_like_one_with_the_same_batches(
     pool: MachinePool, folder: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -76,6 +76,7 @@ def test_two_machines_train_like_one_with_the_same_batches(
     assert both[1]["out"] == ""  # rank 0 speaks for all
 
 
+@pytest.mark.slow
 def test_a_signal_on_one_machine_stops_all_after_the_step_and_the_run_goes_on(
     pool: MachinePool, folder: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +150,7 @@ def test_mistakes_on_one_machine_are_reported_on_all(pool: MachinePool, folder: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_command(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "roundpipe"]

@@ -43,9 +43,9 @@ def together(results: list[dict[str, Any]]) -> dict[str, Any]:
     ("kind", "changes"),
     [
         ("full", {}),
-        ("full", {"is_async": True}),
-        ("full", {"label_smoothing_factor": 0.1}),
-        ("lora", {}),
+        pytest.param("full", {"is_async": True}, marks=pytest.mark.slow),
+        pytest.param("full", {"label_smoothing_factor": 0.1}, marks=pytest.mark.slow),
+        pytest.param("lora", {}, marks=pytest.mark.slow),
         ("sft", {}),
         ("dpo", {"rows": 24}),
     ],

@@ -59,8 +59,10 @@ def check_failure(outcomes: list[Outcome], place: str) -> list[dict[str, object]
     return results
 
 
-@pytest.mark.parametrize("warm_up", [0, 2])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("is_async", "warm_up"),
+    [(False, 0), (True, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 2), (True, 0)))],
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_on_one_machine_is_raised_on_all(
     pool: MachinePool, place: str, is_async: bool, warm_up: int
@@ -107,7 +109,7 @@ def test_ctrl_c_on_one_machine_ends_the_step_on_all(pool: MachinePool) -> None:
     assert all(torch.equal(after, results[0][2]) for _, _, after in results)
 
 
-@pytest.mark.parametrize("kind", ["exact", "stale", "plain"])
+@pytest.mark.parametrize("kind", ["exact", "stale", pytest.param("plain", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_ctrl_c_at_random_moments_leaves_the_machines_in_order(pool: MachinePool, seed: int, kind: str) -> None:
     results = values(

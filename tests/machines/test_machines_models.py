@@ -26,8 +26,18 @@ def test_memory_and_bytes_per_parameter(pool: MachinePool) -> None:
         assert result["sent"] == pytest.approx(4 * (size - 1) / size, rel=0.03)
 
 
-@pytest.mark.parametrize("loop", ["exact", "stale", "plain"])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("lora", "loop"),
+    [
+        (False, "exact"),
+        (True, "stale"),
+        (True, "plain"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((True, "exact"), (False, "stale"), (False, "plain"))
+        ),
+    ],
+)
 def test_a_model_of_transformers(pool: MachinePool, lora: bool, loop: str) -> None:
     pytest.importorskip("peft" if lora else "transformers")
     (alone,) = values(pool.run(1, train_transformer, False, lora, loop, torch.float64))

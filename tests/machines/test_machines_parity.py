@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from machine_training import Case, reference_of_ranges, train
@@ -13,6 +16,13 @@ pytestmark = pytest.mark.timeout(120)
 F64 = torch.float64
 BF16 = {"dtype": torch.bfloat16, "optim_dtype": torch.float32}
 # In float64 a sum in another order differs by rounding alone, so a wrong factor or a missing part shows.
+
+
+def half_of(cases: Mapping[str, Case]) -> list[Any]:
+    """The names of cases, of which every second one runs in `make test-slow` alone."""
+    return [pytest.param(name, marks=pytest.mark.slow) if at % 2 else name for at, name in enumerate(cases)]
+
+
 EXACT_CASES = {
     "float64": Case(dtype=F64),
     "dropout": Case(dtype=F64, dropout=0.3),
@@ -72,7 +82,7 @@ def trained(pool: MachinePool, size: int, case: Case, copies_seed: int | None = 
     return first
 
 
-@pytest.mark.parametrize("name", EXACT_CASES)
+@pytest.mark.parametrize("name", half_of(EXACT_CASES))
 def test_losses_and_weights_in_float64(pool: MachinePool, name: str) -> None:
     case = EXACT_CASES[name]
     alone = values(pool.run(1, train, case, False))[0]
@@ -84,7 +94,7 @@ def test_losses_and_weights_in_float64(pool: MachinePool, name: str) -> None:
         assert together["norms"] == pytest.approx(alone["norms"], rel=1e-13)
 
 
-@pytest.mark.parametrize("name", DIVIDED_CASES)
+@pytest.mark.parametrize("name", half_of(DIVIDED_CASES))
 def test_divided_masters_in_float32(pool: MachinePool, name: str) -> None:
     case = DIVIDED_CASES[name]
     alone = values(pool.run(1, train, case, False))[0]

@@ -126,8 +126,8 @@ def after_a_fault(
     ("victim", "place", "is_async"),
     [
         (2, "call", False),
-        (1, "exchange", False),
-        (0, "forward", False),
+        pytest.param(1, "exchange", False, marks=pytest.mark.slow),
+        pytest.param(0, "forward", False, marks=pytest.mark.slow),
         pytest.param(2, "exchange", True, marks=pytest.mark.slow),
         pytest.param(0, "call", True, marks=pytest.mark.slow),
         pytest.param(0, "exchange", False, marks=pytest.mark.slow),
@@ -153,6 +153,7 @@ def test_a_link_cut_before_the_first_call(network: Network, tmp_path: Path, vict
     assert of_victim.error == "MachineError", of_victim
 
 
+@pytest.mark.slow
 def test_a_link_of_1_mbit_per_s(network: Network, undisturbed: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
     of_victim = after_a_fault(network, tmp_path, 2, "exchange", lambda processes: network.limit(2, 1e6))
     assert of_victim.error == "MachineError", of_victim
@@ -164,7 +165,7 @@ def test_a_link_of_1_mbit_per_s(network: Network, undisturbed: dict[bool, dict[s
     ("victim", "place"),
     [
         (1, "exchange"),
-        (0, "call"),
+        pytest.param(0, "call", marks=pytest.mark.slow),
         pytest.param(2, "forward", marks=pytest.mark.slow),
         pytest.param(0, "exchange", marks=pytest.mark.slow),
     ],
@@ -184,11 +185,13 @@ def test_a_frozen_machine(
     check_resumed(network, tmp_path, undisturbed[False])
 
 
+@pytest.mark.slow
 def test_a_slow_link_changes_no_bit(network: Network, undisturbed: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
     network.limit(1, 5e7)
     assert run(network, tmp_path) == undisturbed[False]
 
 
+@pytest.mark.slow
 def test_scripts_end_after_a_cut_link(network: Network, tmp_path: Path) -> None:
     """Whole interpreters, started and ended as by a user."""
     store = store_of(network)

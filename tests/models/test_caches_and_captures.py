@@ -114,7 +114,7 @@ def plain_loss(case: Case) -> tuple[nn.Module, Batch, Tensor]:
     return model, batch, loss
 
 
-@pytest.mark.parametrize("num_microbatch", [2, 3])
+@pytest.mark.parametrize("num_microbatch", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("layer", [-2, -1, 1])
 @pytest.mark.parametrize("model_type", VISION)
 def test_a_vision_tower_gives_the_features_of_the_layer_that_the_config_names(

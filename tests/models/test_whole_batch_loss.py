@@ -347,7 +347,7 @@ LABELLED: dict[str, tuple[Callable[[], nn.Module], int]] = {
 @pytest.mark.parametrize(
     ("build", "num_classes"),
     [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in ("masked", "two_classes") else [])
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name not in ("t5", "tokens") else [])
         for name, case in LABELLED.items()
     ],
 )

@@ -35,10 +35,16 @@ def variants_of(case: Case) -> list[Case]:
     ]
 
 
-def sample(cases: list[Case], number: int) -> list[tuple[Case, random.Random]]:
-    """Some cases, each with a generator that chooses one of its variants: listing variants imports their classes."""
-    generator = random.Random(SEED)
-    return [(case, random.Random(generator.random())) for case in generator.sample(cases, number)]
+def sample(cases: list[Case], number: int) -> list[Case]:
+    """Some of the cases, the same ones every time."""
+    return random.Random(SEED).sample(cases, number)
+
+
+def shuffled_variants(case: Case) -> list[Case]:
+    """The variants of a case in a random order, the same one every time."""
+    variants = variants_of(case)
+    random.Random(f"{SEED} {case.key}").shuffle(variants)
+    return variants
 
 
 def _options(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str, Any]]:
