@@ -122,27 +122,27 @@ def microbatches_of(job: Job, num_microbatch: int) -> list[Batch]:
 class Job:
     """A case with the weights and the batch that it is trained with."""
 
-    case: Case
+    built: nn.Module  # copied for every training: some models have weights that nothing initialises
     batch: Batch
-    is_livened: bool
 
     @classmethod
     def of(cls, case: Case) -> Job | None:
         """None if the plain model cannot be trained."""
         try:
-            batch = {name: value for name, value in build(case)[1].items() if name != "use_cache"}
-            job = next(job for job in (cls(case, batch, True), cls(case, batch, False)) if job.is_trainable())
+            model, batch, _ = build(case)
+            batch = {name: value for name, value in batch.items() if name != "use_cache"}
+            models = (livened(copy.deepcopy(model), 3), model)
+            job = next(job for job in (cls(each, batch) for each in models) if job.is_trainable())
         except Exception:  # the plain model may raise anything for a configuration that it does not take
             return None
-        ragged = cls(case, with_fewer_labels(batch), job.is_livened)
+        ragged = cls(job.built, with_fewer_labels(batch))
         try:
             return ragged if ragged.is_trainable() else job
         except Exception:  # a model may be unable to ignore labels
             return job
 
     def model(self) -> nn.Module:
-        model = build(self.case)[0]
-        return livened(model, 3) if self.is_livened else model
+        return copy.deepcopy(self.built)
 
     def is_trainable(self) -> bool:
         trained = train_plain(self, [self.batch], [1.0])

@@ -479,7 +479,8 @@ def _compared(trial: _Trial, rows: TrialRows, by_labels: LossForm | None, *, is_
     if by_labels is not None:
         counts = [0 if by_labels.count is None else by_labels.count(call[1][by_labels.labels]) for call in rows[:2]]
         parts = [count * loss for count, loss in zip(counts, (one, other), strict=True) if count]
-        if not parts or _are_close(together, sum(parts) / sum(counts), rounding):
+        # Closer than elsewhere: a count that is off by a label changes the loss only a little.
+        if not parts or _are_close(together, sum(parts) / sum(counts), rounding / 4):
             return by_labels
         if not any(_are_close(together, other_sum, rounding) for other_sum in (mean, one + other)):
             return dataclasses.replace(by_labels, doubt=doubt)
