@@ -124,7 +124,7 @@ test-cpus: cpu  ## the parity and optimizer suites with other instruction sets, 
 	done; \
 	[ -z "$$failed" ] || { echo "error: tests failed with$$failed" >&2; exit 1; }
 
-test-models: cpu  ## every model of transformers that is known, with the pinned release; minutes
+test-models: cpu  ## every model of transformers that is known, and its variants, with the pinned release; an hour
 	@mkdir -p build && rm -f $(PINNED_RESULTS)
 	ROUNDPIPE_MODELS_RESULTS=$(PINNED_RESULTS) $(RUN) -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
 
