@@ -106,7 +106,7 @@ class WithoutDropout(TorchFunctionMode):
             given = args[0] if args else kwargs["input"]
             # Return a new tensor object wherever dropout would: the plan depends on which tensors are the same object.
             return given.clone() if is_random and not _is_in_place(name, args, kwargs) else given
-        if name == _NOISE:
+        if name == _NOISE and args:  # torch.nn.init has a function of this name, which gets here without args
             low, high = (*args[1:3], *(kwargs[key] for key in ("from", "to") if key in kwargs), 0.0, 1.0)[:2]
             return args[0].fill_((low + high) / 2)
         if name == _ATTENTION:

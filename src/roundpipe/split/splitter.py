@@ -78,15 +78,18 @@ class ModelSplitter:
             raise ModelSplitError("there is no plan for a call of this form")
         return self._arrangement.placed[place]
 
-    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Make a plan for calls of this form in the current grad mode; returns whether the layers changed."""
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_made_up: bool = False) -> bool:
+        """Make a plan for calls of this form in the current grad mode; returns whether the layers changed.
+
+        is_made_up: the inputs are not those of a call; raises ChangesItself if the model would change for them.
+        """
         with_grad = torch.is_grad_enabled()
         start = time.perf_counter()
         # If the signature has more detail than usual, the plan depends on the sizes or values of the inputs. The inputs
         # must not be cut then.
         may_cut_down = signature(args, kwargs, self._model.training) not in self._details
         with self.on_the_host():
-            plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down)
+            plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down, may_change=not is_made_up)
         changed = self._arrangement.add(plan)
         self.refresh()  # new layers must have the model's training mode
         # The key is made now, because a first forward may complete the model's config.
@@ -113,7 +116,7 @@ class ModelSplitter:
             )
 
         def learns(kwargs: dict[str, Any]) -> bool:
-            self.learn((), kwargs)
+            self.learn((), kwargs, is_made_up=True)
             return True
 
         # The outer trial is needed because `made_up` itself may raise on an unusual config.
@@ -165,8 +168,13 @@ class ModelSplitter:
         with kernels, with_torch_alone(self._model), torch.inference_mode(False), torch.set_grad_enabled(with_grad):
             yield
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool) -> SplitPlan:
-        """Return a plan made with small inputs or, if that fails, with the inputs of the call."""
+    def _plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, may_cut_down: bool, may_change: bool
+    ) -> SplitPlan:
+        """Return a plan made with small inputs or, if that fails, with the inputs of the call.
+
+        may_change: whether the model may exchange its own modules for these inputs, as it would in the user's call.
+        """
         small = cut_down(kwargs) if may_cut_down and not args else None
         if small is not None:
             try:
@@ -178,6 +186,8 @@ class ModelSplitter:
         try:
             return self._best_plan(args, kwargs, with_grad)
         except ChangesItself as change:
+            if not may_change:
+                raise
             logger.info("%s: %s; it runs once on the host to do so", type(self._model).__name__, change)
             let_change_itself(self._model, args, kwargs)
         return self._best_plan(args, kwargs, with_grad)

@@ -505,15 +505,14 @@ class OptimizerCopy(nn.Parameter):
 
 def _announce_use(masters: Sequence[OptimizerCopy]) -> None:
     """Tell the models that code may be about to read or write the values of masters; see GradientOwner."""
-    if current_iteration() is not None:  # inside step_fn, which may use them
-        return
     for home in {master.home for master in masters}:
         store = None if home is None else home()
         if store is None or store.gradient_owner is None:
             continue
         step = store.open_step
         # An optimizer's step() on this thread: nothing of ours may run between its operations, where a Ctrl-C may come.
-        if step is None or not step.is_open or step.thread != threading.get_ident():
+        is_inside = step is not None and step.is_open and step.thread == threading.get_ident()
+        if not is_inside and current_iteration() is None:  # in step_fn masters may be used, too
             store.gradient_owner.values_wanted([master for master in masters if master.home is home])
 
 
