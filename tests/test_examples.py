@@ -67,6 +67,7 @@ def test_losses_fall_and_are_those_of_the_plain_loop(name: str, run: Run, monkey
     assert losses == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_in_a_new_process(run: Run, tmp_path: Path) -> None:
     straight = run("finetune_full", "--out", "out")["losses"]
     shutil.rmtree(tmp_path / "out" / "step-20")  # as if the run had been killed after step 15
@@ -91,6 +92,7 @@ def test_a_resumed_run_has_the_same_bits(name: str, run: Run, tmp_path: Path) ->
     assert run(name, "--out", "out")["losses"] == []  # the last step is saved, so nothing is left
 
 
+@pytest.mark.slow
 def test_own_model_and_text_are_trained_like_the_tiny_ones(run: Run) -> None:
     options = {"--model": "out/tiny", "--data": "out/tiny/text.txt", "--out": "own", "--seq-len": 16, "--batch": 8}
     options |= {"--steps": 20, "--save-every": 5, "--lr": 3e-3}
@@ -102,6 +104,7 @@ def test_own_model_and_text_are_trained_like_the_tiny_ones(run: Run) -> None:
     ("name", "data"),
     [("dpo", "preferences.jsonl"), ("finetune_lora", "chats.jsonl"), ("seq2seq", ""), ("evaluate", "text.txt")],
 )
+@pytest.mark.slow
 def test_own_model_and_rows_are_taken(name: str, data: str, run: Run) -> None:
     tiny = importlib.import_module("tiny")
     paths = tiny.causal_lm(Path("own"), data) if data else tiny.seq2seq(Path("own"))
@@ -119,6 +122,7 @@ def test_own_model_and_rows_are_taken(name: str, data: str, run: Run) -> None:
         ("split_merge", "bags", {"--width": 4}),
     ],
 )
+@pytest.mark.slow
 def test_own_data_are_taken(name: str, keys: tuple[str, ...] | str, options: dict[str, object], run: Run) -> None:
     names = run(name)
     data = names[keys] if isinstance(keys, str) else {key: names[key] for key in keys}
@@ -164,6 +168,7 @@ def test_prompts_have_no_labels(run: Run) -> None:
     assert names["tokenizer"].decode(labels[labels != -100]) == "4 5 6 <eos>"
 
 
+@pytest.mark.slow
 def test_dpo_begins_with_equal_models(run: Run) -> None:
     names = run("dpo")
     assert names["losses"][0] == pytest.approx(math.log(2), abs=1e-6)  # wrong scores of the reference change this

@@ -270,6 +270,7 @@ def test_mistakes_in_a_config_file_name_the_file(tmp_path: Path, text: str, part
     assert "run.yaml" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_trl_is_not_imported_for_help_nor_for_mistakes_in_own_options() -> None:
     """Importing it takes seconds; nor does a run import it before its data is read."""
     for words in (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import time
 
+import pytest
+
 from helpers_faults import run_script
 
 PROMPT_S = 9.0  # the joins' own limits (3 s for the pool, 5 s for the optimizer) and some air
@@ -22,6 +24,7 @@ def check(body: str, returncode: int = 0, prompt_s: float = PROMPT_S) -> subproc
     return done
 
 
+@pytest.mark.slow
 def test_right_after_calls_and_asynchronous_steps() -> None:
     check(
         """
@@ -37,6 +40,7 @@ made.step(True)
     )
 
 
+@pytest.mark.slow
 def test_with_a_layer_and_a_step_still_running() -> None:
     """Both run far longer than the process waits for them."""
     done = check(
@@ -75,6 +79,7 @@ assert run.wait_until_finished(10)
     assert "a failure in the background came to light" in done.stderr
 
 
+@pytest.mark.slow
 def test_sys_exit_in_the_middle() -> None:
     check(
         """

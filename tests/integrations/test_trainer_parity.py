@@ -166,6 +166,7 @@ def test_sft_metrics_are_those_of_plain_sft_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_checkpointing_and_offloading_of_activations_are_ignored(
     kind: str, plain: Callable[..., Outcome], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,6 +208,7 @@ def mean_over_tokens(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning", "ignore:.*own outputs.*:FutureWarning")
+@pytest.mark.slow
 def test_other_ways_of_sft(changes: dict[str, Any], loss: Any, tmp_path: Path) -> None:
     """Packed sequences; losses that are not the model's own mean over tokens, whose gradients autograd computes.
 

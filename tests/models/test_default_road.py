@@ -45,6 +45,13 @@ def test_a_variant_trains_the_way_of_users(case: Case) -> None:
             return
 
 
+@pytest.mark.slow
+def test_made_up_inputs_do_not_change_a_model_that_exchanges_its_attention_for_short_ones() -> None:
+    variants = variants_of(case_named("big_bird:BigBirdForCausalLM"))
+    variant = next(each for each in variants if each.key.endswith("[use_bias=False]"))
+    assert check_default_road(variant, 2).holds is Holds.WHOLE_BATCH
+
+
 # The comparison itself.
 
 

@@ -104,7 +104,7 @@ CASES = [
     pytest.param(causal, torch.float64, (1, 3, 7), id="causal_in_double"),
     pytest.param(lambda: small("t5"), torch.float64, (3,), id="encoder_decoder_in_double"),
     pytest.param(lambda: small("t5"), torch.float64, (1, 7), id="encoder_decoder_on_other_devices", marks=SLOW),
-    pytest.param(lambda: small("llama"), torch.float32, (7,), id="causal_as_it_comes"),
+    pytest.param(lambda: small("llama"), torch.float32, (7,), id="causal_as_it_comes", marks=SLOW),
     pytest.param(lambda: small("llama"), torch.float32, (1, 3), id="causal_on_other_devices", marks=SLOW),
 ]
 

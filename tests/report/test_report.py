@@ -231,6 +231,7 @@ def test_the_picture_is_a_png_of_the_expected_size(tmp_path: Path) -> None:
         ([row(7, device_share={}, device_peak_bytes={"cpu:0": None})], "7"),
     ],
 )
+@pytest.mark.slow
 def test_odd_runs_have_a_report(tmp_path: Path, rows: list[dict[str, Any]], expected: str) -> None:
     page = Page(written(tmp_path, rows))
     assert expected in page.texts

@@ -248,12 +248,14 @@ def test_a_user_without_a_home_directory_has_the_kernel() -> None:
     assert done.stdout.split() == ["kernel"], done.stderr
 
 
+@pytest.mark.slow
 def test_a_home_directory_that_cannot_be_found_is_no_error() -> None:
     gone = "import pathlib\ndef home(): raise RuntimeError('Could not determine home directory.')"
     done = step_in_a_process({}, before=f"{gone}\npathlib.Path.home = home")
     assert done.stdout.split() == ["kernel"], done.stderr
 
 
+@pytest.mark.slow
 def test_a_home_directory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     done = step_in_a_process({"HOME": str(tmp_path / "file")})
