@@ -8,7 +8,6 @@ are neither turned on nor off.
 from __future__ import annotations
 
 import copy
-import enum
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from small_models import livened
-from sweep import CALL_SEED, IN_ONE_MICROBATCH, build, grads_of
+from sweep import CALL_SEED, IN_ONE_MICROBATCH, Holds, RoadVerdict, build, grads_of
 from tiny_cases import Batch, Case, seed_everything
 from torch import Tensor, nn
 
@@ -31,28 +30,6 @@ TOLERANCE = 2e-5
 TINY = 2e-7  # rounding of terms of size 1 that add up to zero, as in the gradient of a bias that a softmax cancels
 WARNINGS = ("may not be made of the losses of its rows", "normalises over the batch")
 IGNORED = -100
-
-
-class Holds(enum.StrEnum):
-    """How the results of a case compare with those of the plain model."""
-
-    WHOLE_BATCH = "equal to the whole batch"
-    MICROBATCHES = "equal to the microbatches, with a warning that their losses may not add up"
-    ROUTER = "equal to the whole batch, but for a router's loss, which is that of the microbatches"
-    RANDOM = "the plain model draws random numbers"
-    NO_PLAIN = "the plain model cannot be trained so"
-    REFUSED = "refused with a reason"
-    WRONG = "wrong"
-
-    @property
-    def is_tried(self) -> bool:
-        return self not in (Holds.NO_PLAIN, Holds.RANDOM)
-
-
-@dataclass(frozen=True)
-class RoadVerdict:
-    holds: Holds
-    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,6 +112,8 @@ class Job:
             job = next(job for job in (cls(each, batch) for each in models) if job.is_trainable())
         except Exception:  # the plain model may raise anything for a configuration that it does not take
             return None
+        if case.class_name.endswith("ForCTC"):  # ignored labels are padding there, at the end alone
+            return job
         ragged = cls(job.built, with_fewer_labels(batch))
         try:
             return ragged if ragged.is_trainable() else job

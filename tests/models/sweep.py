@@ -67,6 +67,28 @@ class Verdict:
         return has_reason and self.outcome.rank >= demanded.rank
 
 
+class Holds(enum.StrEnum):
+    """How the results of a case compare with those of the plain model."""
+
+    WHOLE_BATCH = "equal to the whole batch"
+    MICROBATCHES = "equal to the microbatches, with a warning that their losses may not add up"
+    ROUTER = "equal to the whole batch, but for a router's loss, which is that of the microbatches"
+    RANDOM = "the plain model draws random numbers"
+    NO_PLAIN = "the plain model cannot be trained so"
+    REFUSED = "refused with a reason"
+    WRONG = "wrong"
+
+    @property
+    def is_tried(self) -> bool:
+        return self not in (Holds.NO_PLAIN, Holds.RANDOM)
+
+
+@dataclass(frozen=True)
+class RoadVerdict:
+    holds: Holds
+    detail: str = ""
+
+
 @dataclass(frozen=True)
 class Trained:
     """The results of a training call."""

@@ -13,8 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from default_road import Holds, RoadVerdict
-from sweep import Outcome, Verdict
+from sweep import Holds, Outcome, RoadVerdict, Verdict
 from tiny_cases import Case
 
 PATH_VARIABLE = "ROUNDPIPE_MODELS_RESULTS"

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import assert_never
 
 import sweep_results
-from default_road import Holds
-from sweep import Outcome
+from sweep import Holds, Outcome
 from sweep_results import Result, RoadResult
 from tiny_cases import Case, load_cases
 
@@ -92,10 +91,14 @@ def _way_of_users(name: str, results: Sequence[RoadResult], releases: Sequence[s
     for (release, key, _), holds in {(r.release, r.key, r.num_microbatch): r.holds for r in results}.items():
         worst[release, key] = max(worst.get((release, key), holds), holds, key=order.index)
     counts = {release: Counter(holds for (of, _), holds in worst.items() if of == release) for release in releases}
-    tried = [str(sum(number for holds, number in counts[of].items() if holds.is_tried)) for of in releases]
-    rows = [(str(holds), *(str(counts[of][holds]) for of in releases)) for holds in order if holds.is_tried]
-    left_out = [(str(holds), *(str(counts[of][holds]) for of in releases)) for holds in order if not holds.is_tried]
-    return _table((name, *releases), [("**tried**", *tried), *rows, *left_out])
+
+    def row(text: str, kinds: Sequence[Holds]) -> tuple[str, ...]:
+        return text, *(str(sum(counts[of][kind] for kind in kinds)) if counts[of] else NOT_RUN for of in releases)
+
+    tried = [holds for holds in order if holds.is_tried]
+    left_out = [holds for holds in order if not holds.is_tried]
+    rows = [row("**tried**", tried), *(row(str(holds), [holds]) for holds in (*tried, *left_out))]
+    return _table((name, *releases), rows)
 
 
 def states_by_key(results: Sequence[Result]) -> dict[str, str]:

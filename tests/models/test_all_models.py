@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import sweep_results
-from default_road import Holds, RoadVerdict, check_default_road
-from sweep import RUNS, Outcome, Verdict, check_case, demanded_outcome, missing_packages
+from default_road import check_default_road
+from sweep import RUNS, Holds, Outcome, RoadVerdict, Verdict, check_case, demanded_outcome, missing_packages
 from tiny_cases import Case, load_cases
 from variants import variants_of
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import default_road
 import pytest
-from default_road import Holds, Job, Trained, check_default_road, train_plain
-from sweep import missing_packages
+from default_road import Job, Trained, check_default_road, train_plain
+from sweep import Holds, missing_packages
 from tiny_cases import Case, case_named, load_cases
 from variants import sample, shuffled_variants, variants_of
 
