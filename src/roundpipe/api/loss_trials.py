@@ -479,13 +479,15 @@ def _compared(trial: _Trial, rows: TrialRows, by_labels: LossForm | None, *, is_
     if by_labels is not None:
         counts = [0 if by_labels.count is None else by_labels.count(call[1][by_labels.labels]) for call in rows[:2]]
         parts = [count * loss for count, loss in zip(counts, (one, other), strict=True) if count]
-        # Closer than elsewhere: a count that is off by a label changes the loss only a little.
-        if not parts or _are_close(together, sum(parts) / sum(counts), rounding / 4):
+        weighed = sum(parts) / sum(counts) if parts else together
+        # Closer than elsewhere: a count that is wrong by one label changes the loss only a little.
+        if _are_close(together, weighed, rounding / 4):
             return by_labels
-        if not any(_are_close(together, other_sum, rounding) for other_sum in (mean, one + other)):
+        is_another = any(_are_close(together, other_sum, rounding) for other_sum in (mean, one + other))
+        if _are_close(together, weighed, rounding) or not is_another:
             return dataclasses.replace(by_labels, doubt=doubt)
     if _are_close(together, mean, rounding):
-        # The second row has half as many labels, so a mean over labels is another number.
+        # The second row has half as many labels, so a mean over labels differs from a mean over rows.
         distances = abs(together - (2 * one + other) / 3), abs(together - mean)
         is_over_labels = is_ragged and distances[0] <= distances[1] + rounding * abs(mean)
         return LossForm(LossKind.UNKNOWN, doubt=doubt) if is_over_labels else BY_ROWS

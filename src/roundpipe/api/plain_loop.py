@@ -214,7 +214,7 @@ class PlainLoop:
         return 0 if self._group.machines is None else self._group.machines.number
 
     def compare(self, optimizer: Optimizer) -> None:
-        """Raise MachineError, on all machines, if an optimizer whose step() begins is another one on one of them."""
+        """Raise MachineError on all machines if the optimizer, whose step() begins, differs on one of them."""
         machines, step = self._group.machines, self._step
         if machines is None or machines.exchange is None:
             return

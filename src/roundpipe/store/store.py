@@ -206,7 +206,7 @@ class LayerStore:
         self.gradients = HostGradients(self.parameters)
         self.masters = Masters(self.layers, optim_dtype, weakref.ref(self))
         self.gradient_owner: GradientOwner | None = None  # makes masters show gradients outside steps
-        self.open_step: OpenStep | None = None
+        self.open_step: OpenStep | None = None  # the last step of an optimizer outside of step_fn
         is_pinned = pin_mode is not PinMode.OFF
         self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
         self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
