@@ -20,18 +20,19 @@ CPU_SUITES := tests/parity tests/unit/optim tests/faults/test_step_overlap.py
 CPU_COMBINATIONS := default:AVX512_CORE_BF16:1 avx2:AVX2:1 avx512:AVX512_CORE:1 \
   default:AVX2:2 avx2:AVX512_CORE:2 avx512:AVX512_CORE_BF16:2
 GPU_TESTS := tests/gpu
-MODEL_TESTS := tests/models/test_all_models.py
+MODEL_TESTS := tests/models/test_all_models.py tests/models/test_folded_trials.py
 # Three workers for two cores: many tests wait for a process, a timeout or a link.
 ON_ALL_CORES := -n $(shell expr $$(nproc) \* 3 / 2) --dist worksteal
 # All models are tested with the pinned transformers, and with the newest release in another environment.
 NEWEST_BIN := .venv-newest/bin
 PINNED_RESULTS := build/models-pinned.jsonl
 NEWEST_RESULTS := build/models-newest.jsonl
+COMPILED_RESULTS := build/models-compiled.jsonl
 # The documentation is built in an environment of its own: nothing that trains or tests needs these packages.
 DOCS_BIN := .venv-docs/bin
 DOCS_STAMP := .venv-docs/.installed
 
-.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-forged test-20 test-cpus test-models test-models-newest models-table wheel docs clean
+.PHONY: help cpu demo test check bench test-slow test-mutants test-kills test-forged test-20 test-cpus test-models test-models-newest test-models-compiled models-table what-fits wheel docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -132,8 +133,16 @@ test-models-newest: newest cpu  ## the same with the newest release that pip fin
 	@mkdir -p build && rm -f $(NEWEST_RESULTS)
 	ROUNDPIPE_MODELS_RESULTS=$(NEWEST_RESULTS) $(CANARY) $(NEWEST_BIN)/python -m pytest $(ON_ALL_CORES) -m models $(MODEL_TESTS)
 
+test-models-compiled: cpu  ## the same with compile=True, backend aot_eager; ROUNDPIPE_MODELS_SAMPLE=60 takes 60 of them
+	@mkdir -p build && rm -f $(COMPILED_RESULTS)
+	ROUNDPIPE_COMPILED_RESULTS=$(COMPILED_RESULTS) $(RUN) -m pytest $(ON_ALL_CORES) -m models tests/models/test_all_compiled.py
+	$(RUN) tests/models/compiled_table.py $(COMPILED_RESULTS)
+
 models-table: cpu  ## write docs/models.md from the results of the two
 	$(RUN) tests/models/table.py $(PINNED_RESULTS) $(NEWEST_RESULTS)
+
+what-fits: cpu  ## write docs/what-fits.md from `roundpipe estimate`; some minutes
+	$(RUN) tools/what_fits.py
 
 wheel: cpu  ## build sdist and wheels into dist/, and test the wheels in a clean environment
 	$(RUN) tools/build_wheel.py

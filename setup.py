@@ -66,7 +66,7 @@ class BuildWithKernel(build_py):
     def run(self) -> None:
         super().run()
         if self.editable_mode:
-            for old in SOURCE.glob("_one_pass_adam_*.so"):
+            for old in SOURCE.glob("_one_pass_*.so"):
                 old.unlink()
         content, why_not = kernel()
         if content is None:

@@ -140,7 +140,7 @@ class Marks:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._wrap(Exchange, "_fetch", "fetch")
         self._wrap(Exchange, "_gather", "gather")
-        self._wrap(OnePassKernel, "adam", "update")
+        self._wrap(OnePassKernel, "update", "update")
         real = LayerUpdate._take
 
         def take(update: LayerUpdate) -> None:

@@ -48,12 +48,12 @@ def _interrupts_arrive() -> None:
 def updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelParameter]]:
     """The parameters that the optimizer's kernel was given: a test that never reaches the kernel proves nothing."""
     seen: list[KernelParameter] = []
-    real = OnePassKernel.adam
+    real = OnePassKernel.update
 
-    def adam(self: OnePassKernel, parameters: list[KernelParameter]) -> None:
+    def update(self: OnePassKernel, parameters: list[KernelParameter]) -> None:
         seen.extend(parameters)
         real(self, parameters)
 
-    monkeypatch.setattr(OnePassKernel, "adam", adam)
+    monkeypatch.setattr(OnePassKernel, "update", update)
     yield seen
     seen.clear()

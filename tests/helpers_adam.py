@@ -1,7 +1,8 @@
-"""Adam in numpy, with every operation rounded as the library promises: the reference for its C kernel.
+"""Adam and SGD in numpy, with every operation rounded as the library promises: the reference for its C kernel.
 
 numpy's float32 operations and square roots are correctly rounded on every machine. torch's are not: its square root
-comes from a vector library, and its fused Adam rounds differently without FMA instructions and in incomplete vectors.
+comes from a vector library, and its fused Adam rounds differently without FMA instructions and in incomplete vectors,
+as its SGD does without FMA instructions.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from roundpipe.optim import rules
+from roundpipe.optim.native.kernel import StepNumbers
 
 Floats = npt.NDArray[np.float32]
 
@@ -108,3 +112,46 @@ def updated(
         most = v if largest is None else np.maximum(largest, v)
         new = value - step_size * m / (np.sqrt(most) / correction + eps)
     return [new, m, v] if largest is None else [new, m, v, most]
+
+
+def adam_numbers(
+    step: int,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    is_decoupled: bool = True,
+    amsgrad: bool = False,
+    factors: tuple[float, ...] = (),
+) -> StepNumbers:
+    """What the kernel gets for step number `step` of a group with these options."""
+    group = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad, "maximize": False}
+    return (rules.ADAMW if is_decoupled else rules.ADAM).step_numbers(group, step, factors)
+
+
+class NumpySGD(torch.optim.SGD):
+    """torch's arguments, state and state dicts; `step` computed in numpy. For float32 parameters on the CPU."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        decay, momentum, minus_lr = (np.float32(x) for x in (group["weight_decay"], group["momentum"], -group["lr"]))
+        rest, value = np.float32(1 - group["dampening"]), param.detach().numpy()
+        g = -param.grad.numpy() if group["maximize"] else param.grad.numpy()
+        g = fmaf(decay, value, g) if decay else g
+        if momentum:
+            old = self.state[param].get("momentum_buffer")
+            buffer = np.array(g) if old is None else fmaf(rest, g, old.numpy() * momentum)
+            made = torch.empty_like(param, memory_format=torch.preserve_format) if old is None else old
+            self.state[param]["momentum_buffer"] = made.copy_(torch.from_numpy(np.asarray(buffer)))
+            g = fmaf(momentum, buffer, g) if group["nesterov"] else buffer
+        param.copy_(torch.from_numpy(np.asarray(fmaf(minus_lr, g, value))))

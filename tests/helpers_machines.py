@@ -1,7 +1,8 @@
 """Runs a function on several machines: processes on this machine, joined by gloo over loopback and a file store.
 
 The processes live as long as the tests need them, and every run makes a new process group of as many as it asks for. A
-run that takes longer than its limit fails, and no process survives the pool.
+run that takes longer than its limit fails, and no process survives the pool. Ranges begin at multiples of few elements,
+so that the small networks of tests are divided between all machines; `block` sets another number.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from roundpipe.store import values as store_values
+
 # What processes have imported when they start. The first step of an optimizer imports torch._dynamo.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "roundpipe", "helpers_machines"]
 RUN_S = 100.0  # limit of one run
 GROUP_TIMEOUT_S = 60.0  # timeout of the process groups
+SMALL_BLOCK = 16  # a weight of 12 x 12 has nine blocks; a vector of 12 one, so that most machines have nothing of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +78,18 @@ class MachinePool:
         timeout_s: float = GROUP_TIMEOUT_S,
         kill: tuple[int, float] | None = None,
         marker: str = "",
+        block: int = SMALL_BLOCK,
     ) -> list[Outcome]:
         """Run `function(rank, size, *args)` on `size` machines; returns an outcome for each.
 
         timeout_s: of the process group. `kill`: (rank, seconds): SIGKILL for this rank so long after the start, or
-        after the file `marker` exists.
+        after the file `marker` exists. `block`: ranges of parameters begin at multiples of so many elements.
         """
         while len(self._workers) < size:
             self._workers.append(self._started())
         self._num_runs += 1
         path = os.path.join(self._folder.name, f"store-{self._num_runs}")
-        data = _packed((function, args, size, path, timeout_s, limit_s))
+        data = _packed((function, args, size, path, timeout_s, limit_s, block))
         used = self._workers[:size]
         for rank, (_, connection) in enumerate(used):
             connection.send_bytes(_packed((rank, data)))
@@ -145,7 +150,7 @@ def _serve(connection: Connection) -> None:
     with contextlib.suppress(EOFError):
         while True:
             rank, data = _unpacked(connection.recv_bytes())
-            function, args, size, path, timeout_s, limit_s = _unpacked(data)
+            function, args, size, path, timeout_s, limit_s, store_values.BLOCK = _unpacked(data)
             faulthandler.dump_traceback_later(limit_s - 3, file=sys.__stderr__)
             start = time.monotonic()
             try:

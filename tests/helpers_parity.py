@@ -28,6 +28,20 @@ def total(output: Tensor, label: Any) -> Tensor:
     return (output * torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()).sum()
 
 
+def clip_in_double(params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """torch's clipping, but with a 2-norm that is added up in double precision.
+
+    clip_grad_norm_ promises this where gradients land in half precision. torch adds up in float32.
+    """
+    if norm_type != 2.0:
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    gradients = [param.grad for param in params if param.grad is not None]
+    norm = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt().float()
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
 def microbatches(num_microbatch: int) -> RoundPipeRunConfig:
     return RoundPipeRunConfig(num_microbatch=num_microbatch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from helpers_tiny_hf import TokenRows, tiny_model
 from roundpipe.integrations import RoundPipeOptions, run_view
@@ -118,6 +119,33 @@ def close(trainer: Any) -> None:
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if hasattr(model, "close"):
             model.close()
+
+
+class SeedEachStep(TrainerCallback):
+    """Gives runs the same random numbers where RoundPipe draws one number per call with gradients."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        torch.manual_seed(state.global_step)
+
+
+def distinct_words(completions: list[str], **_: Any) -> list[float]:
+    """A reward."""
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def host_bytes() -> int:
+    """The bytes of all storages in host memory that Python objects refer to. Storages may lie inside of others.
+
+    Fake tensors, which torch's compiler keeps, say that they are on the CPU; their storages have no memory.
+    """
+    gc.collect()
+    storages = (found.untyped_storage() for found in gc.get_objects() if isinstance(found, Tensor))
+    places = sorted((each.data_ptr(), each.nbytes()) for each in storages if each.device.type == "cpu")
+    total = end = 0
+    for start, size in places:
+        total += max(0, start + size - max(start, end))
+        end = max(end, start + size)
+    return total
 
 
 def assert_like_plain(found: Outcome, plain: Outcome) -> None:

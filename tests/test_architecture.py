@@ -23,9 +23,14 @@ SOURCE = Path(__file__).parents[1] / "src"
 # inside their package; packages of one level do not import each other, except where ALLOWED_BESIDE says so.
 LEVELS = {
     "errors": 0,
+    "host_facts": 0,
+    "compiled": 0,
+    "fingerprints": 0,
     "context": 0,
     "monitor": 0,
     "module_copy": 0,
+    "module_names": 0,
+    "progress": 0,
     "version": 0,
     "models": 1,
     "timeline": 1,
@@ -42,22 +47,30 @@ LEVELS = {
     "api": 6,
     "checkpoint": 7,
     "report": 7,
+    "loading": 8,
     "estimate": 5,
+    "packed": 5,
     "integrations": 8,
     "cli": 9,
     "__main__": 10,
     "": 10,  # roundpipe/__init__.py, which only collects the public names
 }
-ALLOWED_BESIDE = {("context", "errors"), ("context", "monitor"), ("monitor", "errors")}
-WITHOUT_TORCH = ("plan", "timeline", "stats")
+ALLOWED_BESIDE = {
+    ("compiled", "errors"),
+    ("compiled", "fingerprints"),
+    ("context", "errors"),
+    ("context", "monitor"),
+    ("monitor", "errors"),
+}
+WITHOUT_TORCH = ("plan", "timeline", "stats", "host_facts")
 KNOWS_CUDA = "roundpipe.devices.cuda"
 # The path of an iteration goes through these packages. The number of modules beside them is not limited.
 CORE = ("api", "runtime", "store", "optim", "plan", "devices", "microbatch")
-MAX_CORE_MODULES = 66
+MAX_CORE_MODULES = 71
 MAX_SINGLE_IMPORTER_MODULES = 8
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-LONGER_FUNCTIONS = {"wrap_model_to_roundpipe": 67}  # its docstring describes every public argument
+LONGER_FUNCTIONS = {"wrap_model_to_roundpipe": 73}  # its docstring describes every public argument
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -128,6 +141,15 @@ def functions() -> Iterator[tuple[str, FunctionNode]]:
                 yield f"{module}:{node.lineno} {node.name}", node
 
 
+def test_files_of_tests_have_different_names() -> None:
+    """pytest takes two files of one name for one module, and collects neither of two that meet in one process."""
+    files = defaultdict(list)
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        files[path.name].append(str(path.parent.name))
+    repeated = [f"{name}: in {', '.join(folders)}" for name, folders in files.items() if len(folders) > 1]
+    assert not repeated, listing(repeated)
+
+
 def listing(offenders: list[str]) -> str:
     return "\n  " + "\n  ".join(offenders)
 
@@ -154,7 +176,10 @@ def test_the_core_has_few_modules() -> None:
 
 
 def single_importers() -> dict[str, str]:
-    """Modules of the core that exactly one other module imports, with that module; type-only imports count too."""
+    """Modules of the core that exactly one other module imports, with that module; type-only imports count too.
+
+    A module that only its own package imports has public names, which `__init__.py` collects: it is no helper.
+    """
     importers: dict[str, set[str]] = defaultdict(set)
     for module in modules():
         for _, target in own_imports(module):
@@ -162,7 +187,10 @@ def single_importers() -> dict[str, str]:
     return {
         module: next(iter(who))
         for module, who in sorted(importers.items())
-        if len(who) == 1 and part_of(module) in CORE and modules()[module].name != "__init__.py"
+        if len(who) == 1
+        and part_of(module) in CORE
+        and modules()[module].name != "__init__.py"
+        and who != {module.rpartition(".")[0]}
     }
 
 
@@ -197,14 +225,23 @@ def test_nothing_inside_imports_the_public_package() -> None:
     assert not offenders, "import from the defining module, not from the package:" + listing(offenders)
 
 
-def test_runtime_and_optim_never_import_each_other() -> None:
-    offenders = [
+def imports_between(importers: set[str], imported: set[str]) -> list[str]:
+    return [
         f"{module}:{line} imports {target}"
         for module in modules()
         for line, target in own_imports(module)
-        if {part_of(module), part_of(target)} == {"runtime", "optim"}
+        if part_of(module) in importers and part_of(target) in imported and part_of(module) != part_of(target)
     ]
+
+
+def test_runtime_and_optim_never_import_each_other() -> None:
+    offenders = imports_between({"runtime", "optim"}, {"runtime", "optim"})
     assert not offenders, "runtime and optim meet in store:" + listing(offenders)
+
+
+def test_what_runs_layers_does_not_know_how_a_model_was_split() -> None:
+    offenders = imports_between({"store", "runtime", "optim", "devices"}, {"split"})
+    assert not offenders, "layers are the same for every way of making them:" + listing(offenders)
 
 
 def test_there_is_no_import_cycle() -> None:

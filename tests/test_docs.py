@@ -24,7 +24,8 @@ import roundpipe
 import roundpipe.integrations
 from roundpipe import checkpoint, monitor
 from roundpipe.__main__ import main
-from roundpipe.cli import arguments, doctor, estimate
+from roundpipe.cli import arguments, chat, doctor, estimate, merge, view
+from roundpipe.cli.methods import METHODS
 from roundpipe.store import host_memory
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,8 @@ PAGES_THAT_RUN = [README, *sorted({*(ROOT / "docs").glob("*.md")} - {FIRST_FINET
 ESTIMATE = ROOT / "docs" / "estimate.md"
 INSTALL = ROOT / "docs" / "install.md"
 EXAMPLES = ROOT / "examples" / "README.md"
+USE = ROOT / "docs" / "use-the-model.md"
+VIEW = ROOT / "docs" / "view.md"
 TRAIN = ROOT / "docs" / "train.md"
 TRAINING_LOOP = ROOT / "docs" / "training-loop.md"
 PAGES = [*PAGES_THAT_RUN, FIRST_FINETUNE, EXAMPLES]
@@ -172,19 +175,22 @@ def test_commands_of_the_documents_have_valid_options(page: Path) -> None:
     blocks = "\n".join(code for language, code in fenced_blocks(page) if language == "bash").replace("\\\n", " ")
     for command in re.findall(r"^ *roundpipe (\w+)(.*)$", blocks, re.MULTILINE):
         name, words = command[0], shlex.split(command[1], comments=True)
-        assert name in ("train", "doctor", "estimate")
+        assert name in ("train", "doctor", "estimate", "merge", "chat", "view")
         if name == "train" and "--config" not in words:
             arguments.parse([*words, "--devices", "cpu"])
         if name == "estimate":
             estimate.parser().parse_args(words)
+        if name in ("merge", "chat", "view"):
+            {"merge": merge, "chat": chat, "view": view}[name].parser().parse_args(words)
     for words in re.findall(r"`roundpipe train (--[^`]*)`", text):
-        assert set(re.findall(r"--[a-z][a-z-]*", words)) <= options_of_train(), words
+        assert set(re.findall(r"--[a-z][a-z0-9-]*", words)) <= options_of_train(), words
 
 
 def options_of_train() -> set[str]:
     parser = arguments._Parser()
     arguments._add_own_options(parser)
-    arguments._add_fields(parser)
+    for parser.method in METHODS.values():
+        arguments._add_fields(parser)
     return set(parser._option_string_actions)
 
 
@@ -195,15 +201,26 @@ def test_the_page_on_estimates_shows_what_the_command_prints_and_names_every_opt
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out == printed
     table = ESTIMATE.read_text(encoding="utf-8").partition("## Options")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(--[a-z][a-z-]*)", table))
+    named = set(re.findall(r"`(--[a-z][a-z0-9-]*)", table))
     assert named == {word for word in estimate.parser()._option_string_actions if word.startswith("--")} - {"--help"}
+
+
+def test_the_pages_on_using_the_model_and_watching_runs_name_every_option_of_their_commands() -> None:
+    for command, page, heading in (
+        (merge, USE, "## Merge an adapter"),
+        (chat, USE, "## Chat"),
+        (view, VIEW, "# Watch"),
+    ):
+        section = page.read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
+        named = set(re.findall(r"^\| `(--[a-z][a-z0-9-]*)", section, re.MULTILINE))
+        assert named == {word for word in command.parser()._option_string_actions if word.startswith("--")} - {"--help"}
 
 
 def test_the_page_of_the_command_names_existing_options() -> None:
     for page in (TRAIN, FIRST_FINETUNE):
-        named = set(re.findall(r"`(--[a-z][a-z-]*)", page.read_text(encoding="utf-8")))
+        named = set(re.findall(r"`(--[a-z][a-z0-9-]*)", page.read_text(encoding="utf-8")))
         assert named
-        assert named - {"--learnin-rate"} <= options_of_train(), page.name
+        assert named - {"--learnin-rate", "--rows"} <= options_of_train(), page.name
 
 
 def test_new_sides_of_the_diffs_are_code_with_names_that_exist() -> None:

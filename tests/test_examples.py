@@ -84,7 +84,7 @@ def test_an_interrupted_run_goes_on_in_a_new_process(run: Run, tmp_path: Path) -
     assert printed == [(str(step), f"{loss:.4f}") for step, loss in enumerate(straight[15:], start=16)]
 
 
-@pytest.mark.parametrize("name", ["finetune_full", "finetune_lora"])
+@pytest.mark.parametrize("name", ["finetune_full", pytest.param("finetune_lora", marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_bits(name: str, run: Run, tmp_path: Path) -> None:
     straight = run(name, "--out", "out")["losses"]
     shutil.rmtree(tmp_path / "out" / f"step-{len(straight)}")

@@ -126,7 +126,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tree / "build" / "lib.linux-x86_64" / NATIVE,
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "_one_pass_adam_0123456789abcdef.so").write_bytes(b"old")
+        (folder / "_one_pass_0123456789abcdef.so").write_bytes(b"old")
     (tree / "build" / "lib" / "roundpipe" / "removed_module.py").write_text("")
     return tree
 
@@ -154,7 +154,9 @@ def test_a_wheel_serves_every_python_and_has_only_the_kernel_of_its_source(tree:
     contents = zipfile.ZipFile(wheel)
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
     assert {name for name in contents.namelist() if name.endswith(".py")} == modules
-    assert {f"{NATIVE}/one_pass_adam.c", f"{NATIVE}/adam_block.h", "roundpipe/py.typed"} <= set(contents.namelist())
+    assert {f"{NATIVE}/one_pass.c", f"{NATIVE}/blocks.h", f"{NATIVE}/rules.h", "roundpipe/py.typed"} <= set(
+        contents.namelist()
+    )
 
 
 def test_without_a_compiler_one_line_says_so_and_the_wheel_is_pure(tree: Path, tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_a_compiler_that_fails_makes_a_pure_wheel(tree: Path, tmp_path: Path) ->
 
 def test_a_changed_source_changes_the_name_of_its_kernel(tree: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tree, tmp_path / "tree")
-    with (copy / "src" / NATIVE / "adam_block.h").open("a") as header:
+    with (copy / "src" / NATIVE / "rules.h").open("a") as header:
         header.write("/* changed */\n")
     (name,) = kernels(build_wheel(copy, tmp_path)[0])
     assert Path(name).name != library.built_name()

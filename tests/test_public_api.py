@@ -25,6 +25,7 @@ DOCUMENTED_NAMES = {
     "get_recompute_data",
     "optim",
     "save_for_recompute",
+    "load",
     "wrap_model_to_roundpipe",
 }
 EXCEPTION_NAMES = {
@@ -80,6 +81,9 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "pin_model": "alloc",
         "devices": None,
         "process_group": None,
+        "staleness": 1,
+        "compile": False,
+        "master_bits": 32,
     },
     "RoundPipe.forward": {"*args": REQUIRED, "roundpipe_run_config": EMPTY_CONFIG, "**kwargs": REQUIRED},
     "RoundPipe.forward_backward": {
@@ -125,6 +129,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "override_config": {},
         "model_run_config": EMPTY_CONFIG,
         "name": None,
+        "frozen_weights": None,
         "**roundpipe_kwargs": REQUIRED,
     },
 }

@@ -27,6 +27,7 @@ from roundpipe.errors import (
     StallError,
     UsageError,
 )
+from roundpipe.loading import load
 from roundpipe.microbatch import RoundPipePackedData
 from roundpipe.optim.grad_scaler import GradScaler
 from roundpipe.optim.gradients import clip_grad_norm_
@@ -63,6 +64,7 @@ __all__ = [
     "clip_grad_norm_",
     "doing_recompute",
     "get_recompute_data",
+    "load",
     "optim",
     "save_for_recompute",
     "wrap_model_to_roundpipe",

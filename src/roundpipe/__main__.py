@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from roundpipe.cli import doctor, estimate
+from roundpipe.cli import chat, doctor, estimate, merge, show_data, view
 from roundpipe.cli.arguments import parse
 from roundpipe.cli.launch import is_first
 from roundpipe.cli.train import RunFailure, how_to_resume, run
@@ -29,7 +29,11 @@ from roundpipe.version import __version__
 _USAGE = """usage: roundpipe COMMAND [options]
 
 commands:
-  train       fine-tune a causal language model; see roundpipe train --help
+  train       fine-tune a language model; see roundpipe train --help
+  data        show rows as the model sees them, and their lengths; see roundpipe data --help
+  view        runs in a browser, while they run and afterwards, side by side; see roundpipe view --help
+  chat        chat with a model or an adapter; see roundpipe chat --help
+  merge       merge a LoRA adapter into its model; see roundpipe merge --help
   estimate    memory, plan and time of a training step, without weights and machine; see roundpipe estimate --help
   doctor      examine this machine: what works, what will be slow, what to do; --json for programs
 
@@ -37,7 +41,14 @@ options:
   --version   print the version
   --help      print this text
 """
-_COMMANDS = ("train", "estimate", "doctor")
+_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "data": show_data.run,
+    "view": view.run,
+    "chat": chat.run,
+    "merge": merge.run,
+    "estimate": estimate.run,
+    "doctor": doctor.run,
+}
 _MISTAKES = (ConfigError, DeviceError, HostMemoryError, CheckpointError)
 _EXTRAS = ("transformers", "trl", "datasets", "accelerate", "peft", "safetensors", "rich", "yaml", "jinja2")
 _DONE, _FAILED, _MISTAKE, _INTERRUPTED = 0, 1, 2, 130
@@ -52,18 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         sys.stdout.write(f"roundpipe {__version__}\n")
         return _DONE
-    if words[0] not in _COMMANDS:
-        return _complain(f"there is no command {words[0]!r}; the commands are: {', '.join(_COMMANDS)}.", _MISTAKE)
+    if words[0] != "train" and words[0] not in _COMMANDS:
+        names = ", ".join(["train", *_COMMANDS])
+        return _complain(f"there is no command {words[0]!r}; the commands are: {names}.", _MISTAKE)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if is_first() else logging.ERROR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without some sign shows a question mark
     settings = None
     try:
-        if words[0] == "doctor":
-            return doctor.run(words[1:])
-        if words[0] == "estimate":
-            return estimate.run(words[1:])
+        if words[0] in _COMMANDS:
+            return _COMMANDS[words[0]](words[1:])
         settings = parse(words[1:])
         return run(settings)
     except _MISTAKES as error:

@@ -72,6 +72,7 @@ _layer_run: ContextVar[LayerRun | None] = ContextVar("roundpipe_layer_run", defa
 _iteration: ContextVar[Iteration | None] = ContextVar("roundpipe_iteration", default=None)
 _gradient_hook: ContextVar[bool] = ContextVar("roundpipe_gradient_hook", default=False)
 _optimizer_side: ContextVar[bool] = ContextVar("roundpipe_optimizer_side", default=False)
+_trial: ContextVar[bool] = ContextVar("roundpipe_trial", default=False)
 _step_observers: weakref.WeakSet[Any] = weakref.WeakSet()  # one set for the process, not per thread
 
 
@@ -122,6 +123,21 @@ class OptimizerCtx:
 
     def __exit__(self, *exc_info: object) -> None:
         _optimizer_side.reset(self._token)
+
+
+@contextlib.contextmanager
+def trying_out() -> Iterator[None]:
+    """While entered, models run only to find out what their code does, and what large weights hold does not matter."""
+    token = _trial.set(True)
+    try:
+        yield
+    finally:
+        _trial.reset(token)
+
+
+def is_trying_out() -> bool:
+    """Whether this thread is inside `trying_out`."""
+    return _trial.get()
 
 
 def on_optimizer_side() -> bool:

@@ -25,6 +25,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from roundpipe.errors import ConfigError, StallError
@@ -401,3 +402,38 @@ def stall_report(what: str, waited_s: float, waits: dict[int, str], then: str = 
             lines.append(f"  stack of {name}:")
             lines += ["    " + text.rstrip().replace("\n", "\n    ") for text in traceback.format_stack(frame)]
     return "\n".join(lines)
+
+
+class CallLock(_thread.RLock):  # type: ignore[misc]
+    """Serialises the calls of a group. Entered and left by C code only: see [Note: locks and Ctrl-C]."""
+
+    runs_user_code = False  # see [Note: calls inside calls] in api/group
+
+    def is_held(self) -> bool:
+        """Whether the calling thread holds the lock."""
+        return self._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def run_user_code(self, function: Callable[[], Any]) -> Any:
+        """Return `function()`. While the function runs, this thread may make other calls."""
+        self.runs_user_code = True
+        try:
+            return function()
+        finally:
+            self.runs_user_code = False
+
+
+class InnerCall(AbstractContextManager[bool]):
+    """The context of a call that user code makes inside an outer call, which holds the lock.
+
+    While the inner call is in progress, further calls on this thread are refused.
+    """
+
+    def __init__(self, lock: CallLock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> bool:
+        self._lock.runs_user_code = False
+        return False
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.runs_user_code = True

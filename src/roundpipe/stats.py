@@ -7,9 +7,10 @@ Knows no runs, devices or tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from roundpipe.host_facts import available_host_bytes, resident_bytes
 from roundpipe.timeline import Timeline
 
 
@@ -25,41 +26,19 @@ class DeviceMemory:
     limit_bytes: int | None
 
 
-@dataclass(frozen=True)
-class StepStats:
-    """The figures of one optimizer step and of all calls between it and the step before.
+@dataclass(frozen=True, kw_only=True)
+class LinkBytes:
+    """Bytes that were copied between host and devices.
 
-    step: number of the step, 1 for the first one. 0 if no step is done: the figures are those of all finished calls.
-    calls: number of calls of forward() and forward_backward().
-    rows, tokens: sizes of the batches. tokens counts the elements of `input_ids`. None if unknown.
-    seconds: time from the end of the step before (from the first call, if there is none) to the end of this step. A
-        synchronous step ends when it is done, an asynchronous one when it was issued.
-    device_share: by device, the share of the time, from 0 to 1, in which the device computed. The time of a device
-        begins with the end of its work for the step before.
-    weights_up_bytes, activations_up_bytes, activations_down_bytes, gradients_down_bytes: copied between host and
-        devices. Activations include inputs, labels, losses, buffers and the gradients of activations.
-    device_memory: by device.
-    host_rss_bytes, host_available_bytes: memory of this process, and memory that the machine has left; None if
-        /proc does not exist.
-    optimizer_wait_s: time for which the caller waited for a synchronous step.
-    loss: what the last call of forward_backward() returned; None if unknown.
+    Activations include inputs, labels, losses, buffers and the gradients of activations.
+    weights_kept_bytes: not copied, because the weights were still on the device that needed them.
     """
 
-    step: int
-    calls: int
-    rows: int | None
-    tokens: int | None
-    seconds: float
-    device_share: Mapping[str, float]
-    weights_up_bytes: int
-    activations_up_bytes: int
-    activations_down_bytes: int
-    gradients_down_bytes: int
-    device_memory: Mapping[str, DeviceMemory]
-    host_rss_bytes: int | None
-    host_available_bytes: int | None
-    optimizer_wait_s: float
-    loss: float | None
+    weights_up_bytes: int = 0
+    activations_up_bytes: int = 0
+    activations_down_bytes: int = 0
+    gradients_down_bytes: int = 0
+    weights_kept_bytes: int = 0
 
     @property
     def bytes_up(self) -> int:
@@ -70,6 +49,50 @@ class StepStats:
     def bytes_down(self) -> int:
         """All bytes that were copied from devices to the host."""
         return self.activations_down_bytes + self.gradients_down_bytes
+
+    def counts(self) -> dict[str, int]:
+        """The counts by name."""
+        return {each.name: getattr(self, each.name) for each in fields(LinkBytes)}
+
+    def plus(self, other: LinkBytes) -> LinkBytes:
+        """The sums of both."""
+        counts = other.counts()
+        return LinkBytes(**{name: count + counts[name] for name, count in self.counts().items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats(LinkBytes):
+    """The figures of one optimizer step and of all calls between it and the step before, with the bytes of LinkBytes.
+
+    step: number of the step, 1 for the first one. 0 if no step is done: the figures are those of all finished calls.
+    calls: number of calls of forward() and forward_backward().
+    rows, tokens: sizes of the batches. tokens counts the elements of `input_ids`. None if unknown.
+    seconds: time from the end of the step before (from the first call, if there is none) to the end of this step. A
+        synchronous step ends when it is done, an asynchronous one when it was issued.
+    device_share: by device, the share of the time, from 0 to 1, in which the device computed. The time of a device
+        begins with the end of its work for the step before.
+    device_memory: by device.
+    host_rss_bytes: memory that this process occupies; None if the system does not report it.
+    host_available_bytes: memory that this process can still allocate, within the limit of its control group; None if
+        the system does not report it.
+    optimizer_wait_s: time for which the caller waited for a synchronous step.
+    loss: what the last call of forward_backward() returned; None if unknown.
+    compiled_graphs, compile_s: graphs that this process has compiled for layers so far, and the time that took.
+    """
+
+    step: int
+    calls: int
+    rows: int | None
+    tokens: int | None
+    seconds: float
+    device_share: Mapping[str, float]
+    device_memory: Mapping[str, DeviceMemory]
+    host_rss_bytes: int | None
+    host_available_bytes: int | None
+    optimizer_wait_s: float
+    loss: float | None
+    compiled_graphs: int = 0
+    compile_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -90,9 +113,9 @@ class StepTime(NamedTuple):
         return self.issued_s if self.is_async else self.done_s
 
 
-@dataclass(frozen=True)
-class CallFigures:
-    """The figures of one run. `generation`: number of steps issued before it.
+@dataclass(frozen=True, kw_only=True)
+class CallFigures(LinkBytes):
+    """The figures of one run, with the bytes of LinkBytes. `generation`: number of steps issued before it.
 
     is_call: False for a probe, and for the backward pass of a call that was counted with its forward pass.
     """
@@ -104,10 +127,6 @@ class CallFigures:
     rows: int | None = None
     tokens: int | None = None
     loss: float | None = None
-    weights_up_bytes: int = 0
-    activations_up_bytes: int = 0
-    activations_down_bytes: int = 0
-    gradients_down_bytes: int = 0
 
 
 @dataclass
@@ -121,10 +140,7 @@ class _Tally:
     rows: int | None = 0
     tokens: int | None = 0
     loss: float | None = None
-    weights_up_bytes: int = 0
-    activations_up_bytes: int = 0
-    activations_down_bytes: int = 0
-    gradients_down_bytes: int = 0
+    link: LinkBytes = LinkBytes()
 
     def add(self, call: CallFigures) -> None:
         self.started_s = min(self.started_s, call.started_s)
@@ -137,10 +153,7 @@ class _Tally:
             self.rows = None if self.rows is None or call.rows is None else self.rows + call.rows
             self.tokens = None if self.tokens is None or call.tokens is None else self.tokens + call.tokens
         self.loss = self.loss if call.loss is None else call.loss
-        self.weights_up_bytes += call.weights_up_bytes
-        self.activations_up_bytes += call.activations_up_bytes
-        self.activations_down_bytes += call.activations_down_bytes
-        self.gradients_down_bytes += call.gradients_down_bytes
+        self.link = self.link.plus(call)
 
 
 class StepLog:
@@ -163,7 +176,6 @@ class StepLog:
         tally, before = self._tallies.get(generation, _Tally()), self._tallies.get(generation - 1, _Tally())
         start_s = done[-2].end_s if len(done) > 1 else tally.started_s
         end_s = last.end_s if last.step else max(tally.end_s.values(), default=start_s)
-        rss_bytes, available_bytes = host_memory()
         return StepStats(
             step=last.step,
             calls=tally.calls,
@@ -171,13 +183,10 @@ class StepLog:
             tokens=tally.tokens if tally.calls else None,
             seconds=max(end_s - start_s, 0.0) if tally.calls or len(done) > 1 else 0.0,
             device_share={name: _share(name, tally, before.end_s.get(name, start_s)) for name in devices},
-            weights_up_bytes=tally.weights_up_bytes,
-            activations_up_bytes=tally.activations_up_bytes,
-            activations_down_bytes=tally.activations_down_bytes,
-            gradients_down_bytes=tally.gradients_down_bytes,
+            **tally.link.counts(),
             device_memory=device_memory,
-            host_rss_bytes=rss_bytes,
-            host_available_bytes=available_bytes,
+            host_rss_bytes=resident_bytes(),
+            host_available_bytes=available_host_bytes(),
             optimizer_wait_s=0.0 if last.is_async else last.done_s - last.issued_s,
             loss=tally.loss,
         )
@@ -187,18 +196,3 @@ def _share(device: str, tally: _Tally, start_s: float) -> float:
     if device not in tally.busy_s or tally.end_s[device] <= start_s:
         return 0.0
     return tally.busy_s[device] / (tally.end_s[device] - start_s)
-
-
-def host_memory() -> tuple[int | None, int | None]:
-    """Return the bytes of host memory that this process occupies and that the machine has available."""
-    return _proc_bytes("/proc/self/status", "VmRSS:"), _proc_bytes("/proc/meminfo", "MemAvailable:")
-
-
-def _proc_bytes(path: str, key: str) -> int | None:
-    """Return the value of a line such as `VmRSS:  1234 kB` in bytes; None if there is no such file or line."""
-    try:
-        with open(path, encoding="ascii") as file:
-            line = next((line for line in file if line.startswith(key)), None)
-    except OSError:
-        return None
-    return None if line is None else int(line.split()[1]) * 1024

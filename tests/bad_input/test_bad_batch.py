@@ -33,8 +33,21 @@ class Returns(nn.Module):
 
 def test_input_args_that_are_no_tuple(scene: Scene) -> None:
     for args in (scene.x, {"x": scene.x}, None, "x"):
-        with refused(ArgumentTypeError, "input_args must be a tuple", "(x,)", type(args).__name__):
+        with refused(
+            ArgumentTypeError, "input_args must be a tuple", "(x,)", type(args).__name__, "input_kwargs=batch"
+        ):
             scene.forward_backward(input_args=args)
+
+
+def test_a_run_config_under_another_name() -> None:
+    """Models of transformers take any keyword, and would ignore it."""
+    ids = torch.randint(64, (6, 5))
+    config: Any = RoundPipeRunConfig(num_microbatch=1)
+    with (
+        wrap_model_to_roundpipe(tiny_model(), devices=["cpu"]) as model,
+        pytest.raises(ArgumentTypeError, match=r"run_config.*roundpipe_run_config="),
+    ):
+        model(input_ids=ids, run_config=config)
 
 
 def test_input_kwargs_that_are_no_dict(scene: Scene) -> None:

@@ -45,6 +45,19 @@ def test_moving_the_wrapper_to_where_it_is(scene: Scene) -> None:
         assert same is model
 
 
+def test_compiling_the_wrapper(scene: Scene) -> None:
+    model = scene.model
+    ways: list[Callable[[], Any]] = [
+        model.compile,
+        lambda: torch.compile(model, backend="eager")(scene.x),
+        lambda: torch.compile(lambda: model(scene.x) * 2, backend="eager")(),
+        lambda: torch.compile(scene.forward_backward, backend="eager")(),
+    ]
+    for way in ways:
+        with refused(UsageError, "torch.compile cannot trace a wrapped model", "compile=True"):
+            way()
+
+
 def test_loading_by_assignment(scene: Scene) -> None:
     with refused(UsageError, "assign=True", "load without assign"):
         scene.model.load_state_dict(scene.model.state_dict(), assign=True)

@@ -63,7 +63,7 @@ def test_a_module_class_is_told_to_be_instantiated() -> None:
 
 
 def test_a_roundpipe_in_a_roundpipe(scene: Scene) -> None:
-    with refused(UsageError, "is a RoundPipe already", ".model"):
+    with refused(UsageError, "is a RoundPipe already", "close() it", ".original_model"):
         wrap(scene.model)
 
 
@@ -203,7 +203,7 @@ def test_too_little_host_memory(mode: str, monkeypatch: pytest.MonkeyPatch) -> N
     fragments = [
         "does not fit into host memory",
         "gradients",
-        "optimizer copies",
+        "master weights",
         "needed in all",
         "available",
         "missing",

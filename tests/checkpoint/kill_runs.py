@@ -42,8 +42,8 @@ class Moment:
     """When a run is killed. One of the three is set."""
 
     file_call: int | None = None  # by itself, before the n-th change of a file since its start
-    after_save_s: float | None = None  # by its parent, so many seconds after a save has begun
-    after_start_s: float | None = None  # by its parent, so many seconds after training has begun
+    after_save_s: float | None = None  # by its parent, seconds after a save has begun
+    after_start_s: float | None = None  # by its parent, seconds after training has begun
 
 
 @dataclasses.dataclass

@@ -327,7 +327,7 @@ def test_weights_alone_load_into_a_model_without_an_optimizer(opened: list[Any],
 # New processes.
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "stale"])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True], ids=["exact", "stale"])
 def test_a_new_process_with_other_devices_and_another_plan_resumes(tmp_path: Path, is_async: bool) -> None:
     """The checkpoint comes from the other process, and so do the expected losses."""
     done = run_script(

@@ -61,7 +61,15 @@ def test_with_other_plans(tmp_path: Path) -> None:
     resumed_equals_whole(tmp_path, [Training(plan=plan) for plan in plans])
 
 
-@pytest.mark.parametrize("make_optimizer", [torch_adamw, momentum, two_groups])
+def our_sgd(params: Iterator[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return optim.SGD(params, lr=lr, momentum=0.9, dampening=0.3, weight_decay=0.01)
+
+
+def lion(params: Iterator[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return optim.Lion(params, lr=lr / 10, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("make_optimizer", [torch_adamw, momentum, two_groups, lion, our_sgd])
 @pytest.mark.parametrize("is_async", [False, True], ids=["exact", "stale"])
 def test_with_other_optimizers(tmp_path: Path, make_optimizer: MakeOptimizer, is_async: bool) -> None:
     made = [Training(is_async=is_async, make_optimizer=make_optimizer) for _ in range(2)]

@@ -97,7 +97,8 @@ def opened() -> Iterator[list[Training]]:
 
 def held(training: Training) -> set[int]:
     """The layers that a checkpoint still reads."""
-    return training.model._engine.store.held
+    store = training.model._engine.store
+    return {layer_id for layer_id in range(len(store.layers)) if store.is_held(layer_id)}
 
 
 def wait_until_waiting(training: Training, what: str) -> None:
@@ -201,15 +202,14 @@ def test_a_step_takes_written_layers_first(patch: pytest.MonkeyPatch, opened: li
     store, monitor = training.model._engine.store, training.model._engine.group.monitor
     before = moments(training)
     with monitor:
-        store.held.add(2)
+        store.hold(2)
     step = Background(lambda: training.train(1))
     try:
         wait_for(lambda: unchanged(before, training) == [False, False, True], "the update of layers 0 and 1")
         assert not step.is_over()
     finally:
         with monitor:
-            store.held.discard(2)
-            monitor.changed()
+            store.let_go(2)
     step.result()
     assert_same_bits(training.bits(), twin_bits(3)[0])
 

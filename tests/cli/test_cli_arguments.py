@@ -13,6 +13,7 @@ import pytest
 
 from roundpipe.cli import arguments
 from roundpipe.cli.arguments import TrainSettings, parse
+from roundpipe.cli.options import OPTIONS
 from roundpipe.errors import ConfigError, DeviceError
 
 NEEDED = ["--model", "m", "--data", "d.jsonl", "--out", "o"]
@@ -44,7 +45,7 @@ def test_defaults_of_a_full_run() -> None:
         "per_device_train_batch_size": 8, "num_train_epochs": 1.0, "use_cpu": True, "bf16": False,
         "gradient_checkpointing": False,
     }  # fmt: skip
-    assert {name: got.sft[name] for name in expected} == expected
+    assert {name: got.trainer[name] for name in expected} == expected
     assert got.roundpipe == {"devices": "cpu*2", "is_async": False, "view": True}
 
 
@@ -52,7 +53,7 @@ def test_lora_has_its_own_learning_rate_and_alpha() -> None:
     got = settings("--lora", "8")
     assert got.lora is not None
     assert (got.lora.rank, got.lora.alpha, got.lora.target_modules) == (8, 16, "all-linear")
-    assert got.sft["learning_rate"] == 2e-4
+    assert got.trainer["learning_rate"] == 2e-4
 
 
 def test_short_options_set_the_fields_of_sft_config() -> None:
@@ -66,31 +67,52 @@ def test_short_options_set_the_fields_of_sft_config() -> None:
         "warmup_steps": 10, "max_steps": 7, "save_steps": 3, "save_total_limit": 2, "eval_steps": 5, "seed": 1,
         "eval_strategy": "steps", "per_device_eval_batch_size": 4,
     }  # fmt: skip
-    assert {name: got.sft[name] for name in expected} == expected
+    assert {name: got.trainer[name] for name in expected} == expected
     assert got.roundpipe["is_async"] is True
     assert (got.roundpipe["num_microbatch"], got.roundpipe["nonfinite"]) == (4, "skip")
 
 
+def test_layers_are_compiled_on_demand() -> None:
+    assert "compile" not in settings().roundpipe
+    got = settings("--compile", "--torch-compile-mode", "max-autotune-no-cudagraphs")
+    assert (got.roundpipe["compile"], got.trainer["torch_compile_mode"]) == (True, "max-autotune-no-cudagraphs")
+
+
+@pytest.mark.parametrize(
+    ("words", "form"),
+    [
+        ([], None),
+        (["--frozen-weights", "fp8"], "fp8"),
+        (["--load-in-4bit"], "nf4"),
+        (["--load-in-4bit", "true"], "nf4"),
+        (["--load-in-8bit=True"], "int8"),
+        (["--load-in-4bit", "false"], None),
+    ],
+)
+def test_frozen_weights_are_packed_by_either_name(words: list[str], form: str | None) -> None:
+    assert settings("--lora", "2", *words).roundpipe.get("frozen_weights") == form
+
+
 def test_every_field_of_sft_config_is_an_option_in_both_spellings() -> None:
     got = settings("--weight-decay", "0.1", "--adam_beta2=0.95", "--packing", "--report-to", "tensorboard")
-    assert (got.sft["weight_decay"], got.sft["adam_beta2"], got.sft["packing"]) == (0.1, 0.95, True)
-    assert got.sft["report_to"] == "tensorboard"
+    assert (got.trainer["weight_decay"], got.trainer["adam_beta2"], got.trainer["packing"]) == (0.1, 0.95, True)
+    assert got.trainer["report_to"] == "tensorboard"
 
 
 def test_a_field_with_a_default_of_true_can_be_turned_off() -> None:
-    assert settings("--no-remove-unused-columns").sft["remove_unused_columns"] is False
+    assert settings("--no-remove-unused-columns").trainer["remove_unused_columns"] is False
 
 
 def test_config_file_has_the_same_names_and_flags_win(tmp_path: Path) -> None:
     text = "model: m\ndata: d.jsonl\nout: o\ndevices: cpu\nlr: 1e-4\nseq-len: 64\nweight_decay: 0.2\ntruncate: true\n"
     got = with_config(tmp_path, text, "--lr", "3e-4")
-    assert (got.sft["learning_rate"], got.sft["max_length"], got.sft["weight_decay"]) == (3e-4, 64, 0.2)
+    assert (got.trainer["learning_rate"], got.trainer["max_length"], got.trainer["weight_decay"]) == (3e-4, 64, 0.2)
     assert got.truncate is True
 
 
 def test_a_flag_wins_over_the_long_name_of_the_same_field_in_the_file(tmp_path: Path) -> None:
     got = with_config(tmp_path, "model: m\ndata: d\nout: o\ndevices: cpu\nlearning_rate: 1e-4\n", "--lr", "3e-4")
-    assert got.sft["learning_rate"] == 3e-4
+    assert got.trainer["learning_rate"] == 3e-4
 
 
 def test_a_flag_replaces_an_option_of_the_file_that_it_excludes(tmp_path: Path) -> None:
@@ -98,7 +120,7 @@ def test_a_flag_replaces_an_option_of_the_file_that_it_excludes(tmp_path: Path) 
     got = with_config(tmp_path, text, "--full", "--exact", "--steps", "5")
     assert got.lora is None
     assert got.roundpipe["is_async"] is False
-    assert got.sft["max_steps"] == 5
+    assert got.trainer["max_steps"] == 5
 
 
 def test_values_of_a_config_file_may_be_lists_mappings_false_and_null(tmp_path: Path) -> None:
@@ -109,10 +131,10 @@ def test_values_of_a_config_file_may_be_lists_mappings_false_and_null(tmp_path: 
     got = with_config(tmp_path, text)
     assert got.lora is not None
     assert got.lora.target_modules == ["q_proj", "v_proj"]
-    assert got.sft["learning_rate"] == 2e-4
-    assert got.sft["packing"] is False
+    assert got.trainer["learning_rate"] == 2e-4
+    assert got.trainer["packing"] is False
     assert got.resume == ""
-    assert got.sft["lr_scheduler_kwargs"] == '{"num_cycles": 2}'
+    assert got.trainer["lr_scheduler_kwargs"] == '{"num_cycles": 2}'
 
 
 def test_resume_takes_a_folder_or_none() -> None:
@@ -137,26 +159,37 @@ def test_resume_takes_a_folder_or_none() -> None:
         (["--seq-len", "1"], ["--seq-len must be at least 2, got 1"]),
         (["--seq-len", "9", "--max-length", "8"], ["--seq-len and --max-length are the same setting"]),
         (["--fp16"], ["--fp16 cannot be used here", "--dtype bfloat16"]),
-        (["--torch-compile"], ["--torch-compile cannot be used here"]),
-        (["--use-liger-kernel"], ["--use-liger-kernel cannot be used here", "liger_kernels=True"]),
+        (["--torch-compile-mode", "max-autotune"], ["CUDA graphs keep the addresses of weights"]),
+        (["--liger-kernel"], ["there is no option --liger-kernel: give --use-liger-kernel"]),
         (["--dtype", "float16"], ["--dtype float16 cannot be used here", "use bfloat16 or float32"]),
         (["--optim-dtype", "float16"], ["--optim-dtype float16 cannot be used here"]),
         (
-            ["--optim", "adamw_8bit"],
-            ["--optim adamw_8bit cannot be used here", "host memory", "--optim-dtype bfloat16"],
+            ["--optim", "adamw_torch_4bit"],
+            ["--optim adamw_torch_4bit cannot be used here", "host memory", "--moments 8bit"],
         ),
-        (["--optim", "paged_adamw_32bit"], ["--optim paged_adamw_32bit cannot be used here"]),
+        (["--optim", "paged_ademamix_32bit"], ["--optim paged_ademamix_32bit cannot be used here"]),
+        (["--moments", "4bit"], ["--moments", "invalid choice: '4bit'"]),
+        (["--master-bits", "16"], ["--master-bits", "invalid choice: 16"]),
+        (["--master-bits", "24", "--optim-dtype", "bfloat16"], ["--master-bits 24 needs --optim-dtype float32"]),
+        (["--moments", "8bit", "--optim-dtype", "bfloat16"], ["moments in low bits (8bit) need --optim-dtype float32"]),
         (
             ["--merge"],
-            ["there is no option --merge: the run saves the adapter alone. Merge it after the run: python -c"],
+            ["there is no option --merge: the run saves the adapter alone. Merge it after the run: roundpipe merge"],
         ),
-        (["--load-in-4bit"], ["there is no option --load-in-4bit: quantized weights are not supported yet"]),
-        (["--load_in_4bit", "true"], ["there is no option --load_in_4bit: quantized weights"]),
+        (["--load-in-4bit"], ["--frozen-weights nf4 packs weights that do not train", "add --lora R or --adapter DIR"]),
+        (["--lora", "2", "--load-in-4bit", "--load-in-8bit"], ["--load-in-4bit and --load-in-8bit exclude each other"]),
+        (["--lora", "2", "--load-in-4bit", "maybe"], ["--load-in-4bit", "maybe"]),
+        (["--lora", "2", "--frozen-weights", "nf3"], ["--frozen-weights", "'nf4', 'int8', 'fp8'", "nf3"]),
+        (["--quantization-bit", "4"], ["there is no option --quantization-bit: give --frozen-weights nf4, int8"]),
+        (
+            ["--lora", "2", "--frozen-weights", "nf4", "--model-init-kwargs", "{}"],
+            ["--model-init-kwargs are for from_pretrained()"],
+        ),
         (
             ["--val-size", "0.1"],
-            ["there is no option --val-size: rows for evaluation are not split", "--eval-data FILE"],
+            ["there is no option --val-size: give --eval-split SHARE"],
         ),
-        (["--early-stopping-patience", "3"], ["early stopping is not supported yet", "EarlyStoppingCallback("]),
+        (["--early-stopping-patience", "3"], ["there is no option --early-stopping-patience: give --early-stopping N"]),
         (["--cutoff_len=512"], ["there is no option --cutoff_len: give --seq-len TOKENS."]),
         (["--data", ""], ["--data has an empty name"]),
         (["--model", "a\0b"], ["--model: 'a\\x00b' has a zero byte"]),
@@ -181,7 +214,12 @@ def test_resume_takes_a_folder_or_none() -> None:
         (["--lora-alpha", "4"], ["--lora-alpha needs --lora R"]),
         (["--lora", "4", "--lora-dropout", "1"], ["--lora-dropout must be"]),
         (["--schedule", "cosin"], ["--schedule cosin is unknown", "cosine"]),
-        (["--eval-every", "5"], ["--eval-data"]),
+        (["--eval-every", "5"], ["--eval-data", "--eval-split"]),
+        (["--eval-split", "0"], ["--eval-split must be greater than 0"]),
+        (["--eval-split", "0.1", "--eval-data", "e"], ["--eval-data and --eval-split exclude each other"]),
+        (["--data", "a=0.5"], ["--data d.jsonl has no weight, others have one; give d.jsonl=WEIGHT"]),
+        (["--data", "a=-1"], ["--data a=-1: a weight must be a finite number greater than 0"]),
+        (["--data", "a=nan"], ["--data a=nan: a weight must be"]),
         (["--nonfinite", "ignore"], ["--nonfinite", "stop"]),
         (["--resume-from-checkpoint", "x"], ["--resume-from-checkpoint cannot be used here", "--resume"]),
         (["--padding-free"], ["--padding-free cannot be used here"]),
@@ -206,6 +244,16 @@ def test_answers_to_names_of_other_tools_name_options_that_exist() -> None:
     assert not known & arguments._ELSEWHERE.keys()  # an option that exists needs no answer
     for name, answer in arguments._ELSEWHERE.items():
         assert set(re.findall(r"--([a-z][a-z0-9-]*)", answer)) <= known, name
+
+
+def test_data_may_have_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c=1").write_text("")
+    words = ["--model", "m", "--out", "o", "--devices", "cpu", "--data"]
+    got = parse([*words, "a.jsonl=0.7", "owner/name:train=3e-1"])
+    assert ([str(path) for path in got.data], got.weights) == (["a.jsonl", "owner/name:train"], [0.7, 0.3])
+    got = parse([*words, "c=1", "d=e"])  # a file with this name, and no number
+    assert ([str(path) for path in got.data], got.weights) == (["c=1", "d=e"], None)
 
 
 def test_data_may_be_given_several_times_or_as_a_list(tmp_path: Path) -> None:
@@ -301,9 +349,13 @@ def test_an_empty_config_file_is_one_without_options(tmp_path: Path) -> None:
     assert got.model == "m"
 
 
-def test_the_page_describes_every_own_option() -> None:
+def test_the_page_describes_every_own_option_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
-    parser = arguments._Parser(add_help=False)
-    arguments._add_own_options(parser)
-    missing = [name for name in parser._option_string_actions if f"`{name}" not in page]
-    assert not missing
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `--")]
+    for each in OPTIONS.values():
+        if each.heading is not None:
+            row = next((cells for cells in rows if re.search(rf"`{each.written()}\b(?!-)", cells[0])), None)
+            assert row is not None, f"docs/train.md does not describe {each.written()}"
+            if each.default and not each.default_text:
+                shown = f"{each.default:g}" if isinstance(each.default, float) else str(each.default)
+                assert shown in row[1], f"docs/train.md has another default of {each.written()}"

@@ -14,8 +14,10 @@ from tiny_models import BEGIN, END, EOS, MARKED_TEMPLATE, PLAIN_TEMPLATE, new_to
 from trl.chat_template_utils import qwen2_5_chat_template
 from trl.trainer.sft_config import SFTConfig
 
-from roundpipe.cli.data import TokenRows, check_tokens, tokenize
-from roundpipe.cli.rows import IGNORED, Places, RowFormat, read_rows
+from roundpipe.cli.data import TrainRows, check_tokens, tokenize
+from roundpipe.cli.rows import IGNORED, read_rows
+from roundpipe.cli.shapes import RowFormat
+from roundpipe.cli.sources import Places
 from roundpipe.errors import ConfigError
 
 CHAT = [
@@ -31,7 +33,7 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
-def tokens_of(path: Path, tokenizer: Any, assistant_only: bool | None = None, **options: Any) -> TokenRows:
+def tokens_of(path: Path, tokenizer: Any, assistant_only: bool | None = None, **options: Any) -> TrainRows:
     config = SFTConfig(output_dir="unused", use_cpu=True, bf16=False, report_to="none", **options)
     return tokenize(read_rows(path, "--data", "line"), tokenizer, config, assistant_only=assistant_only)
 
@@ -273,7 +275,7 @@ def test_several_sources_are_joined_in_their_order(tmp_path: Path) -> None:
         tokens_of(tmp_path / "b", tokenizer),
         tokens_of(jsonl(tmp_path / "c.jsonl", "", {"text": "de"}, {"text": "f"}), tokenizer),
     ]
-    joined = TokenRows.joined(parts)
+    joined = TrainRows.joined(parts)
     assert list(joined.dataset) == [row for part in parts for row in part.dataset]
     assert [joined.places.name(row) for row in range(4)] == [
         f"{tmp_path}/a.jsonl, line 1",
@@ -281,20 +283,20 @@ def test_several_sources_are_joined_in_their_order(tmp_path: Path) -> None:
         f"{tmp_path}/c.jsonl, line 2",
         f"{tmp_path}/c.jsonl, line 3",
     ]
-    assert joined.digest() != TokenRows.joined(parts[::-1]).digest()
+    assert joined.digest() != TrainRows.joined(parts[::-1]).digest()
 
 
 def test_the_checksum_shows_where_rows_begin_and_nothing_of_how_they_are_kept(tmp_path: Path) -> None:
     def digest(*rows: list[int], width: str = "int64") -> str:
         columns = Features({name: List(Value(width)) for name in ("input_ids", "labels")})
         dataset = Dataset.from_dict({"input_ids": rows, "labels": rows}, features=columns)
-        return TokenRows(dataset, Places()).digest()
+        return TrainRows(dataset, Places()).digest()
 
     assert digest([1, 2], [3]) != digest([1], [2, 3])
     assert digest([1, 2], [3]) != digest([1, 2, 3])
     assert digest([1, 2], [3]) == digest([1, 2], [3], width="int32")
     halves = [Dataset.from_dict({"input_ids": rows, "labels": rows}) for rows in ([[1, 2]], [[3]])]
-    assert TokenRows(concatenate_datasets(halves), Places()).digest() == digest([1, 2], [3])
+    assert TrainRows(concatenate_datasets(halves), Places()).digest() == digest([1, 2], [3])
 
 
 def test_tools_of_later_rows_of_a_datasets_folder_count(tmp_path: Path) -> None:
@@ -332,7 +334,7 @@ def test_a_bad_row_of_a_datasets_folder_is_named(tmp_path: Path) -> None:
         ('{"text": "a", "n": ' + "9" * 5000 + "}", "the JSON cannot be read"),
         ("[" * 100_000, "the JSON cannot be read"),
         ("[1]", "a row must be a JSON object with `text`"),
-        ("{}", "a row needs `text`, `prompt` and `completion`, `messages`, or `input_ids`; it has nothing"),
+        ("{}", "`conversations`, `instruction` and `output`, or `input_ids`; it has nothing"),
         ({"prompt": "a"}, "it has 'prompt'"),
         ({"text": "a", "messages": CHAT}, "it has 'text', 'messages'"),
         ({"text": None}, "a row needs"),
@@ -359,7 +361,7 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path: Path, row: Any, reason: st
         ({"messages": CHAT[:1]}, "`messages` has no message with the role assistant"),
         ({"input_ids": [5, 2**63]}, "`input_ids` has 9223372036854775808, a number of more than 64 bits"),
         ({"input_ids": [5, 6], "labels": [5, -(10**30)]}, "`labels` has -1000000"),
-        ({"messages": CHAT, "tools": [{"n": 2**64}]}, "the datasets library cannot keep these values"),
+        ({"messages": CHAT, "tools": [{"n": 2**64}]}, "`tools` has 18446744073709551616, a number of more than 64"),
         ({"prompt": CHAT[:1], "completion": CHAT[:1]}, "`completion` has no message with the role assistant"),
     ],
 )
@@ -425,19 +427,19 @@ def test_endings_may_be_written_in_capitals(tmp_path: Path) -> None:
 
 def test_files_that_are_no_data_are_refused(tmp_path: Path) -> None:
     assert "there is no file or folder" in refusal(tmp_path / "nowhere.jsonl")
-    (tmp_path / "d.csv").write_text("a,b")
-    assert "must end in .jsonl or .txt" in refusal(tmp_path / "d.csv")
-    assert "no .jsonl or .txt file" in refusal(tmp_path)
+    (tmp_path / "d.xlsx").write_text("a,b")
+    assert "must end in .jsonl, .json, " in refusal(tmp_path / "d.xlsx")
+    assert "no .jsonl, .json, .ndjson, .parquet, .arrow, .csv, .tsv or .txt file" in refusal(tmp_path)
     assert "contains no rows" in refusal(jsonl(tmp_path / "empty.jsonl", ""))
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe4"}\n')
     assert "latin.jsonl, line 2: not UTF-8 text" in refusal(tmp_path / "latin.jsonl")
-    assert "one JSON object per line" in refusal(jsonl(tmp_path / "array.json", "[", '{"text": "a"}', "]"))
+    assert "one JSON object per line" in refusal(jsonl(tmp_path / "array.jsonl", "[", '{"text": "a"}', "]"))
 
 
 # Lengths.
 
 
-def checked(tokens: TokenRows, seq_len: int, **changes: Any) -> Any:
+def checked(tokens: TrainRows, seq_len: int, **changes: Any) -> Any:
     options = {
         "truncates": False,
         "keeps_end": False,

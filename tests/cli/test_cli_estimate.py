@@ -21,7 +21,8 @@ from roundpipe.split import head_loss
 BILLIONS = {
     "qwen3-0.6b": 0.60, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
     "qwen3-30b-a3b": 30.53, "qwen3-235b-a22b": 235.09, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
-    "llama-3.1-70b": 70.55, "mistral-7b": 7.25,
+    "llama-3.1-70b": 70.55, "mistral-7b": 7.25, "mistral-nemo-12b": 12.25, "mistral-small-24b": 23.57,
+    "gemma-3-1b": 1.00, "gemma-3-4b": 4.30, "gemma-3-12b": 12.19, "gemma-3-27b": 27.43, "gpt-oss-20b": 20.91,
 }  # fmt: skip
 
 
@@ -65,13 +66,29 @@ def test_a_model_of_94_layers_on_eight_gaming_gpus(capsys: pytest.CaptureFixture
     assert not as_json(capsys, "qwen3-235b-a22b", *machine, "--ram", "256")["fits"]
 
 
+@pytest.mark.parametrize(("form", "bits"), [("nf4", 4.25), ("int8", 8.125)])
+def test_frozen_weights_are_packed(form: str, bits: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """Linear weights and experts; embedding, head, norms and adapters stay at 16 bits."""
+    work = ("gpt-oss-20b", "--devices", "1x24GB", "--ram", "64", "--batch", "2", "--seq-len", "128", "--lora", "8")
+    plain, packed = as_json(capsys, *work), as_json(capsys, *work, "--frozen-weights", form)
+    assert packed["parameters"] == plain["parameters"]
+    assert packed["trained"] == plain["trained"]
+    linear_bytes = 2 * (plain["parameters"] - plain["trained"] - 2 * 201088 * 2880)
+    saved = plain["host_bytes"]["weights"] - packed["host_bytes"]["weights"]
+    assert saved == pytest.approx(linear_bytes * (1 - bits / 16), rel=0.005)  # the rest are biases, norms and routers
+    assert packed["seconds"]["link"] < 0.7 * plain["seconds"]["link"]
+    code, _, error = answer(capsys, "qwen3-0.6b", "--devices", "1x24GB", "--frozen-weights", form)
+    assert code == 2
+    assert "add --lora R" in error
+
+
 def test_folder_and_file_give_the_same_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--devices", "1x24GB", "--ram", "8", "--batch", "4", "--seq-len", "32", "--stale", "--microbatches", "9")
     of_folder = as_json(capsys, str(folder), *options)
     of_file = as_json(capsys, str(folder / "config.json"), *options)
     assert of_folder | {"model": ""} == of_file | {"model": ""}
     assert of_folder["microbatches"] == 4  # no more than sequences
-    assert of_folder["work"] == {"batch": 4, "seq_len": 32, "exact": False}
+    assert of_folder["work"] == {"batch": 4, "seq_len": 32, "exact": False, "optimizer": "Adam"}
 
 
 def test_the_text_has_every_part_and_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +115,50 @@ def test_the_text_has_every_part_and_the_verdict(capsys: pytest.CaptureFixture[s
     assert code == 1
     assert "DOES NOT FIT into device memory: with one layer per stage the plan reserves" in out
     assert "more microbatches" not in out  # every sequence is one
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "num_states"),
+    [("adam", "Adam", 2), ("lion", "Lion", 1), ("sgd-momentum", "SGD with momentum", 1), ("sgd", "SGD", 0)],
+)
+def test_the_state_is_that_of_the_optimizer(
+    option: str, name: str, num_states: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("qwen3-0.6b", "--devices", "1x24GB", "--ram", "64", "--seq-len", "32", "--optimizer", option)
+    found = as_json(capsys, *words)
+    assert found["host_bytes"].get(f"optimizer state ({name})", 0) == 4 * num_states * found["trained"]
+    assert [row for row in found["host_bytes"] if row.startswith("optimizer state")] == (
+        [f"optimizer state ({name})"] if num_states else []
+    )
+
+
+@pytest.mark.parametrize(("moments", "num_bytes"), [("bfloat16", 2), ("8bit", 1 + 4 / 256)])
+def test_moments_and_masters_in_low_bits_take_less(
+    moments: str, num_bytes: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("qwen3-0.6b", "--devices", "1x24GB", "--ram", "64", "--seq-len", "32", "--moments", moments)
+    found = as_json(capsys, *words, "--master-bits", "24")
+    assert found["host_bytes"]["master weights"] == found["trained"]
+    # Norms have fewer than 4,096 elements.
+    assert found["host_bytes"][f"optimizer state (Adam, {moments})"] == pytest.approx(
+        2 * num_bytes * found["trained"], rel=2e-3
+    )
+    code, _, err = answer(capsys, *words, "--optimizer", "sgd")
+    assert code == 2
+    assert f"--moments {moments} is for adam and lion" in err
+
+
+def test_masters_of_24_bits_need_weights_in_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("qwen3-0.6b", "--devices", "1x24GB", "--ram", "64", "--master-bits", "24", "--dtype", "float32")
+    code, _, err = answer(capsys, *words)
+    assert code == 2
+    assert "--master-bits 24 needs --dtype bfloat16, got float32" in err
+
+
+def test_a_refusal_names_the_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("qwen3-8b", "--devices", "1x24GB", "--ram", "80GB", "--seq-len", "32", "--optimizer")
+    assert "the optimizer's state is that of Lion" in as_json(capsys, *words, "lion")["refusal"]
+    assert as_json(capsys, *words, "sgd")["refusal"] is None
 
 
 def test_the_example_of_the_help_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,3 +320,19 @@ def test_a_name_that_is_no_folder_and_not_on_the_hub_is_explained(
         "runs/nothing: there is no such folder or file, and from the hub: cannot reach the hub for runs/nothing\n"
         in err
     )
+
+
+def test_state_on_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ("qwen3-0.6b", "--devices", "1x24GB", "--batch", "2", "--seq-len", "64", "--microbatches", "2", "--ram")
+    code, out, _ = answer(capsys, *machine, "6")
+    assert code == 1
+    assert "--state-on-disk" in out
+    found = as_json(capsys, *machine, "6", "--state-on-disk", "0.5")
+    assert found["fits"]
+    assert found["disk_bytes"] == pytest.approx(8 * found["trained"], rel=0.01)
+    assert found["seconds"]["disk"] == pytest.approx(2 * found["disk_bytes"] / 0.5e9)
+    assert found["bound"] == "disk"
+    _, out, _ = answer(capsys, *machine, "1", "--state-on-disk")
+    assert "disk       4.77 GB of optimizer state, read and written in each step: 4.77 s at 2 GB/s" in out
+    assert "--state-on-disk" not in out
+    assert answer(capsys, *machine, "6", "--state-on-disk", "-1")[0] == 2

@@ -32,8 +32,8 @@ import roundpipe.integrations.trainer as trainer_module
 from roundpipe.__main__ import main
 from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.checkpoint import latest
-from roundpipe.cli import preparation
 from roundpipe.errors import CheckpointError, NonFiniteError
+from roundpipe.optim.state_memory import StateFolder
 from roundpipe.report.metrics import MetricsWriter, read_metrics
 
 
@@ -117,6 +117,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--schedule", "warmup_stable_decay"], ["--schedule warmup_stable_decay with 6 steps", "num_decay_steps"]),
         (["--adam-beta1", "2"], ["--optim adamw_torch", "beta", "2.0"]),
         (["--optim", "lomo"], ["--optim lomo cannot be used", "lomo_optim"]),
+        (["--optim", "sgd", "--moments", "8bit"], ["moments='8bit' is for", "not for optim='sgd'"]),
         (["--model", "no/where"], ["--model: cannot load the config of no/where: there is no such folder"]),
     ],
 )
@@ -151,7 +152,7 @@ def test_too_little_host_memory(
 def test_too_little_disk(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     message = refusal(capsys, words(folder, tmp_path / "out"))
     assert f"too little disk space for --out {tmp_path / 'out'}" in message
     assert "--keep" in message
@@ -440,27 +441,85 @@ def test_the_trainer_gets_the_labels_of_the_data(
     assert len(seen) == 19
 
 
+@pytest.mark.parametrize("has_state_on_disk", [False, True])
 def test_a_run_goes_on_exactly_after_a_kill_on_other_devices(
-    folder: Path, tmp_path: Path, undisturbed: Path, during: Any, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    undisturbed: Path,
+    during: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    has_state_on_disk: bool,
 ) -> None:
+    """With state on disk, too: the undisturbed run has its state in memory."""
+    monkeypatch.setattr(StateFolder, "least_bytes", 1 << 10)  # the parameters of the tiny model are small
+    state, num_files = tmp_path / "state", []
+    more = ["--save-every", "2", *(["--state-folder", str(state)] if has_state_on_disk else [])]
+
     class Killed(BaseException):
         pass
 
     def die() -> None:
+        num_files.append(Path("/proc/self/maps").read_text().count(f"{state}/"))
         raise Killed
 
     out = tmp_path / "out"
     during(lambda trainer: trainer.add_callback(At(3, die)))
     with pytest.raises(Killed):
-        main(words(folder, out, "--save-every", "2"))
+        main(words(folder, out, *more))
     during(lambda trainer: None)
+    assert (num_files[0] > 0) is has_state_on_disk
     assert latest(out) == out / "checkpoint-2"
-    assert "Add --resume to go on" in refusal(capsys, words(folder, out, "--save-every", "2"))
-    assert main(words(folder, out, "--save-every", "2", "--resume", devices="cpu*3")) == 0
+    assert "Add --resume to go on" in refusal(capsys, words(folder, out, *more))
+    assert main(words(folder, out, *more, "--resume", devices="cpu*3")) == 0
     assert f"the run goes on from {out / 'checkpoint-2'}" in capsys.readouterr().out
     assert losses(out) == losses(undisturbed)
     for name, weight in AutoModelForCausalLM.from_pretrained(undisturbed).named_parameters():
         assert torch.equal(weight, AutoModelForCausalLM.from_pretrained(out).get_parameter(name)), name
+
+
+def back_to_step_3(out: Path) -> None:
+    """Remove the checkpoint of step 6 and the link to it."""
+    shutil.rmtree(out / "checkpoint-6")
+    (out / "latest").unlink()
+
+
+def test_a_run_with_moments_in_8_bits_resumes_exactly_and_into_float32_with_a_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("roundpipe.optim.rules.SMALLEST", 100)  # the parameters of the tiny model are small
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main(words(folder, whole, "--save-every", "3", "--moments", "8bit")) == 0
+    tensors = json.loads((whole / "checkpoint-6" / "manifest.json").read_text())["tensors"]["optimizer"]
+    assert any(name.startswith("state/exp_avg_8bit/") for name in tensors)
+    shutil.copytree(whole, out, symlinks=True)
+    back_to_step_3(out)
+    assert main(words(folder, out, "--save-every", "3", "--moments", "8bit", "--resume", devices="cpu*3")) == 0
+    assert losses(out) == losses(whole)
+    back_to_step_3(out)
+    assert main(words(folder, out, "--save-every", "3", "--moments", "float32", "--resume")) == 0
+    assert "converted from 8bit to float32 moments" in caplog.text
+
+
+def test_a_run_with_masters_of_24_bits_resumes_exactly_and_into_32_bits_with_a_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    options = ("--save-every", "3", "--master-bits", "24")
+    assert "--master-bits 24 needs --dtype bfloat16" in refusal(capsys, words(folder, whole, *options))
+    of_adapter = words(folder, whole, *options, "--dtype", "bfloat16", "--lora", "2")
+    assert "--master-bits 24 is for bfloat16 weights, and adapters train in float32" in refusal(capsys, of_adapter)
+    options += ("--dtype", "bfloat16")
+    assert main(words(folder, whole, *options)) == 0
+    tensors = json.loads((whole / "checkpoint-6" / "manifest.json").read_text())["tensors"]["optimizer"]
+    assert {entry["dtype"] for name, entry in tensors.items() if name.startswith("master.low/")} == {"I8"}
+    shutil.copytree(whole, out, symlinks=True)
+    back_to_step_3(out)
+    assert main(words(folder, out, *options, "--resume", devices="cpu*3")) == 0
+    assert losses(out) == losses(whole)
+    back_to_step_3(out)
+    assert main(words(folder, out, *options, "--resume", "--master-bits", "32")) == 0
+    assert "masters were converted from 24 to 32 bits" in caplog.text
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -537,9 +596,9 @@ def test_an_adapter_is_no_model_until_it_is_merged(
     assert main(words(folder, out, "--lora", "2", "--steps", "1")) == 0
     message = refusal(capsys, words(folder, tmp_path / "next", "--model", str(out)))
     assert f"--model: {out} is an adapter of PEFT for {folder / 'model'}, not a model." in message
-    *_, program = shlex.split(message[message.index("python -c") :])
+    _, *command = shlex.split(message[message.index("roundpipe merge") :])
     monkeypatch.chdir(tmp_path)
-    exec(program, {})
+    assert main(command) == 0
     assert main(words(folder, tmp_path / "next", "--model", str(tmp_path / "MERGED"), "--dry-run")) == 0
 
 

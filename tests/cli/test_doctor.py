@@ -6,16 +6,20 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import roundpipe
+from roundpipe import host_facts
 from roundpipe.__main__ import main
-from roundpipe.cli import doctor, instruction_sets, machine
+from roundpipe.cli import disk_rates, doctor, instruction_sets, machine
+from roundpipe.cli.disk_rates import DiskRates
 from roundpipe.cli.doctor import Finding, Severity, findings
 from roundpipe.cli.machine import Cores, Gpu, Machine, Memory, Optimizer, Products, examine
 from roundpipe.devices import Device, GpuFacts, HostPinner
@@ -40,6 +44,7 @@ SOUND = Machine(
     products=Products(None, True),
     folder="/runs",
     disk_free_bytes=10**12,
+    disk=DiskRates("xfs", 3e9, 1.5e9, True),
 )  # fmt: skip
 
 
@@ -234,8 +239,8 @@ def test_little_memory() -> None:
 
 def test_huge_pages_that_are_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "enabled").write_text("always madvise [never]\n")
-    monkeypatch.setattr(machine, "HUGE_PAGES", tmp_path / "enabled")
-    finding = sound_but(memory=dataclasses.replace(SOUND.memory, huge_pages=machine._huge_pages()))
+    monkeypatch.setattr(host_facts, "HUGE_PAGES", tmp_path / "enabled")
+    finding = sound_but(memory=dataclasses.replace(SOUND.memory, huge_pages=host_facts.huge_pages()))
     assert finding.what == "transparent huge pages are off"
     assert "echo madvise >" in finding.advice
 
@@ -246,6 +251,68 @@ def test_little_disk() -> None:
 
 
 @pytest.mark.parametrize(
+    ("disk", "severity", "what"),
+    [
+        (DiskRates("ext4", 9e8, 4e9, True), Severity.SLOW, "the disk is slow"),
+        (DiskRates("tmpfs", 9e9, 9e9, True), Severity.SLOW, "the folder's files lie in host memory"),
+        (DiskRates("nfs", error="Permission denied"), Severity.FAILS, "the folder cannot be measured"),
+    ],
+)
+def test_a_disk_is_judged_if_the_user_names_it(disk: DiskRates, severity: Severity, what: str) -> None:
+    finding = sound_but(disk=disk, is_for_training=True)
+    assert (finding.severity, finding.what) == (severity, what)
+    assert not findings(dataclasses.replace(SOUND, disk=disk)), "the current folder need not be a place for state"
+
+
+@pytest.mark.parametrize("has_direct_access", [True, False])
+def test_rates_come_from_the_disk_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_direct_access: bool
+) -> None:
+    """Either all access is direct, or each write waits for the disk and pages are dropped before they are read."""
+    events: list[str] = []
+    monkeypatch.setattr(disk_rates, "_MOST_CHUNKS", 16)
+    if not has_direct_access:
+        monkeypatch.setattr(disk_rates, "_is_made_direct", lambda handle: False)
+    for name in ("pwrite", "fdatasync", "posix_fadvise", "preadv"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, n=name, r=real: [events.append(n), r(*args)][1])
+    found = disk_rates.measured_rates(tmp_path)
+    assert found.error is None
+    assert found.read_bytes_per_s is not None
+    assert found.write_bytes_per_s is not None
+    assert found.both_bytes_per_s == pytest.approx(
+        2 * found.read_bytes_per_s * found.write_bytes_per_s / (found.read_bytes_per_s + found.write_bytes_per_s)
+    )
+    assert not list(tmp_path.iterdir())
+    assert events.count("pwrite") == events.count("preadv") == 16
+    if found.is_direct:
+        assert "posix_fadvise" not in events
+    else:
+        assert events.count("fdatasync") == 17, "after each write, and at the end"
+        assert events.index("posix_fadvise") == 16 + 17
+    assert found.is_direct or not has_direct_access or found.file_system not in ("ext4", "xfs")
+
+
+def test_a_slow_disk_is_measured_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_rates, "_LIMIT_S", 0.1)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: [time.sleep(0.2), real(*args)][1])
+    found = disk_rates.measured_rates(tmp_path)
+    assert found.write_bytes_per_s is not None
+    assert found.write_bytes_per_s <= 4 * disk_rates._CHUNK_BYTES / 0.2, "one chunk of each thread"
+
+
+def test_a_disk_that_is_full_or_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert "No space left" in str(disk_rates.measured_rates(tmp_path).error)
+    monkeypatch.setattr(disk_rates.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**8))
+    assert disk_rates.measured_rates(tmp_path).error == "too little space is free"
+
+
+@pytest.mark.parametrize(
     "files",
     [{"cpu.max": "250000 100000\n"}, {"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}],
 )
@@ -253,8 +320,8 @@ def test_a_limit_of_processor_time(files: dict[str, str], monkeypatch: pytest.Mo
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    finding = sound_but(cores=dataclasses.replace(SOUND.cores, quota=machine._cpu_quota()))
+    monkeypatch.setattr(host_facts, "_CGROUP", tmp_path)
+    finding = sound_but(cores=dataclasses.replace(SOUND.cores, quota=host_facts.core_quota()))
     assert finding.value == "2.5 cores for 6 threads of the optimizer"
     assert finding.advice.endswith("ROUNDPIPE_OPTIMIZER_THREADS=2.")
 
@@ -262,16 +329,16 @@ def test_a_limit_of_processor_time(files: dict[str, str], monkeypatch: pytest.Mo
 @pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense\n"])
 def test_no_limit_of_processor_time(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    assert machine._cpu_quota() is None
+    monkeypatch.setattr(host_facts, "_CGROUP", tmp_path)
+    assert host_facts.core_quota() is None
 
 
 def test_numa_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for node, cores in {10: "", 0: "0-2,8\n", 1: "3,5-6\n"}.items():
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cores)
-    monkeypatch.setattr(machine, "_NODES", tmp_path)
-    assert list(machine._numa_nodes().items()) == [(0, (0, 1, 2, 8)), (1, (3, 5, 6)), (10, ())]
+    monkeypatch.setattr(host_facts, "_NODES", tmp_path)
+    assert list(host_facts.numa_nodes().items()) == [(0, (0, 1, 2, 8)), (1, (3, 5, 6)), (10, ())]
 
 
 def survives(*levels: str | None) -> instruction_sets.Probe:
@@ -364,14 +431,14 @@ SLOW = dataclasses.replace(SOUND, disk_free_bytes=0)
 def test_the_exit_code_says_whether_everything_works(
     examined: Machine, code: int, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: examined)
+    monkeypatch.setattr(doctor, "examine", lambda disk: examined)
     assert main(["doctor", *options]) == code
 
 
 def test_json_is_one_object_with_every_field(
     here: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: here)
+    monkeypatch.setattr(doctor, "examine", lambda disk: here)
     main(["doctor", "--json"])
     printed = json.loads(capsys.readouterr().out)
     fields = {field.name for field in dataclasses.fields(Machine)}
@@ -385,7 +452,7 @@ def test_json_is_one_object_with_every_field(
 
 
 def test_the_text_names_facts_and_advice(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: FAILING)
+    monkeypatch.setattr(doctor, "examine", lambda disk: FAILING)
     main(["doctor"])
     text = capsys.readouterr().out
     for part in (
@@ -397,6 +464,11 @@ def test_the_text_names_facts_and_advice(monkeypatch: pytest.MonkeyPatch, capsys
         "node 0: 4 cores, node 1: 4 cores",
         "built with the package, AVX-512, 6 threads, 4.00 billion parameters/s",
         "13.0, driver 580.65.06",
+        "1000.0 GB free in /runs (xfs)\n",
+        "3.0 GB/s read, 1.5 GB/s written\n",
+        "0.125 billion parameters/s (Adam), 0.500 with 8-bit moments; in memory 4.00\n",
+        "roundpipe estimate --state-on-disk 2\n",
+        "at most 1.50 billion bfloat16 weights/s are read, 5.65 in nf4\n",
         "FAILS: half-precision products on the CPU crash: ONEDNN_MAX_CPU_ISA is not set\n  Set ",
         "\n1 will not work, 0 will be slow\n",
     ):
@@ -406,9 +478,14 @@ def test_the_text_names_facts_and_advice(monkeypatch: pytest.MonkeyPatch, capsys
 def test_the_text_of_a_sound_machine_ends_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "examine", lambda: SOUND)
+    monkeypatch.setattr(doctor, "examine", lambda disk: SOUND)
     main(["doctor"])
     assert capsys.readouterr().out.endswith("\neverything is well\n")
+
+
+def test_a_disk_that_is_no_folder_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--disk", str(tmp_path / "nowhere")]) == 2
+    assert "--disk: there is no folder" in capsys.readouterr().err
 
 
 def test_wrong_options_are_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,7 +181,7 @@ def test_reading_waits_for_an_upload_that_has_chosen_its_memory(
     assert_same(train_around_a_look(precision, HeldUpload(monkeypatch, layer_id)), expected)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_reading_after_a_failed_step_changes_no_bit(precision: str) -> None:
     """The failed step has updated the optimizer's copies: they stay so, and the next step publishes them."""
 

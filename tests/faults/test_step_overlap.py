@@ -29,12 +29,13 @@ from helpers_faults import (
     wait_for,
     wait_for_no_threads,
 )
-from helpers_parity import StalenessReference, assert_same, call_reference
+from helpers_parity import StalenessReference, assert_same, call_reference, clip_in_double
 from roundpipe import GradScaler, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, clip_grad_norm_
 from roundpipe.api.planner import Planner
-from roundpipe.optim import Adam, adam
+from roundpipe.optim import Adam, one_pass
 from roundpipe.optim.native import kernel as native
 from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel
+from roundpipe.plan.overlap import Overlap as PlannedOverlap
 from roundpipe.runtime import gradients as landing
 from roundpipe.store.master import OptimizerCopy
 from roundpipe.store.store import HostGradients
@@ -82,7 +83,7 @@ def mse(output: Tensor, label: Tensor) -> Tensor:
 
 def plain_adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The arithmetic of the kernel; without one, torch's fused optimizer updates."""
-    if adam.one_pass_kernel() is None:
+    if one_pass.one_pass_kernel() is None:
         return torch.optim.Adam(params, lr=0.01, fused=True)
     return NumpyAdam(params, lr=0.01)
 
@@ -174,7 +175,7 @@ class Overlap:
 def _tail(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many microbatches go backward together is chosen by measured times; here it must not change."""
     tail = getattr(request, "param", NUM_MICROBATCH)
-    monkeypatch.setattr(Planner, "tail", lambda *args, **kwargs: tail)
+    monkeypatch.setattr(Planner, "overlap", lambda *args, **kwargs: PlannedOverlap(tail))
 
 
 either_tail = pytest.mark.parametrize("_tail", [1, NUM_MICROBATCH], indirect=True, ids=["one", "tail"])
@@ -208,9 +209,9 @@ class KernelWatch:
         self.after = {n: threading.Event() for n in range(1, NUM_LAYERS + 1)}
         self.given: list[list[KernelParameter]] = []
         self._fail_in, self._error = 0, Boom()
-        real = OnePassKernel.adam
+        real = OnePassKernel.update
 
-        def adam(kernel: OnePassKernel, given: list[KernelParameter]) -> None:
+        def update(kernel: OnePassKernel, given: list[KernelParameter]) -> None:
             self.given.append(given)
             if len(self.given) == self._fail_in:
                 raise self._error
@@ -218,7 +219,7 @@ class KernelWatch:
             if len(self.given) in self.after:
                 self.after[len(self.given)].set()
 
-        monkeypatch.setattr(OnePassKernel, "adam", adam)
+        monkeypatch.setattr(OnePassKernel, "update", update)
 
     def fail_in(self, count: int, error: Boom) -> None:
         self.given.clear()
@@ -255,6 +256,7 @@ def test_later_layers_are_updated_before_the_first_ones_go_backward(
 
 @pytest.mark.parametrize("clip", [clip_grad_norm_, nn.utils.clip_grad_norm_], ids=["ours", "torchs"])
 def test_clipping_waits_for_all_gradients_and_is_exact(clip: Callable[..., Tensor]) -> None:
+    plain_clip = clip_in_double if clip is clip_grad_norm_ else nn.utils.clip_grad_norm_
     with overlap() as made:
         made.prove()
         norms: list[Tensor] = []
@@ -269,7 +271,7 @@ def test_clipping_waits_for_all_gradients_and_is_exact(clip: Callable[..., Tenso
         threading.Timer(0.05, gate.opened.set).start()
         made.model.step(step_fn, is_async=False)
         made.reference.run_step = lambda optimizer: (
-            norms.append(nn.utils.clip_grad_norm_(made.reference.masters, 0.01)),
+            norms.append(plain_clip(made.reference.masters, 0.01)),
             optimizer.step(),
         )
         made.reference.step(is_async=False)
@@ -562,8 +564,8 @@ class FailsOnce:
 INSIDE_THE_STEP = {
     "the target of a weight": patched(LayerUpdate, "_begun"),
     "the wait for uploads": patched(LayerWeights, "begin"),
-    "the state of a parameter": patched(adam, "_state_of"),
-    "the memory of the lower bits": patched(adam, "_master_of"),
+    "the state of a parameter": patched(one_pass, "_state_of"),
+    "the memory of the lower bits": patched(one_pass, "_master_of"),
     "the source of a gradient": patched(OptimizerCopy, "begin_step"),
     "a gradient": patched(OptimizerCopy, "low_gradient"),
 }
@@ -681,7 +683,7 @@ def test_without_a_kernel_everything_is_the_same(plan: str, is_async: bool, monk
 @pytest.mark.parametrize("held", [0, 2])
 def test_without_a_kernel_a_failing_call_leaves_everything(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's optimizer meets all gradients before it updates anything."""
-    monkeypatch.setattr(adam, "one_pass_kernel", lambda: None)
+    monkeypatch.setattr(one_pass, "one_pass_kernel", lambda: None)
     with overlap() as made:
         made.prove()
         before = made.snapshot()

@@ -20,7 +20,7 @@ NUM_POOL_THREADS = NUM_DEVICES + 1  # and one that lands gradients
 
 
 class Limit:
-    """Lets only so many more threads of ours start."""
+    """Lets at most `left` more threads of ours start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left: float = float("inf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 from typing import Any
 
 import pytest
@@ -103,13 +104,19 @@ def test_tiles_of_a_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     check(llama(), WORKERS[0], 1e-5)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.7], ids=["streamed", "resident"])
 @pytest.mark.parametrize("workers", WORKERS, ids=len)
-def test_generate_gives_the_tokens_of_the_model_on_the_gpu(workers: list[str]) -> None:
+def test_generate_gives_the_tokens_of_the_model_on_the_gpu(
+    workers: list[str], share: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With weights that are uploaded for every token, and with weights that stay on the GPU."""
+    monkeypatch.setattr("roundpipe.api.split_model._WEIGHTS_SHARE", share)
     model = llama().eval()
     ids = batch()["input_ids"]
     expected = copy.deepcopy(model).cuda().generate(ids.cuda(), max_new_tokens=6, do_sample=False).cpu()
-    with wrap_model_to_roundpipe(model, devices=workers) as wrapped:
+    with wrap_model_to_roundpipe(model, devices=workers) as wrapped, caplog.at_level(logging.INFO, "roundpipe"):
         assert torch.equal(wrapped.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    assert not any("uploads layer by layer" in record.getMessage() for record in caplog.records)
 
 
 def test_a_call_of_another_form_in_the_middle_of_training() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,20 @@ from transformers import (
 from transformers.optimization import AdafactorSchedule
 from transformers.trainer_utils import EvalPrediction
 
+from helpers_liger import liger
 from helpers_tiny_hf import VOCAB_SIZE, TokenRows, tiny_model
 from helpers_trainers import arguments, close, logged, new_model, options, settings, token_rows
-from roundpipe import RoundPipe, wrap_model_to_roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.errors import ConfigError
-from roundpipe.integrations import RoundPipeMixin, RoundPipeTrainer
+from roundpipe.integrations import RoundPipeMixin, RoundPipeOptions, RoundPipeTrainer
+from roundpipe.optim import AdamW, Lion, rules
+from roundpipe.optim.stepper import Stepper
+from roundpipe.store import training_memory
+from roundpipe.store.update import StepMode
 
 NUM_STEPS = 4
+assert liger  # a fixture
 CLASSES: tuple[Any, Any] = (Trainer, RoundPipeTrainer)
 
 
@@ -71,10 +80,94 @@ def assert_same_steps(plain: Any, ours: Any, tolerance: float = 1e-5) -> None:
         assert mine["learning_rate"] == its["learning_rate"]
 
 
+# Exact steps.
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StepMode]]:
+    """The modes of all steps."""
+    seen: list[StepMode] = []
+    real = Stepper.issue
+
+    def issue(self: Stepper, step_fn: Any, mode: StepMode, *args: Any, **kwargs: Any) -> Any:
+        seen.append(mode)
+        return real(self, step_fn, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Stepper, "issue", issue)
+    yield seen
+    seen.clear()
+
+
+BY_LAYER = [StepMode.EXACT] + [StepMode.BY_LAYER] * (NUM_STEPS - 1)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_steps_return_at_once(
+    is_wrapped: bool, is_async: bool, tmp_path: Path, modes: list[StepMode], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also with a model that is wrapped already, whose own steps would be stale."""
+    model: Any = new_model(is_lora=False)
+    if is_wrapped:
+        config = RoundPipeRunConfig(num_microbatch=3)
+        model = wrap_model_to_roundpipe(model, optim_dtype=torch.float32, devices=["cpu"], model_run_config=config)
+    trainer = RoundPipeTrainer(
+        model,
+        arguments(tmp_path, max_steps=NUM_STEPS),
+        train_dataset=token_rows(),
+        roundpipe=options(1, is_async=is_async),
+    )
+    with caplog.at_level(logging.INFO, logger="roundpipe"):
+        trainer.train()
+    close(trainer)
+    assert modes == ([StepMode.STALE] * NUM_STEPS if is_async else BY_LAYER)
+    assert not [record for record in caplog.records if "waits for every step" in record.getMessage()]
+    norms = [entry.get("grad_norm") for entry in logged(trainer)]
+    assert is_async or all(norm is not None and norm > 0 for norm in norms)
+
+
+@pytest.mark.parametrize("name", ["SFTTrainer", "of another package", "with its callback"])
+def test_trainers_of_trl_that_read_weights_wait(name: str, tmp_path: Path, modes: list[StepMode]) -> None:
+    callback = type("Reads", (TrainerCallback,), {"__module__": "trl.trainer.callbacks"})
+    own = type("OfTrl", (RoundPipeTrainer,), {"__module__": "trl.experimental.own"})
+    named = type("SFTTrainer", (RoundPipeTrainer,), {"__module__": "trl.trainer.sft_trainer"})
+    trainer_class = {"SFTTrainer": named, "of another package": own, "with its callback": RoundPipeTrainer}[name]
+    trainer = trainer_class(
+        new_model(is_lora=False),
+        arguments(tmp_path, max_steps=NUM_STEPS),
+        train_dataset=token_rows(),
+        roundpipe=options(1),
+        callbacks=[callback()] if name == "with its callback" else [],
+    )
+    trainer.write_model_card = lambda: None
+    trainer.train()
+    close(trainer)
+    assert modes == (BY_LAYER if name == "SFTTrainer" else [StepMode.EXACT] * NUM_STEPS)
+
+
+def test_callbacks_see_the_weights_of_each_step(pair: Callable[..., list[Any]]) -> None:
+    seen: list[list[Tensor]] = [[], []]
+    at = iter(seen)
+
+    class Looks(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen = next(at)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            weights = model.state_dict()
+            self.seen.append(torch.cat([weights[name].flatten() for name in sorted(weights)]).clone())
+
+    train_both(pair(callbacks=lambda: [Looks()]))
+    assert len(seen[0]) == len(seen[1]) == NUM_STEPS
+    for plain, ours in zip(*seen, strict=True):
+        assert float((plain - ours).abs().max()) < 1e-5
+    assert float((seen[0][0] - seen[0][-1]).abs().max()) > 1e-4
+
+
 # Evaluation.
 
 
-@pytest.mark.parametrize("is_lora", [False, True])
+@pytest.mark.parametrize("is_lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_evaluation_while_training_and_after_it(is_lora: bool, pair: Callable[..., list[Any]]) -> None:
     plain, ours = pair(
         model=lambda: new_model(is_lora),
@@ -89,6 +182,18 @@ def test_evaluation_while_training_and_after_it(is_lora: bool, pair: Callable[..
         assert found == pytest.approx(expected, abs=1e-5, rel=0)
     later = TokenRows(5, seed=3)
     assert ours.evaluate(later)["eval_loss"] == pytest.approx(plain.evaluate(later)["eval_loss"], abs=1e-5)
+
+
+def test_evaluation_uploads_weights_once_where_device_memory_is_left(
+    pair: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VirtualDevice, "memory_limit_bytes", lambda self: 10**10)
+    plain, ours = pair(eval_dataset=TokenRows(8, seed=1), changes={"per_device_eval_batch_size": 2})
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=1e-5)
+    ours.model.synchronize()
+    stats, size = ours.model.stats(), sum(layer.image.total_bytes for layer in ours.model._engine.store.layers)
+    assert stats.weights_up_bytes + stats.weights_kept_bytes == 4 * size
+    assert stats.weights_up_bytes <= 2 * size, "the second batch may be given another plan"
 
 
 def test_evaluation_without_training(pair: Callable[..., list[Any]]) -> None:
@@ -245,7 +350,7 @@ def test_seq2seq_trainer_generates_for_evaluation(tmp_path: Path) -> None:
 # Losses.
 
 
-@pytest.mark.parametrize("is_lora", [False, True])
+@pytest.mark.parametrize("is_lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_label_smoothing(is_lora: bool, pair: Callable[..., list[Any]]) -> None:
     """Trainer shifts the labels of causal models, which it recognises by the name of their class."""
     trainers = pair(
@@ -517,6 +622,112 @@ def test_group_of_a_parameter_is_found_by_the_parameter_and_by_its_master(pair: 
     train_both([plain, ours])
 
 
+class Recorded(RoundPipeTrainer):
+    """Keeps what its optimizer is made of."""
+
+    made: tuple[Any, dict[str, Any]]
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+        self.made = super().get_optimizer_cls_and_kwargs(args, model)
+        return self.made
+
+
+@pytest.mark.parametrize(
+    ("optim", "moments", "kind", "expected"),
+    [
+        ("adamw_8bit", None, AdamW, "8bit"),
+        ("paged_adamw_8bit", "bfloat16", AdamW, "bfloat16"),
+        ("adamw_torch", "8bit", AdamW, "8bit"),
+        ("paged_adamw_32bit", None, AdamW, None),
+        ("lion_8bit", None, Lion, "8bit"),
+    ],
+)
+def test_moments_by_the_name_of_the_optimizer_and_by_the_options(
+    tmp_path: Path, optim: str, moments: Any, kind: Any, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same training as with an optimizer of one's own choice; bitsandbytes is not needed."""
+    monkeypatch.setattr(rules, "SMALLEST", 100)  # the parameters of the tiny model are small
+    args = {"max_steps": NUM_STEPS, "learning_rate": 2e-3, "adam_beta2": 0.97, "weight_decay": 0.1}
+    chosen = {"moments": expected} if expected else {}
+    betas = {"lr": 2e-3, "betas": (0.9, 0.97)}
+    trainers = [
+        Recorded(
+            tiny_model(),
+            arguments(tmp_path, optim=optim, **args),
+            train_dataset=token_rows(),
+            roundpipe=dataclasses.replace(options(2), moments=moments),
+        ),
+        RoundPipeTrainer(
+            tiny_model(),
+            arguments(tmp_path, **args),
+            train_dataset=token_rows(),
+            roundpipe=options(2),
+            optimizer_cls_and_kwargs=(kind, {**betas, **chosen}),
+        ),
+    ]
+    for trainer in trainers:
+        trainer.train()
+    one, other = (trainer.model.state_dict() for trainer in trainers)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert trainers[0].made[0] is kind
+    assert trainers[0].made[1].get("moments") == expected
+    states = trainers[0].optimizer.optimizer.state.values()
+    assert any("exp_avg_8bit" in state for state in states) == (expected == "8bit")
+    for trainer in trainers:
+        close(trainer)
+
+
+def test_moments_are_counted_when_the_model_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits with moments in 8 bits is not refused for float32 moments."""
+    needs = []
+    real = training_memory.require_host_memory
+    monkeypatch.setattr(training_memory, "require_host_memory", lambda rows, *args, **more: needs.append(rows))
+    for moments in ("float32", "8bit"):
+        chosen = dataclasses.replace(options(2), moments=moments)
+        close(RoundPipeTrainer(tiny_model(), arguments(tmp_path), train_dataset=token_rows(), roundpipe=chosen))
+    monkeypatch.setattr(training_memory, "require_host_memory", real)
+    assert any("optimizer state (Adam)" in rows for rows in needs)
+    assert any("optimizer state (Adam, 8bit)" in rows for rows in needs)
+
+
+def test_masters_of_24_bits_by_the_options(tmp_path: Path) -> None:
+    """Clipped, in several microbatches, and the same on any number of devices."""
+    found = []
+    for num_devices in (1, 3):
+        chosen = dataclasses.replace(options(num_devices), master_bits=24)
+        args = arguments(tmp_path, max_steps=NUM_STEPS, max_grad_norm=0.1)
+        trainer = RoundPipeTrainer(tiny_model().bfloat16(), args, train_dataset=token_rows(), roundpipe=chosen)
+        trainer.train()
+        masters = [param.detach().clone() for param in trainer.model.optim_parameters()]
+        assert not any((values.view(torch.int32) & 0xFF).any() for values in masters)
+        assert any((values.view(torch.int32) & 0xFFFF).any() for values in masters)
+        found.append(masters)
+        close(trainer)
+    assert all(map(torch.equal, *found))
+    with pytest.raises(ConfigError, match="master_bits must be 32 or 24, got 16"):
+        RoundPipeOptions(master_bits=16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("optim", "moments", "told"),
+    [("sgd", "8bit", "not for optim='sgd'"), ("adamw_torch", "3bit", "moments must be one of 'float32'")],
+)
+def test_moments_that_an_optimizer_does_not_have_are_refused(
+    tmp_path: Path, optim: str, moments: Any, told: str
+) -> None:
+    def train() -> None:
+        chosen = dataclasses.replace(options(2), moments=moments)
+        args = arguments(tmp_path, optim=optim)
+        trainer = RoundPipeTrainer(tiny_model(), args, train_dataset=token_rows(), roundpipe=chosen)
+        try:
+            trainer.train()
+        finally:
+            close(trainer)
+
+    with pytest.raises(ConfigError, match=told):
+        train()
+
+
 def test_own_choice_of_the_optimizer_below_the_mixin_is_used(pair: Callable[..., list[Any]]) -> None:
     class WithSgd(Trainer):
         @staticmethod
@@ -660,3 +871,21 @@ def test_early_stopping(pair: Callable[..., list[Any]]) -> None:
     plain.train()
     ours.train()
     assert ours.state.global_step == plain.state.global_step < 10
+
+
+# Kernels.
+
+
+def test_liger_kernels_of_the_arguments_are_those_of_the_wrapper(liger: Any, tmp_path: Path) -> None:
+    rows, make = token_rows(), partial(tiny_model, "llama")
+    args = arguments(tmp_path, max_steps=NUM_STEPS)
+    plain = Trainer(make(), args, train_dataset=rows)
+    plain.train()  # before anything is patched
+    args = arguments(tmp_path, max_steps=NUM_STEPS, use_liger_kernel=True, liger_kernel_config={"rope": False})
+    ours = RoundPipeTrainer(make(), args, train_dataset=rows, eval_dataset=rows, roundpipe=options(2))
+    ours.train()
+    assert_same_steps(plain, ours)
+    assert set(liger.CALLS) == {"norm", "mlp"}
+    assert ours.evaluate()["eval_loss"] > 0
+    assert args.use_liger_kernel, "the arguments are the user's"
+    close(ours)

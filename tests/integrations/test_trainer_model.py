@@ -142,7 +142,7 @@ def test_second_trainer_takes_the_model_over(tmp_path: Path, caplog: pytest.LogC
             trainers.append(trainer)
         found.append([step["loss"] for trainer in trainers for step in logged(trainer)])
     assert found[1] == pytest.approx(found[0], abs=1e-5)
-    assert "another trainer has taken its model over" in caplog.text
+    assert "Qwen3ForCausalLM is closed: another trainer has taken its model over" in caplog.text
     with pytest.raises(ClosedError, match="was closed"):
         trainers[0].evaluate(TokenRows(4))
     close(trainers[1])

@@ -43,9 +43,11 @@ trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 
 KINDS = ["full", "lora"]
+FULL_FIRST = ["full", pytest.param("lora", marks=pytest.mark.slow)]
+LORA_FIRST = ["lora", pytest.param("full", marks=pytest.mark.slow)]
 DPO_KINDS = [
-    *KINDS,
-    "trained-lora",
+    *LORA_FIRST,
+    pytest.param("trained-lora", marks=pytest.mark.slow),
     pytest.param("precomputed", marks=pytest.mark.slow),
     pytest.param("precomputed-lora", marks=pytest.mark.slow),
     pytest.param("synced", marks=pytest.mark.slow),
@@ -109,7 +111,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
 # transformers' Trainer.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FULL_FIRST)
 def test_trainer_takes_the_steps_of_plain_trainer(kind: str, plain: Callable[..., Outcome], tmp_path: Path) -> None:
     one = outcome_of(RoundPipeTrainer(**for_trainer(tmp_path, kind), roundpipe=options(1)))
     assert_like_plain(one, plain(Trainer, for_trainer, kind))
@@ -138,7 +140,7 @@ def test_model_that_is_wrapped_already_is_used(plain: Callable[..., Outcome], tm
 # Trainers of TRL.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LORA_FIRST)
 def test_sft_trainer_takes_the_steps_of_plain_sft_trainer(
     kind: str, plain: Callable[..., Outcome], tmp_path: Path
 ) -> None:

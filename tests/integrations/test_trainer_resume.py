@@ -23,7 +23,9 @@ from helpers_tiny_hf import preference_rows, tiny_model, tiny_tokenizer
 from helpers_trainers import LORA, arguments, close, logged, lora_model, new_model, options, settings, token_rows
 from roundpipe import CheckpointError
 from roundpipe.checkpoint import latest
-from roundpipe.integrations import RoundPipeTrainer
+from roundpipe.errors import ArgumentTypeError, ConfigError
+from roundpipe.integrations import RoundPipeOptions, RoundPipeTrainer
+from roundpipe.optim.state_memory import StateFolder
 from roundpipe.report import read_metrics
 
 STEPS, STOP_AT = 7, 4  # saved after every third step, so one step is lost
@@ -54,12 +56,19 @@ def dropping_model(is_lora: bool, dtype: torch.dtype = torch.float32) -> Any:
     return get_peft_model(model, LoraConfig(**{**LORA, "lora_dropout": 0.1})) if is_lora else model
 
 
-def new_trainer(folder: Path, model: Any, num_devices: int = 2, is_async: bool = False, **changes: Any) -> Any:
+def new_trainer(
+    folder: Path,
+    model: Any,
+    num_devices: int = 2,
+    is_async: bool = False,
+    of_roundpipe: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
     return RoundPipeTrainer(
         model=model,
         args=arguments(folder, **{**SAVES, **changes}),
         train_dataset=token_rows(),
-        roundpipe=options(num_devices, num_microbatch=None, is_async=is_async),
+        roundpipe=options(num_devices, num_microbatch=None, is_async=is_async, **(of_roundpipe or {})),
     )
 
 
@@ -109,6 +118,28 @@ def test_resumed_run_of_bfloat16_weights_with_float32_masters(is_async: bool, tm
     crash(new_trainer(tmp_path / "torn", dropping_model(False, torch.bfloat16), 2, is_async))
     resumed = new_trainer(tmp_path / "torn", dropping_model(False, torch.bfloat16), 1, is_async)
     assert_same(trained(resumed, resume=str(tmp_path / "torn" / "checkpoint-3")), whole)
+
+
+def test_state_on_disk_has_the_bits_of_state_in_memory_resumed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StateFolder, "least_bytes", 1 << 10)  # the parameters of the tiny model are small
+    state = {"state_folder": tmp_path / "state"}
+    whole = trained(new_trainer(tmp_path / "whole", dropping_model(False), 2, True))
+    torn = new_trainer(tmp_path / "torn", dropping_model(False), 2, True, of_roundpipe=state)
+    crash(torn)
+    assert f"{tmp_path / 'state'}/" in Path("/proc/self/maps").read_text()
+    assert_same(
+        trained(new_trainer(tmp_path / "torn", dropping_model(False), 3, True, of_roundpipe=state), True), whole
+    )
+    assert not list((tmp_path / "state").iterdir())
+
+
+def test_a_state_folder_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="state_folder must be the name of a folder, or None, got int"):
+        RoundPipeOptions(state_folder=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="state_folder must be the name of a folder, got ''"):
+        RoundPipeOptions(state_folder="")
 
 
 def test_means_of_several_steps_are_logged_as_in_the_whole_run(tmp_path: Path) -> None:
@@ -179,7 +210,14 @@ def number_of_words(completions: list[str], **_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["sft", "dpo with a reference model", "dpo with an adapter", "grpo that adapts its entropy"]
+    "kind",
+    [
+        "dpo with an adapter",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("sft", "dpo with a reference model", "grpo that adapts its entropy")
+        ),
+    ],
 )
 def test_trainers_of_trl_resume_exactly(kind: str, tmp_path: Path) -> None:
     def without_total(results: Results) -> Results:
@@ -254,7 +292,7 @@ def evaluated(folder: Path, losses: list[float], trainer_class: Any, **changes: 
     )
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, None])
+@pytest.mark.parametrize("limit", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3, None))])
 def test_best_model_is_kept_and_loaded_as_by_plain_trainer(limit: int | None, tmp_path: Path) -> None:
     """Evaluations get better twice, then worse, so that early stopping ends the run."""
     losses = [3.0, 2.0, 2.5, 2.6, 1.0]

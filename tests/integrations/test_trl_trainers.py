@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification, TrainerCallback
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification
 
 from helpers_tiny_hf import (
     CHAT_TEMPLATE,
@@ -29,7 +30,7 @@ from helpers_tiny_hf import (
     tiny_model,
     tiny_tokenizer,
 )
-from helpers_trainers import LORA, logged, options, settings
+from helpers_trainers import LORA, SeedEachStep, logged, options, settings
 from roundpipe.errors import ConfigError
 from roundpipe.integrations import RoundPipeMixin
 
@@ -272,6 +273,20 @@ CASES: dict[str, Callable[[Setup], dict[str, Any]]] = {
     "trl.experimental.sdft.SDFTTrainer": for_sdft,
     "trl.experimental.sdpo.SDPOTrainer": for_sdpo,
 }
+# Relatives of the others, which `make test-slow` trains.
+SLOW = {
+    f"trl.experimental.{name}"
+    for name in (
+        "bema_for_ref_model.DPOTrainer",
+        "gmpo.GMPOTrainer",
+        "server_distillation.ServerDistillationTrainer",
+        "a2po.A2POTrainer",
+        "orpo.ORPOTrainer",
+        "tpo.TPOTrainer",
+        "iw_opd.IWOPDTrainer",
+        "sdpo.SDPOTrainer",
+    )
+}
 REFUSED = {
     "trl.experimental.async_grpo.AsyncGRPOTrainer": "GRPOTrainer",
     "trl.experimental.async_distillation.AsyncDistillationTrainer": "DistillationTrainer",
@@ -301,11 +316,6 @@ def test_the_cases_are_all_trainers_that_trl_exports() -> None:
 
 
 # Runs.
-
-
-class SeedEachStep(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        torch.manual_seed(state.global_step)
 
 
 class StubTeacher:
@@ -352,7 +362,9 @@ def assert_takes_the_same_steps(name: str, setup: Setup, *, is_lora: bool = Fals
     assert {name for name in changed if ".teacher." not in name} == plain_changed
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_trainer_takes_the_steps_of_the_plain_class(
     name: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +374,12 @@ def test_trainer_takes_the_steps_of_the_plain_class(
 
 @pytest.mark.parametrize(
     "name",
-    ["trl.KTOTrainer", "trl.GRPOTrainer", "trl.experimental.sdft.SDFTTrainer", "trl.experimental.sdpo.SDPOTrainer"],
+    [
+        "trl.GRPOTrainer",
+        "trl.experimental.sdpo.SDPOTrainer",
+        pytest.param("trl.KTOTrainer", marks=pytest.mark.slow),
+        pytest.param("trl.experimental.sdft.SDFTTrainer", marks=pytest.mark.slow),
+    ],
 )
 def test_model_without_its_adapter_is_the_reference(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """SDPOTrainer switches to a second adapter instead, a moving average of the first."""
@@ -400,24 +417,43 @@ def test_prompt_without_a_reference_model_is_refused(name: str, folders: dict[st
         type("Tested", (RoundPipeMixin, class_of(name)), {})(**given, peft_config=prompt, roundpipe=options())
 
 
-@pytest.mark.parametrize("argument", ["use_vllm", "use_transformers_continuous_batching"])
-def test_other_ways_of_generating_are_refused(argument: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    class Ours(RoundPipeMixin, trl.GRPOTrainer):  # type: ignore[misc]
-        pass
-
-    given = for_grpo(Setup(tmp_path, folders))
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("trl.experimental.gold.GOLDTrainer", "use_vllm"),
+        ("trl.GRPOTrainer", "use_transformers_continuous_batching"),
+    ],
+)
+def test_other_ways_of_generating_are_refused(
+    name: str, argument: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    given = CASES[name](Setup(tmp_path, folders))
     setattr(given["args"], argument, True)
     with pytest.raises(ConfigError, match=f"does not support {argument}=True"):
-        Ours(**given)
+        type("Tested", (RoundPipeMixin, class_of(name)), {})(**given)
 
 
-def test_trainer_that_computes_on_a_gpu_asks_for_use_cpu(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("trl.DPOTrainer", {"ld_alpha": 0.5}),
+        ("trl.DPOTrainer", {"loss_type": ["exo_pair"], "label_smoothing": 0.1}),
+        ("trl.KTOTrainer", {}),
+        ("trl.RLOOTrainer", {}),
+    ],
+)
+def test_losses_are_computed_in_host_memory_whatever_the_device(
+    name: str,
+    changes: dict[str, Any],
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Ours(RoundPipeMixin, trl.GRPOTrainer):  # type: ignore[misc]
-        def check_device(self) -> None:
-            monkeypatch.setattr(type(self.accelerator), "device", torch.device("cuda:0"))
-            super().check_device()
-
-    with pytest.raises(ConfigError, match=r"GRPOTrainer of TRL computes on cuda:0.*add use_cpu=True"):
-        Ours(**for_grpo(Setup(tmp_path, folders)))
+    """As on a machine with a GPU, where accelerate names the GPU as the device."""
+    given = CASES[name](Setup(tmp_path, folders))
+    for option, value in changes.items():
+        setattr(given["args"], option, value)
+    monkeypatch.setattr(Accelerator, "device", torch.device("meta"))
+    steps, changed = run(type("Tested", (RoundPipeMixin, class_of(name)), {}), given, roundpipe=options())
+    assert len(steps) == 2
+    assert changed

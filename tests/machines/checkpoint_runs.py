@@ -31,6 +31,9 @@ class Run:
     is_async: bool = False
     kind: str = "full"
     optimizer: str = "AdamW"  # of roundpipe.optim, or "torch.<name>"
+    moments: str = ""  # the option of the optimizer, if it is given
+    width: int = WIDTH
+    master_bits: int = 32
 
 
 class Scale(nn.Module):
@@ -50,7 +53,7 @@ class Scale(nn.Module):
 
 def network(run: Run) -> nn.Sequential:
     torch.manual_seed(11)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+    layers = [nn.Sequential(nn.Linear(run.width, run.width), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
     layers.insert(1, nn.Sequential(Scale()))
     if run.kind == "frozen":
         layers[0].requires_grad_(False)
@@ -86,6 +89,7 @@ class Training:
         self.rank, self.size, self.run = rank, size, run
         options: dict[str, Any] = {
             "optim_dtype": torch.float32,
+            "master_bits": run.master_bits,
             "name": "net",
             "model_run_config": config,
             "devices": ["cpu"] * 2,
@@ -100,7 +104,8 @@ class Training:
         module, _, name = run.optimizer.rpartition(".")
         make = getattr(torch.optim if module else optim, name)
         momentum = {"momentum": 0.9} if name == "SGD" else {}
-        self.optimizer = make(self.model.optim_parameters(), lr=0.02, **momentum)
+        moments = {"moments": run.moments} if run.moments else {}
+        self.optimizer = make(self.model.optim_parameters(), lr=0.02, **momentum, **moments)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
         self.step = 0
         torch.manual_seed(100 + rank)  # every machine has other random numbers
@@ -110,7 +115,7 @@ class Training:
         losses = []
         for _ in range(num_steps):
             generator = torch.Generator().manual_seed(1000 + self.step)
-            x, y = (torch.randn(ROWS, WIDTH, generator=generator).to(self.run.dtype) for _ in range(2))
+            x, y = (torch.randn(ROWS, self.run.width, generator=generator).to(self.run.dtype) for _ in range(2))
             x, y = part(x, self.rank, self.size), part(y, self.rank, self.size)
             if self.run.kind == "auto":
                 loss = squared(self.model(x), y)

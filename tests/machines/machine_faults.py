@@ -30,7 +30,7 @@ class Faults:
     """Decides where this machine fails. Armed for one call or step at a time."""
 
     place = ""
-    skips = 0  # so many times the place is passed first
+    skips = 0  # how often the place is passed before the failure
 
     @classmethod
     def arm(cls, place: str) -> None:
@@ -77,10 +77,13 @@ class Faulty(nn.Module):
 class Training:
     """A model in training on one machine of several."""
 
-    def __init__(self, rank: int, size: int, *, is_async: bool, plain: bool = False, clips: bool = False) -> None:
+    def __init__(
+        self, rank: int, size: int, *, is_async: bool, plain: bool = False, clips: bool = False, by_layer: bool = False
+    ) -> None:
+        """by_layer: steps return at once and publish layer by layer, from the second one on."""
         torch.manual_seed(11)
         layers = [Faulty(), *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))]
-        self.rank, self.size, self.is_async, self.plain = rank, size, is_async, plain
+        self.rank, self.size, self.is_async, self.plain = rank, size, is_async or by_layer, plain
         self.model = RoundPipe(
             nn.Sequential(*layers).to(torch.bfloat16),
             optim_dtype=torch.float32,
@@ -88,6 +91,7 @@ class Training:
             model_run_config=RoundPipeRunConfig(num_microbatch=2),
             devices=["cpu"] * 2,
             process_group=dist.group.WORLD,
+            staleness=0 if by_layer else 1,
         )
         self.clips = clips
         self.optimizer = optim.AdamW(self.model.optim_parameters(), lr=0.01)
@@ -129,22 +133,29 @@ class Training:
 
 def _make_places() -> None:
     """Let exchanges fail before their headers, and the kernel before it updates a layer."""
-    real_packed, real_adam = exchange_module._packed, OnePassKernel.adam
+    real_packed, real_update = exchange_module._packed, OnePassKernel.update
 
     def packed(*args: Any) -> Any:
         Faults.at("exchange")
         return real_packed(*args)
 
-    def adam(self: OnePassKernel, parameters: Any) -> None:
+    def update(self: OnePassKernel, parameters: Any) -> None:
         Faults.at("kernel")
-        real_adam(self, parameters)
+        real_update(self, parameters)
 
     exchange_module._packed = packed
-    OnePassKernel.adam = adam  # type: ignore[method-assign]
+    OnePassKernel.update = update  # type: ignore[method-assign]
 
 
 def fail_once(
-    rank: int, size: int, place: str, is_async: bool, warm_up: int, plain: bool = False, clips: bool = False
+    rank: int,
+    size: int,
+    place: str,
+    is_async: bool,
+    warm_up: int,
+    plain: bool = False,
+    clips: bool = False,
+    by_layer: bool = False,
 ) -> dict[str, Any]:
     """Train, fail on one machine in one iteration, and go on; returns what this machine has seen.
 
@@ -152,7 +163,7 @@ def fail_once(
     """
     if exchange_module._packed.__name__ == "_packed":
         _make_places()
-    training = Training(rank, size, is_async=is_async, plain=plain, clips=clips)
+    training = Training(rank, size, is_async=is_async, plain=plain, clips=clips, by_layer=by_layer)
     seen: list[tuple[str, str, int | None, str]] = []
     with training.model:
         for _ in range(warm_up):
@@ -277,9 +288,10 @@ def wait_under_the_watchdog(rank: int, size: int) -> list[str]:
     return records
 
 
-def interrupt_often(rank: int, size: int, is_async: bool, plain: bool, seed: int, seconds: float) -> dict[str, Any]:
+def interrupt_often(rank: int, size: int, kind: str, seed: int, seconds: float) -> dict[str, Any]:
     """Train while Ctrl-C hits all machines but the first at random moments; then look whether all is in order."""
-    training = Training(rank, size, is_async=is_async, plain=plain)
+    by_layer = kind == "by layer"
+    training = Training(rank, size, is_async=kind == "stale", plain=kind == "plain", clips=by_layer, by_layer=by_layer)
     chosen, is_over = random.Random(10 * seed + rank), threading.Event()
 
     def shoot() -> None:

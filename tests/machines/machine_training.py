@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import distributed as dist
 from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig, clip_grad_norm_, optim
 from roundpipe.api import engine, loss_weights
 from roundpipe.runtime.rng import draw_call_seed
+from roundpipe.store.values import Rounding, flat
 
 WIDTH = 12
 ROWS = 24  # divisible by 1, 2, 3, 4 machines and by their microbatches
@@ -28,11 +30,15 @@ class Case:
     dtype: torch.dtype = torch.float32
     optim_dtype: torch.dtype | None = None
     is_async: bool = False
+    by_layer: bool = False  # staleness=0
     dropout: float = 0.0
     calls_per_step: int = 1
     clip: str = ""  # "", "ours" or "torch's"
+    norm_type: float = 2.0
     scaler: bool = False
     optimizer: str = "AdamW"  # of roundpipe.optim, or "torch.<name>"
+    moments: str = ""  # the option of the optimizer, if it is given
+    state_folder: str = ""  # the same
     loss_reduction: str = "sum"
     loop: str = "step"  # "step", "plain"
     num_steps: int = 3
@@ -40,6 +46,8 @@ class Case:
     frozen: bool = False
     unused: bool = False  # one layer gets no gradient
     overflow: bool = False  # in the second step, the gradient of one row is infinite
+    width: int = WIDTH
+    master_bits: int = 32
 
 
 class Skipped(nn.Module):
@@ -57,7 +65,7 @@ def network(case: Case) -> nn.Sequential:
     """The same network on every machine."""
     torch.manual_seed(11)
     layers: list[nn.Module] = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(case.dropout)) for _ in range(4)
+        nn.Sequential(nn.Linear(case.width, case.width), nn.Tanh(), nn.Dropout(case.dropout)) for _ in range(4)
     ]
     if case.tied:
         layers[3][0].weight = layers[0][0].weight
@@ -79,7 +87,8 @@ def mean_loss(output: Tensor, label: Tensor) -> Tensor:
 
 def optimizer_of(case: Case, params: Any) -> torch.optim.Optimizer:
     module, _, name = case.optimizer.rpartition(".")
-    return getattr(torch.optim if module else optim, name)(params, lr=0.01)
+    given = {key: value for key in ("moments", "state_folder") if (value := getattr(case, key))}
+    return getattr(torch.optim if module else optim, name)(params, lr=0.01, **given)
 
 
 def part(tensor: Tensor, rank: int, size: int) -> Tensor:
@@ -104,6 +113,8 @@ def train(rank: int, size: int, case: Case, has_group: bool = True, copies_seed:
         model_run_config=config,
         devices=["cpu"] * 2,
         process_group=dist.group.WORLD if has_group else None,
+        staleness=0 if case.by_layer else 1,
+        master_bits=case.master_bits,
     )
     with model:
         params = list(model.optim_parameters())
@@ -114,7 +125,7 @@ def train(rank: int, size: int, case: Case, has_group: bool = True, copies_seed:
         def clip() -> None:
             if case.clip:
                 clips: dict[str, Callable[..., Tensor]] = {"ours": clip_grad_norm_}
-                norms.append(float(clips.get(case.clip, nn.utils.clip_grad_norm_)(params, 0.5)))
+                norms.append(float(clips.get(case.clip, nn.utils.clip_grad_norm_)(params, 0.5, case.norm_type)))
 
         def step_fn() -> None:
             scaler.unscale_(optimizer)
@@ -131,8 +142,8 @@ def train(rank: int, size: int, case: Case, has_group: bool = True, copies_seed:
         for step in range(case.num_steps):
             for call in range(case.calls_per_step):
                 generator = torch.Generator().manual_seed(100 * step + call)
-                x = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
-                y = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
+                x = torch.randn(ROWS, case.width, generator=generator).to(case.dtype)
+                y = torch.randn(ROWS, case.width, generator=generator).to(case.dtype)
                 if case.overflow and step == 1:
                     y[13, 0] = 3e38
                 x, y = part(x, rank, size), part(y, rank, size)
@@ -148,20 +159,22 @@ def train(rank: int, size: int, case: Case, has_group: bool = True, copies_seed:
                 optimizer.step()
                 optimizer.zero_grad()
             else:
-                model.step(step_fn, case.is_async)
+                model.step(step_fn, case.is_async or case.by_layer)
                 scaler.update(is_async=case.is_async)
         model.synchronize()
         norms.append(scaler.get_scale())
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         machines = model._engine.group.machines
         sent = None if machines is None else machines.sent_bytes
-    return {"losses": losses, "weights": weights, "norms": norms, "sent": sent}
+        num_files = Path("/proc/self/maps").read_text().count(case.state_folder) if case.state_folder else 0
+    return {"losses": losses, "weights": weights, "norms": norms, "sent": sent, "num_files": num_files}
 
 
 def reference_of_ranges(rank: int, size: int, case: Case, num_machines: int) -> dict[str, Any]:
     """The training of `train` on `num_machines` machines, computed by one that plays all of them in turn.
 
-    The gradients of the machines' parts are added in float32, in the order of ranks, and Adam updates float32 masters.
+    The gradients of the machines' parts are added in float32, in the order of ranks, and the optimizer updates float32
+    masters.
     """
     torch.manual_seed(5)
     config = RoundPipeRunConfig(num_microbatch=MICROBATCHES // num_machines)
@@ -172,6 +185,7 @@ def reference_of_ranges(rank: int, size: int, case: Case, num_machines: int) -> 
         optimizer = optimizer_of(case, masters)
         losses: list[float] = []
         weights = [param.detach().clone() for param in params]  # those of the next call
+        rounding = Rounding()
         for step in range(case.num_steps):
             sums: list[list[Tensor]] = []
             seeds: dict[int, int] = {}
@@ -179,8 +193,8 @@ def reference_of_ranges(rank: int, size: int, case: Case, num_machines: int) -> 
             for machine in range(num_machines):
                 for call in range(case.calls_per_step):
                     generator = torch.Generator().manual_seed(100 * step + call)
-                    x = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
-                    y = torch.randn(ROWS, WIDTH, generator=generator).to(case.dtype)
+                    x = torch.randn(ROWS, case.width, generator=generator).to(case.dtype)
+                    y = torch.randn(ROWS, case.width, generator=generator).to(case.dtype)
                     x, y = part(x, machine, num_machines), part(y, machine, num_machines)
                     seed = seeds.setdefault(call, 0) or draw_call_seed()
                     seeds[call] = seed
@@ -197,6 +211,9 @@ def reference_of_ranges(rank: int, size: int, case: Case, num_machines: int) -> 
             if case.clip:
                 nn.utils.clip_grad_norm_(masters, 0.5)
             optimizer.step()
+            for master in masters if case.master_bits == 24 else ():
+                rounding.round(flat(master.detach()))
+            rounding.count += 1
             new = [master.detach().to(case.dtype) for master in masters]
             with torch.no_grad():
                 for param, value in zip(params, weights if case.is_async else new, strict=True):

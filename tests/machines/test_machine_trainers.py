@@ -47,7 +47,7 @@ def together(results: list[dict[str, Any]]) -> dict[str, Any]:
         pytest.param("full", {"label_smoothing_factor": 0.1}, marks=pytest.mark.slow),
         pytest.param("lora", {}, marks=pytest.mark.slow),
         ("sft", {}),
-        ("dpo", {"rows": 24}),
+        pytest.param("dpo", {"rows": 24}, marks=pytest.mark.slow),
     ],
     ids=["full", "stale", "smoothed labels", "lora", "sft", "dpo"],
 )

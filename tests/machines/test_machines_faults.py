@@ -77,6 +77,11 @@ def test_an_exception_in_the_plain_loop(pool: MachinePool, place: str) -> None:
     check_failure(pool.run(3, fail_once, place, False, 1, True, limit_s=LIMIT_S), place)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_beside_a_step_that_publishes_by_layer(pool: MachinePool, place: str) -> None:
+    check_failure(pool.run(3, fail_once, place, False, 3, False, True, True, limit_s=LIMIT_S), place)
+
+
 @pytest.mark.parametrize("place", ["5 exchange", "kernel"])
 def test_an_exception_in_a_step_that_clips(pool: MachinePool, place: str) -> None:
     check_failure(pool.run(3, fail_once, place, True, 1, False, True, limit_s=LIMIT_S), place)
@@ -109,12 +114,12 @@ def test_ctrl_c_on_one_machine_ends_the_step_on_all(pool: MachinePool) -> None:
     assert all(torch.equal(after, results[0][2]) for _, _, after in results)
 
 
-@pytest.mark.parametrize("kind", ["exact", "stale", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["by layer", "stale", *(pytest.param(k, marks=pytest.mark.slow) for k in ("exact", "plain"))]
+)
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_ctrl_c_at_random_moments_leaves_the_machines_in_order(pool: MachinePool, seed: int, kind: str) -> None:
-    results = values(
-        pool.run(3, interrupt_often, kind == "stale", kind == "plain", seed, 1.5, limit_s=LIMIT_S, timeout_s=20.0)
-    )
+    results = values(pool.run(3, interrupt_often, kind, seed, 1.5, limit_s=LIMIT_S, timeout_s=20.0))
     assert sum(result["interrupts"] for result in results) > 0
     assert results[0]["others"] > 0
     for result in results:

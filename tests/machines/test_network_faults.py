@@ -23,7 +23,7 @@ from virtual_network import PORT, Network, Outcome, Processes, unavailable
 from helpers_machines import PRELOAD
 
 pytestmark = [
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(120),
     pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
 ]
 
@@ -31,7 +31,7 @@ SIZE = 3
 NUM_STEPS = 5
 TIMEOUT_S = 3.0  # of the process group
 MARGIN_S = 5.0  # a store that has been lost is asked for 2 s, and the machine that runs the tests may be busy
-RUN_S = 20.0
+RUN_S = 40.0
 FAULTY_STEP = 3
 _ports = itertools.count(PORT)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from in_double import in_double, model_in_double, without_float32
 from small_models import livened
 from sweep import CALL_SEED, IN_ONE_MICROBATCH, Holds, RoadVerdict, build, grads_of
 from tiny_cases import Batch, Case, seed_everything
@@ -25,9 +26,22 @@ from roundpipe.errors import RoundPipeError
 from roundpipe.microbatch.hf_inputs import split_model_inputs
 
 NUM_DEVICES = 2
-# Rounding of float32 sums in another order, of the loss and of the model's largest gradient.
-TOLERANCE = 2e-5
-TINY = 2e-7  # rounding of terms of size 1 that add up to zero, as in the gradient of a bias that a softmax cancels
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What sums in another order may differ by.
+
+    relative: to the loss and to the model's largest gradient. terms: of terms of size 1 that add up to zero, as in the
+    gradient of a bias that a softmax cancels.
+    """
+
+    relative: float
+    terms: float
+
+
+IN_FLOAT = Rounding(relative=2e-5, terms=2e-7)
+IN_DOUBLE = Rounding(relative=1e-12, terms=4e-16)
 WARNINGS = ("may not be made of the losses of its rows", "normalises over the batch")
 IGNORED = -100
 
@@ -60,15 +74,15 @@ def check_default_road(case: Case, num_microbatch: int) -> RoadVerdict:
     if is_random(job, whole):
         return RoadVerdict(Holds.RANDOM)
     detail = "; ".join(f"{road}: {text}" for road, text in wrong.items())
-    return _explained(job, num_microbatch, whole, ours, warnings.seen) or RoadVerdict(Holds.WRONG, detail)
+    return _explained(job, num_microbatch, whole, ours, warnings.seen, detail)
 
 
 def _explained(
-    job: Job, num_microbatch: int, whole: Trained, ours: dict[str, Trained], has_warned: bool
-) -> RoadVerdict | None:
-    """The verdict on results that are not those of the whole batch; None if they are wrong.
+    job: Job, num_microbatch: int, whole: Trained, ours: dict[str, Trained], has_warned: bool, detail: str
+) -> RoadVerdict:
+    """The verdict on results that are not those of the whole batch, but for `detail`.
 
-    They are if RoundPipe has not warned, even where no weights of the microbatches give the whole batch.
+    They are wrong if RoundPipe has not warned, even where no weights of the microbatches give the whole batch.
     """
     by_weight = plain_microbatches(job, num_microbatch)
     if by_weight is None:
@@ -76,10 +90,29 @@ def _explained(
     for each in router_losses(job, num_microbatch, whole):
         if not any(difference(got, each) for got in ours.values()):
             return RoadVerdict(Holds.ROUTER)
-    for each in by_weight if has_warned else ():
-        if not any(difference(got, each) for got in ours.values()):
-            return RoadVerdict(Holds.MICROBATCHES)
-    return None
+    if not any(all(not difference(got, each) for got in ours.values()) for each in by_weight):
+        return RoadVerdict(Holds.WRONG, detail)
+    if has_warned:
+        return RoadVerdict(Holds.MICROBATCHES)
+    # The plain model on these microbatches differs from the whole batch by as much: by rounding, or by wrong weights.
+    wrong_in_double = difference_in_double(job, num_microbatch)
+    if wrong_in_double:
+        return RoadVerdict(Holds.WRONG, f"{detail}; in float64: {wrong_in_double}")
+    return RoadVerdict(Holds.WHOLE_BATCH, f"in float64; in float32 sums in another order: {detail}")
+
+
+def difference_in_double(job: Job, num_microbatch: int) -> str:
+    """What differs from the whole batch in float64; empty if nothing does. Rounding shrinks with the precision."""
+    try:
+        with without_float32():
+            job = Job(model_in_double(job.model()), in_double(job.batch))
+            whole = train_plain(job, [job.batch], [1.0])
+            if kinds := {grad.dtype for grad in whole.grads.values() if grad is not None} - {torch.float64}:
+                return f"the plain model has gradients of {kinds}"
+            found = [difference(got, whole, IN_DOUBLE) for _, got in train_wrapped(job, num_microbatch)]
+    except Exception as error:  # the model may be unable to run in float64
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(filter(None, found))
 
 
 def plain_microbatches(job: Job, num_microbatch: int) -> list[Trained] | None:
@@ -255,17 +288,17 @@ class Warnings(logging.Handler):
         logging.getLogger("roundpipe").removeHandler(self)
 
 
-def difference(got: Trained, expected: Trained) -> str:
+def difference(got: Trained, expected: Trained, rounding: Rounding = IN_FLOAT) -> str:
     """What differs; empty if nothing does. A gradient of zeros counts as none."""
     scale = max(float(grad.abs().max()) for grad in expected.grads.values() if grad is not None and grad.numel())
-    by_loss = abs(float(got.loss) - float(expected.loss)) / max(abs(float(expected.loss)), TINY)
-    if not by_loss <= TOLERANCE:
+    by_loss = abs(float(got.loss) - float(expected.loss)) / max(abs(float(expected.loss)), rounding.terms)
+    if not by_loss <= rounding.relative:
         return f"loss {float(got.loss):.6g} for {float(expected.loss):.6g}"
     worst, where = 0.0, ""
     for name in expected.grads.keys() | got.grads.keys():
         pair = [each.get(name) for each in (got.grads, expected.grads)]
         one, other = (torch.zeros(()) if grad is None else grad for grad in pair)
         error = float((one - other).abs().max()) if (one - other).numel() else 0.0
-        if math.isnan(error) or error > max(worst, TOLERANCE * scale + TINY):
+        if math.isnan(error) or error > max(worst, rounding.relative * scale + rounding.terms):
             worst, where = error, name
     return f"gradient of {where} off by {worst / scale:.1e} of the largest" if where else ""

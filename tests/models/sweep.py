@@ -12,6 +12,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tiny_cases import Batch, Case, seed_everything
@@ -113,12 +114,15 @@ def demanded_outcome(case: Case, num_microbatch: int) -> Outcome:
     return min(recorded, best, key=lambda outcome: outcome.rank)
 
 
-def check_case(case: Case, num_devices: int, num_microbatch: int) -> Verdict:
-    """How the wrapped model compares with the plain one. Exceptions other than refusals are the caller's."""
+def check_case(case: Case, num_devices: int, num_microbatch: int, **options: Any) -> Verdict:
+    """How the wrapped model compares with the plain one. Exceptions other than refusals are the caller's.
+
+    options: further arguments of the wrapper.
+    """
     if case.key in IN_ONE_MICROBATCH:
         num_microbatch = 1
     try:
-        ours = train_wrapped(case, num_devices, num_microbatch)
+        ours = train_wrapped(case, num_devices, num_microbatch, **options)
     except ModelSplitError as error:
         return Verdict(Outcome.REFUSED, reason=str(error))
     if ours is None:
@@ -148,11 +152,11 @@ def train_plain(case: Case, num_microbatch: int) -> Trained:
     return Trained(sum(losses[1:], losses[0]), grads_of(model))
 
 
-def train_wrapped(case: Case, num_devices: int, num_microbatch: int) -> Trained | None:
+def train_wrapped(case: Case, num_devices: int, num_microbatch: int, **options: Any) -> Trained | None:
     """None if the model was not split into layers, but wrapped some other way."""
     model, *batches = build(case)
     config = RoundPipeRunConfig(num_microbatch=num_microbatch)
-    with wrap_model_to_roundpipe(model, devices=["cpu"] * num_devices) as wrapped:
+    with wrap_model_to_roundpipe(model, devices=["cpu"] * num_devices, **options) as wrapped:
         if isinstance(wrapped, AutoRoundPipe) or wrapped.model is model:
             return None
         for batch in batches:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from small_models import labelled, plain_loss, small, train_call, wrapped
 
 from helpers_parity import assert_same, assert_same_grads
-from roundpipe import RoundPipe, wrap_model_to_roundpipe
+from roundpipe import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -69,25 +68,3 @@ def test_attention_that_compiles_itself_is_refused(use_sequential_preset: bool |
     with pytest.raises(ConfigError, match=r"flex_attention compiles itself.*'sdpa', 'eager' or 'flash_attention_2'"):
         wrap_model_to_roundpipe(model, use_sequential_preset, devices=["cpu"])
     assert model.config._attn_implementation == "flex_attention"
-
-
-@pytest.mark.parametrize("path", ["", "model", "model.layers.1.mlp"])
-def test_a_compiled_model_is_refused_by_name(path: str) -> None:
-    model = small("llama")
-    compiled = torch.compile(model.get_submodule(path), backend="eager")
-    if path:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, compiled)
-    with pytest.raises(ConfigError, match=f"^{path or 'the model'} is compiled with torch.compile.*_orig_mod"):
-        wrap_model_to_roundpipe(model if path else compiled, devices=["cpu"])
-    if not path:
-        wrap_model_to_roundpipe(compiled._orig_mod, devices=["cpu"]).close()
-
-
-def test_a_compiled_module_inside_of_a_layer_runs_without_its_code() -> None:
-    torch.manual_seed(0)
-    plain = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()) for _ in range(2))
-    inner = torch.compile(plain[0], backend="eager")
-    with RoundPipe(torch.nn.Sequential(inner, plain[1]), devices=["cpu"]) as model:
-        batch = torch.randn(6, 4)
-        assert_same(model(batch), plain[1](plain[0](batch)), "output")

@@ -17,7 +17,7 @@ from tiny_cases import Batch, Case, case_named
 from torch import Tensor, nn
 
 from helpers_parity import assert_same, assert_same_grads, microbatches
-from roundpipe import AutoRoundPipe, RoundPipe, UsageError, wrap_model_to_roundpipe
+from roundpipe import AutoRoundPipe, ModelSplitError, RoundPipe, UsageError, wrap_model_to_roundpipe
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,6 +60,45 @@ def test_a_decoder_whose_config_asks_for_a_cache_trains_and_evaluates(way: str, 
         model.eval()
         with torch.no_grad():
             torch.testing.assert_close(model(**batch).loss, expected.loss, rtol=ROUNDING, atol=0)
+
+
+class NeedsCache(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Fails without a cache for one row, after its blocks, as CSM does for as many frames as codebooks."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, use_cache: Any = None, **options: Any) -> Any:
+        output = super().forward(input_ids, labels=labels, use_cache=use_cache, **options)
+        if len(input_ids) == 1 and output.past_key_values is None:
+            raise IndexError("too many indices")
+        return output
+
+
+def needing_cache() -> Any:
+    model = caching(small("llama"))
+    model.__class__ = NeedsCache
+    return model
+
+
+def test_a_call_that_fails_for_want_of_a_cache_is_refused_with_the_reason() -> None:
+    plain, batch = needing_cache(), labelled("llama", num_rows=3)
+    row = {name: value[:1] for name, value in batch.items()}
+    assert plain(**row).loss.isfinite(), "the plain model takes it with a cache"
+    with pytest.raises(IndexError, match="too many indices"):
+        plain(**row, use_cache=False)
+    with wrap(needing_cache(), num_microbatch=3) as model:
+        with pytest.raises(
+            ModelSplitError, match=r"raises IndexError\(.*\) without a cache .* use_cache=False"
+        ) as raised:
+            model.forward_backward(input_kwargs=batch)
+        assert isinstance(raised.value.__cause__, IndexError)
+        loss = model.forward_backward(input_kwargs=batch, run_config=microbatches(1))
+        torch.testing.assert_close(loss, plain(**batch).loss.detach(), rtol=ROUNDING, atol=0)
+
+
+def test_a_call_that_fails_with_a_cache_too_raises_what_the_model_raises() -> None:
+    plain = needing_cache()
+    plain.config.use_cache = False
+    with wrap(plain, num_microbatch=3) as model, pytest.raises(IndexError, match="too many indices"):
+        model.forward_backward(input_kwargs=labelled("llama", num_rows=3))
 
 
 @pytest.mark.parametrize("way", WAYS)

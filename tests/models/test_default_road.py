@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import default_road
 import pytest
+import torch
 from default_road import Job, Trained, check_default_road, train_plain
+from in_double import in_double, without_float32
 from sweep import Holds, missing_packages
 from tiny_cases import Case, case_named, load_cases
 from variants import sample, shuffled_variants, variants_of
@@ -52,7 +54,56 @@ def test_made_up_inputs_do_not_change_a_model_that_exchanges_its_attention_for_s
     assert check_default_road(variant, 2).holds is Holds.WHOLE_BATCH
 
 
+def variant_named(key: str) -> Case:
+    case = case_named(key.partition("[")[0])
+    if missing := missing_packages(case):
+        pytest.skip(f"needs {', '.join(missing)}")
+    return next(each for each in variants_of(case) if each.key == key)
+
+
+@pytest.mark.slow
+def test_heads_inside_the_decoder_may_be_changed_in_place() -> None:
+    variant = variant_named("deformable_detr:DeformableDetrForObjectDetection[with_box_refine=True]")
+    assert check_default_road(variant, 2).holds is Holds.WHOLE_BATCH
+
+
 # The comparison itself.
+
+ROUNDED = "pp_formulanet:PPFormulaNetForConditionalGeneration[text_config.decoder_layers=2]"
+ROUNDED_WITH_CASTS = "gemma4:Gemma4ForConditionalGeneration[audio_config.num_hidden_layers=1]"
+
+
+@pytest.mark.parametrize("key", [ROUNDED, pytest.param(ROUNDED_WITH_CASTS, marks=pytest.mark.slow)])
+def test_rounding_is_found_by_repeating_in_float64(key: str) -> None:
+    verdict = check_default_road(variant_named(key), 2)
+    assert verdict.holds is Holds.WHOLE_BATCH, verdict.detail
+    assert verdict.detail.startswith("in float64"), "in float32 it differs by more than sums usually do"
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float64, 1 + 1e-9), (torch.float32, 1 + 1e-3)])
+def test_an_error_is_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, factor: float) -> None:
+    """An error shows in float64, where rounding is smaller, or as a difference from the plain microbatches."""
+    train = default_road.train_wrapped
+
+    def off(job: Job, number: int) -> Iterator[tuple[str, Trained]]:
+        for road, got in train(job, number):
+            is_off = next(job.built.parameters()).dtype is dtype
+            grads = {name: grad if grad is None else grad * factor for name, grad in got.grads.items()}
+            yield road, Trained(got.loss, grads if is_off else got.grads)
+
+    monkeypatch.setattr(default_road, "train_wrapped", off)
+    verdict = check_default_road(variant_named(ROUNDED), 2)
+    assert verdict.holds is Holds.WRONG
+    assert ("in float64" in verdict.detail) is (dtype is torch.float64)
+
+
+def test_float32_is_nowhere_in_a_comparison_in_float64() -> None:
+    numbers = torch.ones(2, dtype=torch.float64)
+    with without_float32():
+        made = [numbers.float(), numbers.to(torch.float32), numbers.to("cpu", dtype=torch.float32), torch.zeros(1)]
+        made += [torch.nn.functional.softmax(numbers, dim=0, dtype=torch.float32), *in_double([torch.ones(1)])]
+    assert {each.dtype for each in made} == {torch.float64}
+    assert numbers.float().dtype is torch.zeros(1).dtype is torch.float32
 
 
 def results(loss: float = 1.0, gradient: float = 1.0) -> Iterator[tuple[str, Trained]]:

@@ -18,6 +18,8 @@ from helpers_adam import NumpyAdamW
 from helpers_parity import StalenessReference, assert_same, microbatches
 from helpers_slow import slow_except
 from roundpipe import RoundPipe, UsageError
+from roundpipe.api import split_model
+from roundpipe.api.split_model import ResidentForward
 from roundpipe.optim import AdamW
 
 transformers = pytest.importorskip("transformers")
@@ -29,6 +31,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 2},
     "without_cache": {"use_cache": False},
 }
+
+
+@pytest.fixture(autouse=True, params=["resident", "streamed"])
+def way_to_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether all weights fit on one device, and so stay there, or are uploaded layer by layer for each token."""
+    if request.param == "streamed":
+        monkeypatch.setattr(split_model, "_WEIGHTS_SHARE", 0.0)
+    return str(request.param)
 
 
 def prompt(num_rows: int = 2, num_tokens: int = 9) -> Batch:
@@ -114,15 +124,17 @@ def test_other_ways_to_generate(options: dict[str, Any]) -> None:
         assert_same(generated(model, inputs, **options), expected)
 
 
-def test_every_token_is_one_forward_on_devices_over_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_is_one_forward_on_devices_over_what_is_new(
+    monkeypatch: pytest.MonkeyPatch, way_to_devices: str
+) -> None:
     lengths: list[int] = []
-    forward = RoundPipe.forward
+    forward = ResidentForward.__call__
 
-    def counted(self: RoundPipe, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: ResidentForward, *args: Any, **kwargs: Any) -> Any:
         lengths.append(kwargs["input_ids"].shape[1])
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(RoundPipe, "forward", counted)
+    monkeypatch.setattr(ResidentForward, "__call__", counted)
     with wrapped(small("llama").eval()) as model:
         generated(model, prompt(num_tokens=9), min_new_tokens=NUM_NEW)
         assert lengths == [9] + [1] * (NUM_NEW - 1)

@@ -229,6 +229,23 @@ def test_in_place_glue_is_followed(models: SplitModels, num_devices: int) -> Non
     check_split(models, seeded(InPlace), {"x": rows()}, num_devices)
 
 
+class InPlaceOnOutputs(Toy):
+    """Changes outputs of its last blocks in place; none of them is an argument of another block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](self.embed(x))
+        found = []
+        for block in list(self.blocks)[1:]:
+            found.append(block(h))
+            found[-1][..., :2] += x[..., :2]
+        return self.head(torch.stack(found).sum(0))
+
+
+def test_outputs_of_blocks_may_be_changed_in_place(models: SplitModels, num_devices: int) -> None:
+    """A replay has placeholders for outputs that it does not need. Its code writes into them all the same."""
+    check_split(models, seeded(InPlaceOnOutputs), {"x": rows()}, num_devices)
+
+
 class InPlaceOnInput(Toy):
     """Writes into its input tensor, before and after its blocks."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -369,6 +370,42 @@ def test_positional_arguments_get_their_names(wrap: Callable[..., Any]) -> None:
     assert_same_training(model, reference)
     with pytest.raises(UsageError, match="for generating"):
         model(batch["input_ids"], None, None, transformers.DynamicCache())
+
+
+class Detector(transformers.PreTrainedModel):  # type: ignore[misc]
+    """Labels are a list with an entry for each image, as of detection models. Has no repeated list of blocks."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self) -> None:
+        super().__init__(transformers.PretrainedConfig())
+        self.boxes = nn.Linear(5, 4)
+
+    def forward(self, pixel_values: Tensor, labels: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        each = [
+            (self.boxes(pixels) - label["boxes"]).square().mean()
+            for pixels, label in zip(pixel_values, labels, strict=False)
+        ]
+        return {"loss": torch.stack(each).mean()}
+
+
+@pytest.mark.parametrize("wrap_it", [RoundPipe, functools.partial(wrap_model_to_roundpipe, upper_threshold=2**40)])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_lists_of_labels_go_with_their_rows_in_a_model_of_one_layer(wrap_it: Any, by_name: bool) -> None:
+    """There are as many boxes in each image as images: the entries of the list are rows, not the boxes inside."""
+    torch.manual_seed(3)
+    reference = Detector()
+    pixels, boxes = torch.randn(4, 5), torch.randn(4, 4, 4)
+    given = {"pixel_values": pixels, "labels": [{"boxes": each} for each in boxes]}
+    with wrap_it(copy.deepcopy(reference), devices=["cpu"] * 2) as model:
+        config = RoundPipeRunConfig(num_microbatch=2)
+        args = () if by_name else tuple(given.values())
+        loss = model.forward_backward(args, given if by_name else {}, run_config=config)
+        expected = reference(**given)["loss"]
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        model.synchronize()
+        torch.testing.assert_close(model.boxes.weight.grad, reference.boxes.weight.grad)
 
 
 def test_microbatches_packed_by_the_user_are_taken_as_they_are(wrap: Callable[..., Any]) -> None:

@@ -17,10 +17,14 @@ FUSED, FORWARD = "tests/parity/test_fused_training.py", "tests/parity/test_forwa
 STALENESS = f"{FUSED}::test_weights_after_steps_equal_a_reference_of_exact_staleness"
 BUFFERS, RANDOM = "tests/parity/test_buffers.py", "tests/parity/test_random_numbers.py"
 ONE_PASS = "tests/parity/test_one_pass_training.py"
+SHORT = "tests/parity/test_short_masters.py"
+SHARE = "tests/unit/optim/test_device_share.py"
 LOSSES = "tests/parity/test_loss_reduction.py"
 LATE_COPIES = "tests/faults/test_late_copies.py::test_every_order_of_copies_gives_the_same_bits"
 FAILURES = "tests/faults/test_failures_at_every_point.py"
 STEP_FAILS = f"{FAILURES}::test_step_fn_fails"
+BY_LAYER, BY_LAYER_FAILS = "tests/parity/test_steps_by_layer.py", "tests/faults/test_steps_by_layer_fail.py"
+TAIL, KERNEL = "tests/parity/test_tail.py", "tests/unit/optim/test_one_pass_kernel.py"
 OVERLAP, CALLS = "tests/faults/test_step_overlap.py", "tests/faults/test_overlapping_calls.py"
 
 
@@ -169,7 +173,7 @@ VERSIONS = [
     mutant(
         "calls after an asynchronous step read the newest version",
         "optim/stepper.py",
-        "number - 1 if is_async else number",
+        "number - 1 if mode is StepMode.STALE else number",
         "number",
         STALENESS,
     ),
@@ -465,8 +469,8 @@ FAILING = [
     mutant(
         "a failure of an asynchronous step is swallowed",
         "optim/stepper.py",
-        "                self.errors.append(job.error)\n                if job.is_async:",
-        "                if job.is_async:",
+        "                self.errors.append(job.error)\n                if job.mode",
+        "                if job.mode",
         STEP_FAILS,
     ),
     mutant(
@@ -532,7 +536,7 @@ FAILING = [
 OPTIMIZER = [
     mutant(
         "the lock of an optimizer copy is not released",
-        "optim/adam.py",
+        "optim/one_pass.py",
         "                    copy.lock.release()\n",
         "                    pass\n",
         f"{ONE_PASS}::test_a_bfloat16_model_with_our_optimizer",
@@ -561,15 +565,15 @@ OPTIMIZER = [
     ),
     mutant(
         "Adam counts its steps from zero",
-        "optim/adam.py",
-        'step = int(state["step"]) + 1',
-        'step = max(int(state["step"]), 1)',
+        "optim/rules.py",
+        'return int(state["step"]) + 1 if state else 1',
+        'return max(int(state["step"]), 1) if state else 1',
         f"{ONE_PASS}::test_a_bfloat16_model_with_our_optimizer",
     ),
     mutant(
         "Adam does not count its steps",
-        "optim/adam.py",
-        'torch._foreach_add_([self._optimizer.state[copy]["step"] for copy in ready], 1)',
+        "optim/one_pass.py",
+        '_count_steps([state["step"] for state in states if "step" in state])',
         "pass",
         f"{ONE_PASS}::test_a_bfloat16_model_with_our_optimizer",
     ),
@@ -588,6 +592,34 @@ OPTIMIZER = [
         "tests/unit/store/test_halved_master.py",
     ),
     mutant(
+        "masters of 24 bits are rounded to the nearest value",
+        "store/values.py",
+        "up = (old + (draws >> 24)) & ~0xFF",
+        "up = (old + 0x80) & ~0xFF",
+        "tests/unit/store/test_short_master.py",
+    ),
+    mutant(
+        "every range of a master of 24 bits is rounded as the first one",
+        "optim/native/kernel.py",
+        "first=self.first,",
+        "first=0,",
+        "tests/machines/test_machines_parity.py::test_ranges_of_masters_of_24_bits",
+    ),
+    mutant(
+        "without the kernel, updates that change nothing do not count as roundings",
+        "optim/one_pass.py",
+        "round_masters(self, self._updated or frozenset())",
+        "pass",
+        f"{SHORT}::test_without_a_compiler",
+    ),
+    mutant(
+        "what user code leaves in masters of 24 bits is not rounded",
+        "store/master.py",
+        "return self.rounding.round_like(self._weight, self.values())",
+        "return False",
+        f"{SHORT}::test_what_user_code_writes_into_masters_is_rounded_when_it_is_published",
+    ),
+    mutant(
         "a gradient that was not cleared is not added to",
         "store/master.py",
         "        if self.is_pending:\n            self._materialise()\n        self.source = self.record = None",
@@ -601,6 +633,20 @@ OPTIMIZER = [
         "if record in self.updated and master.was_touched():",
         STALENESS,
     ),
+    mutant(
+        "the update does not wait for what devices have updated",
+        "optim/device_share.py",
+        "self._device.record(stream).wait()",
+        "pass",
+        f"{SHARE}::test_pieces_have_the_bits_of_the_kernel",
+    ),
+    mutant(
+        "devices round low bits by the number of the element in its piece",
+        "optim/device_share.py",
+        "parameter.first + start",
+        "parameter.first",
+        f"{SHARE}::test_pieces_have_the_bits_of_the_kernel",
+    ),
 ]
 
 SAVING, RESUME = "tests/checkpoint/test_saving.py", "tests/checkpoint/test_resume.py"
@@ -609,7 +655,7 @@ CHECKPOINTS = [
     mutant(
         "a step does not wait for layers that a checkpoint still reads",
         "store/store.py",
-        "return self._gradients is not None and self._layer_id not in self._store.held",
+        "return self._gradients is not None and not self._store.is_held(self._layer_id)",
         "return self._gradients is not None",
         SAVING,
     ),
@@ -671,6 +717,13 @@ CHECKPOINTS = [
         RESUME,
     ),
     mutant(
+        "the number of roundings of a master is not loaded",
+        "checkpoint/ranges.py",
+        "master.rounding.count = self._roundings.get(name, 0)",
+        "pass",
+        f"{SHORT}::test_a_checkpoint_has_a_byte_per_value_and_a_resumed_run_the_same_bits",
+    ),
+    mutant(
         "ties of halved masters are not loaded",
         "checkpoint/ranges.py",
         "master.halves.ties.copy_(bits)",
@@ -686,4 +739,115 @@ CHECKPOINTS = [
     ),
 ]
 
-MUTANTS = [*STREAMS, *VERSIONS, *GRADIENT_SUMS, *MICROBATCHES, *RECOMPUTATION, *FAILING, *OPTIMIZER, *CHECKPOINTS]
+STEPS_BY_LAYER = [
+    mutant(
+        "a layer is published before all of its masters are updated",
+        "store/update.py",
+        "return bool(self.updated) and not waiting and",
+        "return bool(self.updated) and",
+        f"{BY_LAYER}::test_two_optimizers_that_share_layers",
+    ),
+    mutant(
+        "calls after a step by layer read the weights before it",
+        "optim/stepper.py",
+        "number - 1 if mode is StepMode.STALE else number",
+        "number if mode is StepMode.EXACT else number - 1",
+        f"{BY_LAYER}::test_accumulation",
+    ),
+    mutant(
+        "a write into a master after the update is not found out",
+        "store/update.py",
+        "return master.was_touched() and self._is_ahead(record)",
+        "return False",
+        f"{BY_LAYER_FAILS}::test_a_later_step_that_writes_a_master_raises",
+    ),
+    mutant(
+        "a write that changes no value does not count in the first step",
+        "store/update.py",
+        "if not self._is_published and master.version",
+        "if self._is_published and master.version",
+        f"{BY_LAYER}::test_step_functions_that_write_masters_wait",
+    ),
+    mutant(
+        "a second update in one step writes into published weights",
+        "store/update.py",
+        "        if self._is_published:\n            raise UsageError(",
+        "        if False:\n            raise UsageError(",
+        f"{BY_LAYER_FAILS}::test_a_later_step_that_updates_twice_raises",
+    ),
+    mutant(
+        "a step that updates nothing decides that steps may publish by layer",
+        "optim/stepper.py",
+        "elif any(update.updated for update in updates):",
+        "else:",
+        f"{BY_LAYER}::test_a_first_step_that_updates_nothing_decides_nothing",
+    ),
+    mutant(
+        "calls that read the weights of a failed step go on",
+        "api/failures.py",
+        "            for run in readers:\n                run.fail(cause)",
+        "            pass",
+        f"{BY_LAYER_FAILS}::test_a_step_that_fails_half_way_while_a_call_waits_for_it",
+    ),
+    mutant(
+        "a run that begins after its step has failed is not failed",
+        "api/failures.py",
+        "if lost is not None and run.version >= lost[0]:",
+        "if False:",
+        f"{BY_LAYER_FAILS}::test_a_failed_step_is_raised_by_a_call_that_had_begun_before_it_failed",
+    ),
+    mutant(
+        "gradients that were computed with the weights of a failed step are stepped with",
+        "api/failures.py",
+        "            self._stepper.abandon(version)\n",
+        "",
+        f"{BY_LAYER_FAILS}::test_a_step_function_that_raises_after_its_update",
+    ),
+    mutant(
+        "runs that read the result of lost gradients go on",
+        "api/failures.py",
+        "reads_result = other.version > bad.generation and not other.finished",
+        "reads_result = False",
+        f"{BY_LAYER_FAILS}::test_a_failed_backward_is_raised_by_a_call_that_had_begun_before_it_failed",
+    ),
+    mutant(
+        "an error of a step by layer is raised twice",
+        "api/failures.py",
+        "            self._stepper.was_raised(first)\n",
+        "",
+        f"{BY_LAYER_FAILS}::test_a_step_that_fails_half_way_while_a_call_waits_for_it",
+    ),
+    mutant(
+        "the update begins with the layer that the next call needs last",
+        "store/update.py",
+        "    return ready[-1]",
+        "    return ready[0]",
+        f"{BY_LAYER}::test_the_next_call_waits_for_the_update_of_each_layer",
+    ),
+    mutant(
+        "a layer that does not train waits for the whole step",
+        "store/update.py",
+        "if self._mode is StepMode.BY_LAYER and not self._records:",
+        "if False:",
+        f"{BY_LAYER}::test_the_next_call_waits_for_the_update_of_each_layer",
+    ),
+    mutant(
+        "a wave mixes microbatches up",
+        "runtime/stage.py",
+        "begun = self._begun.pop(microbatch, None) or",
+        "begun = self._begun.pop(max(self._begun, default=0), None) or",
+        f"{TAIL}::test_every_wave_trains_as_the_plain_module",
+    ),
+    mutant(
+        "the sum of squares forgets an earlier factor",
+        "optim/gradients.py",
+        "squares * math.prod(copy.factors) ** 2",
+        "squares",
+        f"{ONE_PASS}::test_loss_scaling_in_all_kinds_of_steps",
+    ),
+]
+
+MUTANTS = [
+    *(*STREAMS, *VERSIONS, *GRADIENT_SUMS, *MICROBATCHES, *RECOMPUTATION),
+    *(*FAILING, *OPTIMIZER, *STEPS_BY_LAYER, *CHECKPOINTS),
+]

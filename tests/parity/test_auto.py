@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
+from helpers_adam import adam_numbers
 from helpers_parity import WAIT_S, StalenessReference, assert_same, assert_same_grads, assert_same_state, batch, seeded
 from roundpipe import (
     AutoRoundPipe,
@@ -28,7 +29,7 @@ from roundpipe import (
     clip_grad_norm_,
     wrap_model_to_roundpipe,
 )
-from roundpipe.optim.native.kernel import AdamRule, KernelParameter, one_pass_kernel
+from roundpipe.optim.native.kernel import KernelParameter, one_pass_kernel
 
 WIDTH = 4
 WHOLE = RoundPipeRunConfig(num_microbatch=1)  # as plain torch runs a batch
@@ -452,12 +453,12 @@ class KernelAdamW:
 
     def step(self) -> None:
         self._count += 1
-        rule = AdamRule(self._lr, 0.9, 0.999, 1e-8, 0.01, is_decoupled=True, step=self._count)
+        numbers = adam_numbers(self._count, lr=self._lr, weight_decay=0.01)
         kernel = one_pass_kernel()
         assert kernel is not None
         for param, (first, second) in zip(self._params, self._moments, strict=True):
             assert param.grad is not None
-            kernel.adam([KernelParameter(param.data, param.grad, first, second, None, None, rule)])
+            kernel.update([KernelParameter(param.data, param.grad, [first, second], None, numbers)])
 
     def zero_grad(self) -> None:
         for param in self._params:

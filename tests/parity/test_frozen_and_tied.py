@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from helpers_parity import (
     seeded,
     total,
 )
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, optim
 
 
 class Scaled(nn.Module):
@@ -139,6 +141,34 @@ def test_a_layer_may_be_thawed_after_some_steps(models: Models, num_devices: int
         plain.step()
         plain.zero_grad()
     assert_same_state(model.model, module)
+
+
+def test_a_group_that_is_added_while_a_step_runs_counts_from_the_next_step(models: Models) -> None:
+    """The step is held until the group has been added, or for half a second if that waits for the step."""
+
+    def trained(**options: Any) -> nn.Module:
+        model = models.wrap_copy(seeded(mlp), 2, **options)
+        *early, last = model.optim_parameters()
+        ours = optim.SGD(early, lr=0.1)
+        was_added = threading.Event()
+        for iteration in range(3):
+
+            def step_fn(is_held: bool = iteration == 1 and bool(options)) -> None:
+                if is_held:
+                    was_added.wait(0.5)
+                ours.step()
+                ours.zero_grad()
+
+            torch.manual_seed(iteration)
+            model.forward_backward((batch(8, 5),), label=batch(8, 5), loss_fn=mse, run_config=microbatches(4))
+            model.step(step_fn, is_async=bool(options))
+            if iteration == 1:
+                ours.add_param_group({"params": [last]})
+                was_added.set()
+        model.synchronize()
+        return model.model
+
+    assert_same_state(trained(staleness=0), trained())
 
 
 def test_freezing_while_backward_still_runs_does_not_reach_that_call(models: Models, num_devices: int) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from helpers_parity import batch, seeded
 from roundpipe import RoundPipe, optim
 from roundpipe.store import LayerUpdate
+from roundpipe.store.update import StepMode
 
 WIDTH = 16
 
@@ -62,7 +63,7 @@ def test_releasing_a_gradient_takes_the_lock_of_its_landing() -> None:
     """Otherwise one that lands in the very moment in which it is cleared would be kept for ever."""
     model = RoundPipe(seeded(low_net), optim_dtype=torch.float32)
     store = model._engine.store
-    update = LayerUpdate(store, 0, 0, step=1, is_async=False, abandoned=lambda: False)
+    update = LayerUpdate(store, 0, 0, step=1, mode=StepMode.EXACT, abandoned=lambda: False)
 
     class Watched(list[Any]):
         def append(self, record: Any) -> None:

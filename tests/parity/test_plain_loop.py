@@ -42,7 +42,15 @@ def our_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
     return optim.AdamW(params, lr=0.01)
 
 
-OPTIMIZERS = pytest.mark.parametrize("make_optimizer", [sgd, torch_adam, our_adamw])
+def our_lion(params: list[Tensor]) -> torch.optim.Optimizer:
+    return optim.Lion(params, lr=0.003)
+
+
+def our_sgd(params: list[Tensor]) -> torch.optim.Optimizer:
+    return optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+OPTIMIZERS = pytest.mark.parametrize("make_optimizer", [sgd, torch_adam, our_adamw, our_lion, our_sgd])
 PRECISIONS = pytest.mark.parametrize(
     ("dtype", "optim_dtype"), [(torch.float32, None), (torch.bfloat16, torch.float32)], ids=["float32", "bf16"]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,10 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from helpers_parity import assert_same, assert_same_grads, batch, seeded
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, clip_grad_norm_
+from roundpipe.api import planner
 from roundpipe.devices import MemoryUse
 from roundpipe.devices.virtual import VirtualDevice
-from roundpipe.plan import StageTask, TaskKind
+from roundpipe.optim import Adam
+from roundpipe.optim.stepper import Stepper
+from roundpipe.plan import ModelProfile, StageTask, TaskKind
+from roundpipe.plan.overlap import STALE, Overlap, UpdateTiming, Wave
+from roundpipe.runtime import stage
 from roundpipe.runtime.run import Run
 from roundpipe.runtime.stage import StageRunner
 
@@ -68,9 +74,9 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrapped() -> Iterator[Callable[..., RoundPipe]]:
     models = []
 
-    def wrap(net: nn.Module, num_devices: int = 1) -> RoundPipe:
+    def wrap(net: nn.Module, num_devices: int = 1, **options: Any) -> RoundPipe:
         config = RoundPipeRunConfig(num_microbatch=NUM_MICROBATCH)
-        models.append(RoundPipe(net, devices=["cpu"] * num_devices, model_run_config=config))
+        models.append(RoundPipe(net, devices=["cpu"] * num_devices, model_run_config=config, **options))
         return models[-1]
 
     yield wrap
@@ -248,6 +254,97 @@ def test_gradients_of_earlier_calls_are_not_lost_in_silence(
     before = too_large.refused
     model.forward_backward(input_args=(x,), label=x, loss_fn=loss_fn)
     assert too_large.refused == before
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_call_is_repeated_while_the_step_before_it_has_not_taken_its_gradients(
+    staleness: int, wrapped: Callable[..., RoundPipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those gradients are not of this call's generation: nothing of them is lost."""
+    began, failed = threading.Event(), threading.Event()
+    real_step, real_run = Stepper._run, StageRunner.run
+    is_armed = False
+
+    def step(self: Stepper, *args: Any) -> None:
+        if is_armed:
+            began.set()
+            assert failed.wait(60)
+        real_step(self, *args)
+
+    def run(runner: StageRunner, run: Run, task: StageTask) -> None:
+        if is_armed and not failed.is_set():
+            assert began.wait(60)
+            failed.set()
+            raise torch.OutOfMemoryError("once")
+        real_run(runner, run, task)
+
+    monkeypatch.setattr(Stepper, "_run", step)
+    monkeypatch.setattr(StageRunner, "run", run)
+
+    def train(fails: bool) -> list[Any]:
+        nonlocal is_armed
+        model = wrapped(seeded(make_linears), staleness=staleness)
+        optimizer = Adam(list(model.optim_parameters()), lr=0.01)
+        losses = []
+        for seed in range(4):
+            x = batch(6, WIDTH, seed=seed)
+            losses.append(model.forward_backward(input_args=(x,), label=x, loss_fn=loss_fn))
+            if fails and seed == 1:
+                model.synchronize()  # all gradients have landed, and none was taken
+                is_armed = True
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        model.synchronize()
+        is_armed = False
+        return [*losses, dict(model.state_dict())]
+
+    expected = train(fails=False)
+    assert_same(train(fails=True), expected)
+    assert failed.is_set()
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_wave_that_does_not_fit_becomes_smaller_before_the_plan_does(
+    wrapped: Callable[..., RoundPipe], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wave holds the activations of several microbatches: it is the first thing to give up."""
+    monkeypatch.setattr(planner, "measured_rate", lambda: 1e6)
+    forecast_step = planner.forecast_step
+
+    def with_wave(tasks: Any, profile: ModelProfile, update_s: Any, grain: Any, timing: UpdateTiming = STALE) -> Any:
+        overlap, seconds = forecast_step(tasks, profile, update_s, grain, timing)
+        has_all_memory = (profile.memory_limit_bytes or 0) >= 10**6
+        wave = Wave(NUM_MICROBATCH, 4 if has_all_memory else 2)
+        return (Overlap(1, wave) if timing.by_layer else overlap), seconds
+
+    monkeypatch.setattr(planner, "forecast_step", with_wave)
+    waves: list[Wave] = []
+    real = stage._Task._begin_wave
+
+    def begin_wave(task: Any, microbatches: range) -> None:
+        waves.append(task._run.overlap.wave)
+        if len(waves) == 1:
+            raise torch.OutOfMemoryError("the wave is too large")
+        real(task, microbatches)
+
+    monkeypatch.setattr(stage._Task, "_begin_wave", begin_wave)
+
+    def train(by_layer: bool) -> list[Any]:
+        model = wrapped(seeded(make_linears), staleness=0 if by_layer else 1)
+        optimizer = Adam(list(model.optim_parameters()), lr=0.01)
+        losses = []
+        for seed in range(8):
+            x = batch(6, WIDTH, seed=seed)
+            losses.append(model.forward_backward(input_args=(x,), label=x, loss_fn=loss_fn))
+            model.step(lambda: (clip_grad_norm_(model, 0.1), optimizer.step(), optimizer.zero_grad()), by_layer)
+        return [*losses, dict(model.state_dict())]
+
+    expected = train(by_layer=False)
+    assert not waves
+    with caplog.at_level(logging.WARNING, logger="roundpipe"):
+        assert_same(train(by_layer=True), expected)
+    assert sum("smaller plan" in record.getMessage() for record in caplog.records) == 1
+    assert waves[:2] == [Wave(NUM_MICROBATCH, 4), Wave(NUM_MICROBATCH, 2)]
 
 
 def test_what_never_fits_is_raised(wrapped: Callable[..., RoundPipe], monkeypatch: pytest.MonkeyPatch) -> None:

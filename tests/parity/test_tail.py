@@ -1,4 +1,4 @@
-"""Microbatches that go backward together, layer by layer, give the bits of microbatches that go one by one.
+"""Microbatches that go forward or backward together, layer by layer, give the bits of those that go one by one.
 
 How many do is the planner's choice; here it is set, to every number there is.
 """
@@ -26,6 +26,8 @@ from helpers_parity import (
 )
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.api.planner import Planner
+from roundpipe.context import LayerPhase
+from roundpipe.plan.overlap import NO_WAVE, Overlap, Wave
 from roundpipe.runtime import stage
 
 WIDTH, ROWS, NUM_MICROBATCH, NUM_LAYERS = 6, 9, 4, 4
@@ -39,7 +41,16 @@ PLANS = {
 }
 GRAINS = ("stage", "layer")
 
-SetTail = Callable[[int], None]
+# The wave ends inside the fused stage, with it, or has fewer microbatches than the call, or more.
+WAVES = {
+    "no wave": NO_WAVE,
+    "forward tasks alone": Wave(NUM_MICROBATCH, 0),
+    "one layer": Wave(NUM_MICROBATCH, 1),
+    "all layers": Wave(NUM_MICROBATCH, 4),
+    "two microbatches": Wave(2, 3),
+    "more than there are": Wave(9, 9),
+}
+SetTail = Callable[..., None]
 
 
 @pytest.fixture
@@ -59,8 +70,8 @@ def tails_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[range]]:
 
 @pytest.fixture
 def set_tail(monkeypatch: pytest.MonkeyPatch) -> SetTail:
-    def set_to(tail: int) -> None:
-        monkeypatch.setattr(Planner, "tail", lambda *args, **kwargs: tail)
+    def set_to(tail: int, wave: Wave = NO_WAVE) -> None:
+        monkeypatch.setattr(Planner, "overlap", lambda *args, **kwargs: Overlap(tail, wave))
 
     return set_to
 
@@ -125,6 +136,43 @@ def test_every_tail_trains_as_the_plain_module(
     assert tails_run == expected, "from the second call on"
 
 
+@pytest.mark.parametrize("tail", [1, 3, NUM_MICROBATCH])
+@pytest.mark.parametrize("wave", list(WAVES)[1:])
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_wave_trains_as_the_plain_module(
+    models: Models, num_devices: int, tail: int, wave: str, plan: str, set_tail: SetTail
+) -> None:
+    set_tail(tail, WAVES[wave])
+    check_with_plain(models, seeded(layers), num_devices, config(plan))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_layers_of_a_wave_run_for_all_its_microbatches_first(
+    models: Models, plan: str, set_tail: SetTail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[int, int]] = []
+    real = stage._Task._forward_layer
+
+    def forward_layer(self: Any, layer_id: int, microbatch: int, *args: Any) -> Any:
+        if args[-1] is not LayerPhase.RECOMPUTE:
+            ran.append((layer_id, microbatch))
+        return real(self, layer_id, microbatch, *args)
+
+    monkeypatch.setattr(stage._Task, "_forward_layer", forward_layer)
+    set_tail(NUM_MICROBATCH, Wave(3, 1))
+    model = models.wrap_copy(seeded(layers), 1, model_run_config=config(plan))
+    exact_step(model, sgd(list(model.optim_parameters())))
+    x, y = data(0)
+    for _ in range(2):  # a first forward shows whether layers write buffers
+        ran.clear()
+        model.forward_backward((x,), label=y, loss_fn=mse)
+    fused = PLANS[plan].bwd_plan[0]
+    in_wave, every = range(3), range(NUM_MICROBATCH)
+    expected = [(i, j) for i in range(fused.start) for j in every] + [(fused[0], j) for j in in_wave]
+    rest = [(i, j) for j in every for i in fused if (i, j) not in expected]
+    assert ran == [*expected, *rest]
+
+
 def everything_of(models: Models, module: nn.Module, num_devices: int, options: RoundPipeRunConfig) -> list[Any]:
     torch.manual_seed(5)
     model = models.wrap_copy(module, num_devices, model_run_config=options)
@@ -151,6 +199,9 @@ def test_dropout_is_the_same_with_every_tail(
         set_tail(tail)
         assert_same(everything_of(models, module, num_devices, config(plan, grain)), expected, f"tail {tail}")
     assert len(tails_run) == 2 * len(TAILS[1:])
+    for name, wave in WAVES.items():
+        set_tail(3, wave)
+        assert_same(everything_of(models, module, num_devices, config(plan, grain)), expected, name)
 
 
 # Layers that keep something.
@@ -161,7 +212,7 @@ def test_dropout_is_the_same_with_every_tail(
 def test_batch_norm_is_right_with_every_tail(
     models: Models, num_devices: int, tail: int, plan: str, set_tail: SetTail
 ) -> None:
-    set_tail(tail)
+    set_tail(tail, WAVES["all layers"])
     check_with_plain(models, seeded(lambda: layers(lambda: nn.BatchNorm1d(WIDTH))), num_devices, config(plan))
 
 
@@ -204,8 +255,9 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize("tail", TAIL_PARAMS)
-def test_attributes_count_once(models: Models, num_devices: int, tail: int, set_tail: SetTail) -> None:
-    set_tail(tail)
+@pytest.mark.parametrize("wave", ["no wave", "two microbatches", "all layers"])
+def test_attributes_count_once(models: Models, num_devices: int, tail: int, wave: str, set_tail: SetTail) -> None:
+    set_tail(tail, WAVES[wave])
     check_with_plain(models, seeded(lambda: layers(Counts)), num_devices, config("one fused stage"))
 
 
@@ -223,8 +275,9 @@ def test_frozen_and_tied_layers(models: Models, num_devices: int, tail: int, pla
     module = seeded(build)
     set_tail(1)
     expected = everything_of(models, module, 1, config(plan))
-    set_tail(tail)
-    assert_same(everything_of(models, module, num_devices, config(plan)), expected)
+    for wave in WAVES.values():
+        set_tail(tail, wave)
+        assert_same(everything_of(models, module, num_devices, config(plan)), expected)
 
 
 @pytest.mark.parametrize("tail", [2, NUM_MICROBATCH, NUM_MICROBATCH + 3])

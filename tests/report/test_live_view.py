@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from roundpipe.compiled import Compilations
 from roundpipe.report import live_view
 from roundpipe.report.live_view import LiveView, NotebookView, PlainLines, RunState, open_view, render_mime, render_text
 
@@ -110,6 +112,13 @@ def test_without_rich_one_log_line_says_why_there_are_plain_lines(
         assert isinstance(open_view(RunState()), PlainLines)
     (message,) = caplog.messages
     assert "rich is not installed" in message
+
+
+def test_the_view_counts_what_is_compiled_also_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "compilations", lambda: Compilations(3, 65.0))
+    assert re.search(r"compiled +3 graphs +0:01:05", render_text(RunState()))
+    monkeypatch.setattr(live_view, "compilations", Compilations)
+    assert "compiled" not in render_text(RunState())
 
 
 # The notebook.

@@ -117,18 +117,32 @@ def six_rows() -> list[dict[str, Any]]:
 
 def test_the_headlines_are_those_of_the_metrics() -> None:
     starts = [start(0, START_S - 2, "cpu:0"), start(3, START_S + 3.5, "cpu:0", "cpu:1")]
-    assert headlines(six_rows(), starts) == [
+    assert headlines(six_rows(), starts, price_per_hour=720.0) == [
         Headline("final loss", "0.6667", "0.6666666666666666 at step 6"),
         Headline("best eval loss", "0.5", "0.5 at step 6"),
         Headline("steps", "6"),
         Headline("tokens", "2,100"),
         Headline("tokens/s, median", "3,500"),
         Headline("wall time", "0:00:08", "all processes, without the pauses between them"),  # (3 + 2) + (6 - 3.5)
+        Headline("tokens per day", "24.2 million", "evaluations included"),
+        Headline("cost", "1.50", "720 per hour"),
         Headline("devices computing", "38%", "share of the time, mean of all devices"),
         Headline("peak host memory", "2.00 GB", "2,000,000,006 bytes"),
         Headline("peak device memory", "5.00 GB", "5,000,000,006 bytes"),
         Headline("restarts", "1"),
     ]
+
+
+def test_the_title_says_what_was_trained_how_and_on_what(tmp_path: Path) -> None:
+    about = {"name": "first", "base model": "Qwen3-8B", "method": "SFT, LoRA, rank 16", "data": "<chats>.jsonl"}
+    settings = {"run": about | {"price per hour": 720.0}, "model": {"class": "Qwen3ForCausalLM"}}
+    record = RunRecord(settings, [start(0, START_S, "cpu:0")])
+    text = written(tmp_path, six_rows(), record)
+    page = Page(text)
+    assert "<title>first · Qwen3-8B · SFT, LoRA, rank 16 · &lt;chats&gt;.jsonl</title>" in text
+    assert "Qwen3-8B · SFT, LoRA, rank 16 · <chats>.jsonl" in page.texts
+    assert page.texts.count("first") == 2  # the heading, and the section of the settings
+    assert "1.20" in page.texts  # six seconds
 
 
 def test_the_share_of_computing_is_weighted_by_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
@@ -20,7 +21,9 @@ from roundpipe.report import RunRecord, read_metrics
 transformers = pytest.importorskip("transformers")
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 
+from roundpipe.integrations import run_view  # noqa: E402
 from roundpipe.integrations.run_view import RunViewCallback  # noqa: E402
+from roundpipe.report.refresh import Refresh  # noqa: E402
 
 MODEL_FIELDS = {"device_share", "bytes_up", "bytes_down", "weights_up_bytes", "device_peak_bytes", "optimizer_wait_s"}
 
@@ -291,3 +294,39 @@ import roundpipe.integrations.run_view, roundpipe.report
     source = Path(__file__).parents[2] / "src"
     environment = {**os.environ, "PYTHONPATH": str(source)}
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=100, env=environment)
+
+
+def test_a_running_run_has_a_page_which_the_end_makes_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_view, "Refresh", functools.partial(Refresh, every_s=0.0))
+    with wrapped() as model:
+        view = hand_made_run(tmp_path, model, is_async=False, steps=3, ends=False)
+        view._refresh.close()
+        left = (tmp_path / "report.html").read_text()  # what a process killed now would leave
+        view.close()
+    assert re.search(r"Running: step [123] of 3", left)
+    assert 'http-equiv="refresh" content="30"' in left
+    final = (tmp_path / "report.html").read_text()
+    assert "Running" not in final
+    assert 'http-equiv="refresh"' not in final
+    record = RunRecord.read(tmp_path)
+    assert record.max_steps == 3
+    assert record.ended is not None
+
+
+def test_a_resumed_run_has_not_ended(tmp_path: Path) -> None:
+    RunRecord({}, [{"step": 0, "time": 1.0}], max_steps=3, ended=2.0).write(tmp_path)
+    record = RunRecord.resumed(tmp_path, 2)
+    assert (record.max_steps, record.ended) == (None, None)
+
+
+def test_a_page_that_cannot_be_refreshed_does_not_fail_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "Refresh", functools.partial(Refresh, every_s=0.0))
+    (tmp_path / "report.html").mkdir()
+    trainer, _ = trained(tmp_path, Noting)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    warnings = [record.getMessage() for record in caplog.records if "could not be refreshed" in record.getMessage()]
+    assert len(warnings) == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 6

@@ -7,14 +7,16 @@ import itertools
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from roundpipe import AutoRoundPipe, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, optim
+from roundpipe import AutoRoundPipe, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, host_facts, optim
 from roundpipe.errors import ClosedError
-from roundpipe.stats import CallFigures, DeviceMemory, StepLog, StepTime, host_memory
+from roundpipe.host_facts import available_host_bytes, resident_bytes
+from roundpipe.stats import CallFigures, DeviceMemory, StepLog, StepTime
 from roundpipe.timeline import Span, Timeline
 
 FLOAT_BYTES = 4
@@ -97,11 +99,22 @@ def test_nothing_ran_yet() -> None:
 
 
 def test_host_memory_is_read_from_proc() -> None:
-    rss_bytes, available_bytes = host_memory()
+    rss_bytes, available_bytes = resident_bytes(), available_host_bytes()
     assert rss_bytes is not None
     assert available_bytes is not None
     assert 10**7 < rss_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert available_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_the_memory_that_is_left_respects_the_limit_of_the_control_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cached = "inactive_file 40\nactive_file 2\n"
+    files = {"memory.max": "5000000\n", "memory.current": "3000000\n", "memory.stat": cached}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host_facts, "_CGROUP", tmp_path)
+    assert StepLog().stats([], [], {}).host_available_bytes == 2_000_042
 
 
 # model.stats() on virtual devices.

@@ -10,25 +10,25 @@ import copy
 import logging
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
 from roundpipe.api.engine import ModelEngine
-from roundpipe.api.proxy import ModelProxy, like_the_models
-from roundpipe.api.roundpipe import RoundPipe, call_site, check_options
+from roundpipe.api.proxy import ModelProxy, like_the_models, refuse_tracing
+from roundpipe.api.roundpipe import RoundPipe, call_site, check_master_bits, check_options, checked_staleness
 from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DeviceSpec, host_pinner, parse_devices
 from roundpipe.errors import ClosedError, ConfigError, UsageError, add_note
 from roundpipe.microbatch.merge import merged_now, merging_late
 from roundpipe.module_copy import num_hooks
+from roundpipe.module_names import user_names
 from roundpipe.runtime.pool import shared_pool
 from roundpipe.split.transformers import CacheSwitch
 from roundpipe.store import PinMode
 from roundpipe.store.adopt import refuse_owned
-from roundpipe.store.records import user_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,6 +51,8 @@ class AutoRoundPipe(ModelProxy):
     process_group: the machines that train this model together, as for `RoundPipe`; the RoundPipes inside need the same.
         Every machine keeps the whole optimizer. The loss that the model returns is that of this machine's part of the
         batch, and gradients are added over all machines: divide a mean by the number of machines.
+    staleness: as for `RoundPipe`; counts for the RoundPipes inside, too.
+    master_bits: as for `RoundPipe`, of the masters of parameters outside of the RoundPipes.
     """
 
     def __init__(
@@ -62,9 +64,12 @@ class AutoRoundPipe(ModelProxy):
         *,
         devices: Sequence[str | torch.device] | str | None = None,
         process_group: ProcessGroup | None = None,
+        staleness: Literal[0, 1] = 1,
+        master_bits: Literal[32, 24] = 32,
     ) -> None:
         check_options(model, optim_dtype, name, model_run_config)
         parts = _parts_of(model)
+        check_master_bits(outside_of(model, parts), master_bits, optim_dtype)
         specs = parse_devices(devices) if devices is not None or not parts else parts[0]._engine.specs
         for part in parts:
             _refuse_to_join(part, specs)
@@ -78,6 +83,8 @@ class AutoRoundPipe(ModelProxy):
             optim_dtype=optim_dtype,
             model_run_config=model_run_config,
             process_group=process_group,
+            staleness=staleness,
+            master_bits=master_bits,
         )
 
     @classmethod
@@ -104,6 +111,8 @@ class AutoRoundPipe(ModelProxy):
         optim_dtype: torch.dtype | None,
         model_run_config: RoundPipeRunConfig,
         process_group: ProcessGroup | None = None,
+        staleness: int = 1,
+        master_bits: int = 32,
         advice: str | None = None,
     ) -> None:
         """Initialise the wrapper. `advice`: how to wrap the model better, for the log and for calls that fail."""
@@ -118,6 +127,8 @@ class AutoRoundPipe(ModelProxy):
             pin_mode=PinMode.OFF,  # parameters outside of the parts are never uploaded
             pinner=host_pinner(specs),
             process_group=process_group,
+            staleness=checked_staleness(staleness),
+            master_bits=master_bits,
         )
         if engine.group.machines is not None:
             logger.warning(
@@ -154,6 +165,7 @@ class AutoRoundPipe(ModelProxy):
     @like_the_models
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward on the calling thread; RoundPipes inside it run on the devices."""
+        refuse_tracing()
         if "roundpipe_run_config" in kwargs:
             raise UsageError(
                 "an AutoRoundPipe takes no roundpipe_run_config in a call, since its parts are called one by one; give "
@@ -259,6 +271,7 @@ def outside_of(model: nn.Module, parts: Container[nn.Module]) -> nn.Module:
 def _exchange(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
     """Replace each submodule of `model` that is a key of `replacements` by the value of that key."""
     for _, module in list(bare_modules(model, replacements)):
+        module._compiled_call_impl = None  # code that the user compiled calls the modules that were there when he did
         for name, child in module._modules.items():
             if child is not None and child in replacements:
                 module._modules[name] = replacements[child]

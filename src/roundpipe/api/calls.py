@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from roundpipe.compiled import Compiling, Rehearsal
 from roundpipe.config import RecomputeGrain, ResolvedRunConfig
 from roundpipe.context import LayerPhase
 from roundpipe.devices import Event, wait_for_producers
@@ -36,6 +37,8 @@ from roundpipe.stats import CallFigures
 from roundpipe.store import LayerStore
 from roundpipe.timeline import Span, Timeline
 
+# Seed of every trial. Drawing a seed from the user's generator would change the user's sequence of random numbers.
+_TRIAL_SEED = 0
 _LOSS_KINDS = {False: "a tensor", True: "a sequence"}
 
 
@@ -46,6 +49,7 @@ class Request:
     loss_fn: None in a call of forward().
     wants_outputs: False if the user gets the loss alone.
     first_microbatch: the number of the first microbatch in the whole batch, of which other machines run other parts.
+    compiling: what of the layers runs compiled; None: nothing.
     """
 
     batches: MicrobatchInputs
@@ -54,10 +58,31 @@ class Request:
     loss_fn: Callable[[Any, Any], Any] | None
     wants_outputs: bool
     first_microbatch: int = 0
+    compiling: Compiling | None = None
 
-    def of_first_microbatch(self) -> Request:
-        """The request of a probe: the first microbatch alone, without outputs."""
-        return dataclasses.replace(self, batches=self.batches.first(), wants_outputs=False)
+    def of_trial(self, microbatch: int) -> Request:
+        """The request of a trial: one microbatch alone, without outputs."""
+        return dataclasses.replace(self, batches=self.batches.alone(microbatch), wants_outputs=False, seed=_TRIAL_SEED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A run before a call that returns nothing and changes no state of the model.
+
+    It measures the activations of one microbatch of the call, or compiles the layers for it in a rehearsal.
+    """
+
+    microbatch: int
+    tasks: tuple[StageTask, ...]
+    costs: Costs
+    phase: LayerPhase = LayerPhase.FORWARD
+    rehearsal: Rehearsal | None = None
+
+    def call(self, store: LayerStore, request: Request) -> Call:
+        """The Call of this trial of a user's call."""
+        request = request.of_trial(self.microbatch)
+        inputs = CallInputs(request.batches)
+        return new_call(store, request, inputs, self.tasks, self.costs, phase=self.phase, trial=self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,16 +184,19 @@ def new_call(
     *,
     schedule: Sequence[StageTask] = (),
     phase: LayerPhase = LayerPhase.FORWARD,
-    is_probe: bool = False,
+    trial: Trial | None = None,
 ) -> Call:
-    """A complete Call. `schedule`: all tasks of the user's call; its backward tasks decide which inputs are saved."""
+    """A complete Call. `schedule`: all tasks of the user's call; its backward tasks decide which inputs are saved.
+
+    trial: what the run tries, if it is not the run of the user's call.
+    """
     loss_fn, parcels, rows = request.loss_fn, inputs.parcels, request.batches.rows
     token_ids = [kwargs.get("input_ids") for kwargs in request.batches.kwargs]
     numbers = [ids.numel() for ids in token_ids if isinstance(ids, torch.Tensor)]
     signature: Hashable = None  # set for training calls only, which Recovery.is_proven compares
-    if loss_fn is not None and not is_probe:
+    if loss_fn is not None and trial is None:
         shapes = tuple(tuple((t.shape, t.dtype) for t in parcel.bundle.tensors) for parcel in parcels)
-        signature = (tasks, costs.tail, request.config.recompute_grain, shapes)
+        signature = (tasks, costs.overlap, request.config.recompute_grain, shapes)
     return Call(
         tasks=tasks,
         recall=_new_recall(store, request, schedule),
@@ -179,7 +207,8 @@ def new_call(
         loss_fn=loss_fn,
         wants_outputs=request.wants_outputs,
         signature=signature,
-        is_probe=is_probe,
+        is_probe=trial is not None,
+        rehearsal=None if trial is None else trial.rehearsal,
         num_rows=None if rows is None else sum(rows),
         num_tokens=sum(numbers) if len(numbers) == len(token_ids) else None,
     )
@@ -203,6 +232,7 @@ def _new_recall(store: LayerStore, request: Request, schedule: Sequence[StageTas
         save_points=frozenset(i for stage in recomputed for i in (stage if by_layer else stage[:1])),
         # Without `merged`, which refers to the inputs: the autograd graph of the outputs keeps this object.
         loss_shares=dataclasses.replace(request.batches.shares, merged=None),
+        compiling=request.compiling,
     )
 
 
@@ -313,6 +343,7 @@ def figures_of(trace: Trace) -> CallFigures:
         tokens=trace.num_tokens,
         loss=trace.loss,
         weights_up_bytes=sum(trace.upload_bytes),
+        weights_kept_bytes=sum(trace.kept_bytes),
         activations_up_bytes=sum(traffic.activations_up for traffic in trace.traffic),
         activations_down_bytes=sum(traffic.activations_down for traffic in trace.traffic),
         gradients_down_bytes=sum(traffic.gradients_down for traffic in trace.traffic),

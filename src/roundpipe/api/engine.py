@@ -16,36 +16,37 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from roundpipe.api.calls import CallInputs, InputSplit, Request, merged, new_call, summed_losses, timeline_of
+from roundpipe.api.calls import CallInputs, InputSplit, Request, Trial, merged, new_call, summed_losses, timeline_of
 from roundpipe.api.failures import restoring_grad_mode
 from roundpipe.api.group import Group, Scope, api_call
 from roundpipe.api.loss_trials import OwnLoss
 from roundpipe.api.loss_weights import ModelLosses, WholeBatch, losses_of_all_machines
 from roundpipe.api.plain_loop import PlainLoop
 from roundpipe.api.planner import CallKind, Planner
-from roundpipe.api.split_model import PreparedCall, SplitModel
+from roundpipe.api.split_model import PreparedCall, SplitModel, UnsplitModel
+from roundpipe.compiled import Compiling
 from roundpipe.config import ResolvedRunConfig
 from roundpipe.context import LayerPhase, announce_step, current_iteration
 from roundpipe.devices import HostPinner, wait_for_producers
 from roundpipe.distributed.machines import Machines
 from roundpipe.errors import ModelChangedError, StaleGraphError, UsageError
 from roundpipe.microbatch import MicrobatchInputs
-from roundpipe.monitor import shielded
+from roundpipe.monitor import Latch, shielded
 from roundpipe.plan import ModelProfile, RunType, StageTask, TaskKind
 from roundpipe.runtime.autograd import attach
 from roundpipe.runtime.pool import DevicePool
-from roundpipe.runtime.run import Call, GradientParcel, Parcel, Recall, Run, RunCancelled
+from roundpipe.runtime.run import Call, GradientParcel, Parcel, Recall, Residence, Run, RunCancelled
+from roundpipe.split.caches import CacheContents
 from roundpipe.split.replay import CallOrderChanged
-from roundpipe.split.transformers import CacheSwitch
+from roundpipe.split.transformers import caches_in
 from roundpipe.stats import StepStats
-from roundpipe.store import LayerRecord, LayerStore, ParameterRecord, PinMode
+from roundpipe.store import LayerRecord, LayerStore, PinMode
+from roundpipe.store.update import StepMode
 from roundpipe.store.weights import one_by_one
 from roundpipe.timeline import Timeline
 
 logger = logging.getLogger("roundpipe")
-# Seed of every probe. Drawing a seed from the user's generator would change the user's sequence of random numbers.
-_PROBE_SEED = 0
-_MOST_TRACES = 32  # so many finished runs may wait for stats(), which reads their times
+_MOST_TRACES = 32  # finished runs that may wait for stats(), which reads their times
 _LossFn = Callable[[Any, Any], Any]
 _T = TypeVar("_T")
 
@@ -65,17 +66,21 @@ class ModelEngine:
         pinner: HostPinner,
         split_model: SplitModel | None = None,
         own_loss: OwnLoss | None = None,
-        cache_switch: CacheSwitch | None = None,
+        unsplit_model: UnsplitModel | None = None,
         process_group: Any = None,
+        staleness: int = 1,
+        master_bits: int = 32,
+        compiling: Compiling | None = None,
     ) -> None:
         """split_model: the model that `layers` were split from, if there is one.
         own_loss: the loss that the model computes itself, if it computes one.
-        cache_switch: turns the caches of a model of transformers off that is not split.
-        process_group: the machines that train the model together, a group of torch.distributed; None if alone.
+        unsplit_model: prepares the calls of a module that runs as one layer.
+        process_group, staleness, master_bits: as for RoundPipe.
+        compiling: what of the layers runs compiled; None: nothing.
         """
-        self.name = name
+        self.name, self.compiling = name, compiling
         self.specs, self.num_devices = pool.specs, pool.num_devices
-        self.split_model, self._cache_switch = split_model, cache_switch
+        self.split_model, self._unsplit_model = split_model, unsplit_model
         self.losses = ModelLosses(name, own_loss or OwnLoss(nn.ModuleList(layers), layers))
         machines = Machines.of(process_group, name, pool.monitor)
         self.store = LayerStore(
@@ -86,13 +91,14 @@ class ModelEngine:
             pinner=pinner,
             monitor=pool.monitor,
             share=None if machines is None else machines.share,
+            staleness=staleness,
+            master_bits=master_bits,
         )
-        self.group = Group(name, self, PlainLoop, machines)
-        self.is_joined = False  # whether this model has moved into the group of another model
+        self.store.devices = pool.devices_while_open()
+        self.group = Group(name, self, PlainLoop, machines, staleness)
+        self.is_unreachable, self.num_writes, self.is_joined = False, 0, False  # joined: in another model's group
         self.num_hooks_outside: int | None = None  # hooks on this part before the call of the model around it
-        self.is_unreachable, self.num_writes = False, 0
-        self._pool = pool
-        self._planner = Planner(self.store, pool, name)
+        self._pool, self._planner = pool, Planner(self.store, pool, name)
         self._last_run: Run | None = None  # the most recent run, whose times timeline() returns
 
     # Calls for training and inference.
@@ -130,25 +136,28 @@ class ModelEngine:
         return (losses, outputs) if return_outputs else losses
 
     @api_call(Scope.GROUP, everywhere=True)
-    def step(self, step_fn: Callable[[], object], is_async: bool) -> None:
-        """Pass `step_fn` to the optimizer thread. Unless `is_async`, wait until it has run."""
+    def step(self, step_fn: Callable[[], object], is_async: bool, staleness: int | None = None) -> Latch:
+        """Pass `step_fn` to the optimizer thread, and wait until it has run if the mode of the step is EXACT.
+
+        staleness: of this step; None for that of the model. Returns the latch that the end of the step sets.
+        """
         group, stepper = self.group, self.group.stepper
-        group.expect_step(is_exact=not is_async)
+        mode = group.mode_of_step(is_async=is_async, staleness=group.staleness if staleness is None else staleness)
+        group.expect_step(mode)
         announce_step(stepper.iteration)
-        # A synchronous step ends earlier if it may start before all gradients have landed. An asynchronous step runs
-        # beside the whole next iteration, so it can wait for all gradients.
-        may_overlap = not is_async and group.recovery.all_are_proven()
-        job = group.issue(step_fn, is_async, may_overlap)
+        # A stale step runs beside the whole next iteration, so it can wait for all gradients.
+        may_overlap = mode is not StepMode.STALE and group.recovery.all_are_proven()
+        job = group.issue(step_fn, mode, may_overlap)
         try:
-            if is_async:
-                return
-            try:
-                stepper.wait_for(job)
-            except BaseException:
-                stepper.forsake(job)
-                raise
-            job.raise_error()
-            group.recovery.raise_failures("the step was not carried out")
+            if job.mode is StepMode.EXACT:
+                try:
+                    stepper.wait_for(job)
+                except BaseException:
+                    stepper.forsake(job)
+                    raise
+                job.raise_error()
+                group.recovery.raise_failures("the step was not carried out")
+            return job.iteration.step_finished
         finally:
             group.end_host_graphs()
 
@@ -224,7 +233,11 @@ class ModelEngine:
         group = self.group
         if group.is_inherited:
             group.raise_inherited(self.name)
-        owned = self._owned_records(named)
+        owned = {id(record.param): (store, record) for store in group.stores for record in store.parameters}
+        if added := next((name for name, param in named if id(param) not in owned), None):
+            raise ModelChangedError(
+                f"{self.name}: parameter {added!r} was added after wrapping; close() the model, then wrap it again."
+            )
         wanted = [(name, *owned[id(param)]) for name, param in named if param.requires_grad]
         # step_fn runs on the optimizer thread, which may make copies without holding the call lock.
         if any(record.master is None for _, _, record in wanted) and not group.stepper.is_current_thread():
@@ -234,18 +247,6 @@ class ModelEngine:
                 for _, store, record in wanted:
                     store.masters.of(record)
         return one_by_one([(name, store.masters.of(record)) for name, store, record in wanted])
-
-    def _owned_records(
-        self, named: Sequence[tuple[str, nn.Parameter]]
-    ) -> dict[int, tuple[LayerStore, ParameterRecord]]:
-        """Map the id() of each parameter of the group to its store and record. Raises if one of `named` is missing."""
-        owned = {id(record.param): (store, record) for store in self.group.stores for record in store.parameters}
-        for name, param in named:
-            if id(param) not in owned:
-                raise ModelChangedError(
-                    f"{self.name}: parameter {name!r} was added after wrapping; close() the model, then wrap it again."
-                )
-        return owned
 
     @api_call(Scope.MODEL)
     def planning_profile(self) -> ModelProfile:
@@ -268,6 +269,11 @@ class ModelEngine:
     def was_used(self) -> bool:
         """Whether the model was called or stepped."""
         return self._last_run is not None or self.group.stepper.steps_issued > 0
+
+    @property
+    def weights_read(self) -> tuple[int, int]:
+        """What identifies the weights that calls read now: their version, and how often the user has written some."""
+        return self.group.stepper.visible_version, self.num_writes
 
     def join(self, lead: ModelEngine) -> None:
         """Move this model into the group of `lead`. Must be called before the first call of this model."""
@@ -341,10 +347,10 @@ class ModelEngine:
         wants_outputs: bool = True,
     ) -> Request:
         """Split the arguments into microbatches and weigh their losses. Splits the model for a new form of call."""
-        additions = {} if self._cache_switch is None else self._cache_switch.off(args, kwargs)
-        prepared = PreparedCall(args, kwargs, config, additions)
-        if self.split_model is not None:
-            prepared = self.split_model.prepared(args, kwargs, config, is_for_loss_alone=not wants_outputs)
+        prepared = PreparedCall(args, kwargs, config)
+        preparing = self.split_model or self._unsplit_model
+        if preparing is not None:
+            prepared = preparing.prepared(args, kwargs, config, is_for_loss_alone=not wants_outputs)
         config = prepared.config
         inputs = InputSplit(prepared.args, prepared.kwargs, label, config, prepared.additions)
         whole = WholeBatch(self.group.machines, is_training=(self.split_model or self.store).is_training)
@@ -356,7 +362,8 @@ class ModelEngine:
             self._split_for(batches, config)
         if loss_fn is not None:
             self.store.masters.training_begins()
-        return Request(batches, config, whole.call_seed(), loss_fn, wants_outputs, whole.first_microbatch)
+        compiling = None if caches_in(batches.args[0], batches.kwargs[0]) else self.compiling  # generating is eager
+        return Request(batches, config, whole.call_seed(), loss_fn, wants_outputs, whole.first_microbatch, compiling)
 
     def _split_for(self, batches: MicrobatchInputs, config: ResolvedRunConfig) -> None:
         """Split the model again if it has no split plan for this form of call."""
@@ -396,26 +403,27 @@ class ModelEngine:
         may_repeat: if False, the error is raised and only the next call uses the new plan.
         """
         config, batches = request.config, request.batches
+        caches = CacheContents(batches.args[0], batches.kwargs[0])  # a call with caches has one microbatch
         while True:
             try:
                 return carry_out(request)
             except CallOrderChanged as error:
                 with torch.set_grad_enabled(config.requires_grad):
                     has_other_plan = self.split_model is not None and self.split_model.distrust(batches)
-                if not has_other_plan or not may_repeat:
+                if not (has_other_plan and may_repeat and caches.restore(error)):
                     raise error.__cause__ or error from None  # the cause, if there is one, is an error of the model
                 logger.info("%s: splitting the model again, for this call: %s", self.name, error)
                 self._split_for(batches, config)
             except torch.OutOfMemoryError as error:
-                if not (self._planner.plan_smaller() and may_repeat):
+                if not (self._planner.plan_smaller() and may_repeat and caches.restore(error)):
                     raise
                 logger.warning("%s: trying again with a smaller plan: %s", self.name, str(error).split(". ")[0])
 
     def _train(self, request: Request) -> Any:
         """Carry out forward_backward(): one run with forward, fused and backward tasks."""
         group = self.group
-        kind = CallKind.of(RunType.FUSED, request, is_exact=group.steps_are_exact)
-        tasks = self._planner.schedule(kind, request, self._probe)
+        kind = CallKind.of(RunType.FUSED, request, group.timing)
+        tasks = self._planner.schedule(kind, request, self._try_out)
         costs = self._planner.costs(kind, tasks)
         inputs = CallInputs(request.batches)
         call = new_call(self.store, request, inputs, tasks, costs, schedule=tasks)
@@ -445,7 +453,7 @@ class ModelEngine:
     def _infer(self, request: Request) -> Any:
         """Carry out forward() without grad."""
         kind = CallKind.of(RunType.INFER, request)
-        tasks = self._planner.schedule(kind, request, self._probe)
+        tasks = self._planner.schedule(kind, request, self._try_out)
         costs = self._planner.costs(kind, tasks)
         call = new_call(self.store, request, CallInputs(request.batches), tasks, costs, phase=LayerPhase.INFERENCE)
 
@@ -459,7 +467,7 @@ class ModelEngine:
     def _forward_with_grad(self, request: Request) -> Any:
         """Carry out forward() with grad: run the forward tasks now. Autograd later calls `_backward` for the others."""
         kind = CallKind.of(RunType.TRAIN, request)
-        tasks = self._planner.schedule(kind, request, self._probe)
+        tasks = self._planner.schedule(kind, request, self._try_out)
         forward_tasks = tuple(task for task in tasks if task.kind is TaskKind.FORWARD)
         costs = self._planner.costs(kind, forward_tasks)
         inputs = CallInputs(request.batches)
@@ -509,7 +517,7 @@ class ModelEngine:
         output_flags: per microbatch, which output tensors require grad.
         gradients: one gradient for each output tensor that requires grad, microbatch after microbatch.
         """
-        if weights_read != (self.group.stepper.visible_version, self.num_writes):
+        if weights_read != self.weights_read:
             raise StaleGraphError(
                 f"{self.name}: the weights were updated between this forward and its backward; call backward() before "
                 "step(), and before writing to parameters."
@@ -537,21 +545,18 @@ class ModelEngine:
             self._planner.plan_smaller()
             raise
 
-    def _probe(self, kind: CallKind, request: Request) -> None:
-        """Measure the activations of a call: see [Note: a blind planner]. Changes no state of the model."""
+    def _try_out(self, kind: CallKind, request: Request, trial: Trial) -> None:
+        """Run a trial of a call. Changes no state of the model."""
         self.group.recovery.wait_for_runs()  # a run in progress may measure what the plan needs
         self.learn()
-        if not self._planner.is_blind(kind):
+        if trial.rehearsal is None and not self._planner.is_blind(kind):
             return
-        tasks = self._planner.probe_tasks(with_loss=request.loss_fn is not None)
-        request = dataclasses.replace(request.of_first_microbatch(), seed=_PROBE_SEED)
-        inputs, costs = CallInputs(request.batches), self._planner.costs(kind, tasks)
 
         def finish(run: Run) -> None:
             run.wait_until_finished()
             run.check()
 
-        self._carry_out(new_call(self.store, request, inputs, tasks, costs, is_probe=True), finish)
+        self._carry_out(trial.call(self.store, request), finish)
         self._last_run = None
         self.learn()
 
@@ -569,6 +574,7 @@ class ModelEngine:
             generation=stepper.generation,
             iteration=stepper.iteration,
             on_failure=recovery.run_failed,
+            residence=Residence.of(self.group.scope, call, (self._planner.number, self.weights_read)),
         )
         own: BaseException | None = None
         try:

@@ -69,6 +69,7 @@ class Recovery:
         self._failed_on_their_own: set[int] = set()
         self._is_cancelling = False
         self._proven: set[Hashable] = set()  # (store, signature) of runs that finished without a failure
+        stepper.fail_readers = self._fail_readers
 
     # Watching runs and cancelling those that depend on a failed run.
 
@@ -80,6 +81,27 @@ class Recovery:
             for other in self._runs:
                 if other.failed and other.trains:
                     self._cancel_dependent(other)
+            lost = self._stepper.lost_version
+            if lost is not None and run.version >= lost[0]:
+                self._fail_readers(*lost)
+
+    def _fail_readers(self, version: int, error: BaseException | None) -> None:
+        """Fail the runs that read weights of `version` or later: its step has failed. Called with the monitor held.
+
+        error: of the step; None if the step was abandoned because of a failed call, whose failure is the cause.
+        """
+        readers = [run for run in self._runs if run.version >= version and (run.trains or not run.finished)]
+        cause = error or next((run.failure for run in self._runs if run.failed and run.generation < version), None)
+        cause = cause or ClosedError("the model was closed before an optimizer step had ended")
+        if error is not None:  # else the failed call drops its gradients and all later ones
+            self._stepper.abandon(version)
+            self._drop_generation = version
+        self._is_cancelling = True
+        try:
+            for run in readers:
+                run.fail(cause)
+        finally:
+            self._is_cancelling = False
 
     def run_failed(self, run: Run) -> None:
         """Cancel the steps and runs that depend on a failed run. Called on any thread, with the monitor held."""
@@ -96,7 +118,10 @@ class Recovery:
         self._is_cancelling = True
         try:
             for other in self._runs:
-                if other is not bad and other.trains and other.generation >= bad.generation:
+                gathers_with_bad = other.trains and other.generation >= bad.generation
+                # Version g + 1 is made from the gradients of generation g.
+                reads_result = other.version > bad.generation and not other.finished
+                if other is not bad and (gathers_with_bad or reads_result):
                     other.fail(bad.failure)
         finally:
             self._is_cancelling = False
@@ -138,7 +163,7 @@ class Recovery:
         generation = self._stepper.generation
         with self._monitor:
             is_gathering = any(run.trains and run.generation == generation for run in self._runs)
-        return is_gathering or any(store.gradients.has_any() for store in self._stepper.stores)
+        return is_gathering or any(store.has_gradients(generation) for store in self._stepper.stores)
 
     def cancel_all(self, error: BaseException) -> None:
         """Fail all unfinished runs with `error`."""
@@ -230,17 +255,17 @@ class Recovery:
             first = next((error for error in errors if not isinstance(error, Exception)), errors[0])
             for other in {id(error): error for error in errors if error is not first}.values():
                 logger.error("a second failure, beside the one that is raised", exc_info=other)
-            if lost_gradients:
+            if lost_gradients and not any(first is error for error in self._stepper.errors):
                 half_done, self._stepper.half_done = self._stepper.half_done, None
                 add_note(first, half_done or _STATE_RESTORED)
+            self._stepper.was_raised(first)
             if remark:
                 add_note(first, remark)
             if run is None and isinstance(first, torch.OutOfMemoryError):
                 self._on_out_of_memory()
             _raise_unchanged(first)
-        if self._stepper.errors:
-            with self._monitor:
-                of_steps, self._stepper.errors = self._stepper.errors, []
+        of_steps = self._stepper.take_errors()
+        if of_steps:
             for other in of_steps[1:]:
                 logger.error("another step or checkpoint failed, beside the one whose error is raised", exc_info=other)
             if run is None and isinstance(of_steps[0], torch.OutOfMemoryError):
@@ -307,8 +332,10 @@ class Recovery:
             self._stepper.wait_until_abandoned_are_gone(timeout_s)
             for store in stores:
                 store.gradients.drop()
-            self._stepper.losses_are_dropped()
-            self._drop_generation = None
+            with self._monitor:  # a step may fail now and want later gradients to be dropped
+                self._stepper.losses_are_dropped()
+                if self._drop_generation == generation:
+                    self._drop_generation = None
 
 
 def _raise_unchanged(error: BaseException) -> NoReturn:

@@ -14,7 +14,6 @@ runs inside `run_user_code`, where other calls are accepted.
 
 from __future__ import annotations
 
-import _thread
 import dataclasses
 import enum
 import functools
@@ -23,12 +22,13 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from roundpipe.api.calls import figures_of
 from roundpipe.api.failures import IN_BACKGROUND, Recovery
+from roundpipe.compiled import Compiling, compilations
 from roundpipe.context import current_iteration
 from roundpipe.devices import Device
 from roundpipe.distributed.machines import Machines
@@ -37,21 +37,26 @@ from roundpipe.errors import ClosedError, MachineError, StallError, UsageError, 
 from roundpipe.monitor import (
     WAIT_LIMIT_VARIABLE,
     WATCHDOG_VARIABLE,
+    CallLock,
+    InnerCall,
+    Latch,
     stall_of_process,
     stalls,
     wait_limit_s,
     watchdog_limit_s,
 )
-from roundpipe.optim.stepper import StepJob, Stepper
-from roundpipe.runtime.run import Trace
+from roundpipe.optim.stepper import StepJob, Stepper, no_readers
+from roundpipe.plan.overlap import STALE, UpdateTiming
+from roundpipe.runtime.run import Trace, WeightScope
 from roundpipe.stats import DeviceMemory, StepLog, StepStats
 from roundpipe.store import LayerStore, ParameterRecord
 from roundpipe.store.surroundings import GradientOwner
+from roundpipe.store.update import StepMode
 
 logger = logging.getLogger("roundpipe")
 _T = TypeVar("_T")
 _GENERATIONS_LOGGED = 4  # asynchronous steps are done late: the last one that is done may be that old
-_MOST_FAILURES_LOGGED = 10  # close() logs at most so many failures, and waits for the remaining work after each
+_MOST_FAILURES_LOGGED = 10  # failures that close() logs; it waits for the remaining work after each
 
 
 class Member(Protocol):
@@ -59,6 +64,7 @@ class Member(Protocol):
 
     name: str
     store: LayerStore
+    compiling: Compiling | None  # what is compiled in its calls
     num_writes: int  # how often code other than the group's steps has written into parameters
     is_unreachable: bool  # whether the user has no reference to the model any more
 
@@ -95,41 +101,6 @@ class BackgroundSave(Protocol):
         """Block until the checkpoint is complete or has failed. A failure is then in the stepper's errors."""
 
 
-class CallLock(_thread.RLock):  # type: ignore[misc]
-    """Serialises the calls of a group. Entered and left by C code only: see [Note: locks and Ctrl-C]."""
-
-    runs_user_code = False  # see [Note: calls inside calls]
-
-    def is_held(self) -> bool:
-        """Whether the calling thread holds the lock."""
-        return self._is_owned()  # type: ignore[attr-defined, no-any-return]
-
-    def run_user_code(self, function: Callable[[], Any]) -> Any:
-        """Return `function()`. While the function runs, this thread may make other calls."""
-        self.runs_user_code = True
-        try:
-            return function()
-        finally:
-            self.runs_user_code = False
-
-
-class _InnerCall(AbstractContextManager[bool]):
-    """The context of a call that user code makes inside an outer call, which holds the lock.
-
-    While the inner call is in progress, further calls on this thread are refused.
-    """
-
-    def __init__(self, lock: CallLock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> bool:
-        self._lock.runs_user_code = False
-        return False
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._lock.runs_user_code = True
-
-
 class Group:
     """The models that are stepped together. Decides whether a call may begin, and keeps the state that they share."""
 
@@ -139,8 +110,11 @@ class Group:
         member: Member,
         open_loop: Callable[[Group], OpenStep],
         machines: Machines | None = None,
+        staleness: int = 1,
     ) -> None:
         """`name`: of the model that leads the group. `open_loop`: makes the group's PlainLoop.
+
+        staleness: how many updates old the weights of a call may be after an asynchronous step.
 
         machines: the machines that train the group together; None if this machine is alone.
         """
@@ -153,7 +127,10 @@ class Group:
         # The recovery refers to the list of members, not to the group: see `dissolve`.
         self.recovery = Recovery(self.stepper, self.monitor, functools.partial(_plan_smaller, self.members))
         self.machines = machines
-        self.steps_are_exact = False  # whether the last step was synchronous: a guess for the next one
+        self.staleness = staleness
+        self._has_said_that_steps_wait = False
+        self.timing = STALE  # of the last step: a guess for the next one
+        self.scope: WeightScope | None = None  # in which weights stay on devices between calls
         self.pending_save: BackgroundSave | None = None
         self.stop_requested = False
         self.is_closed = False  # whether all calls are refused
@@ -208,7 +185,7 @@ class Group:
                 "handler or a finalizer; only set a flag there (model.request_stop() is one) and call the model when "
                 "the present call has returned."
             )
-        return _InnerCall(self.lock)
+        return InnerCall(self.lock)
 
     def begin_call(self, name: str, is_outermost: bool, members: Sequence[Member], *, ends_views: bool = True) -> None:
         """Raise failures that happened in the background; adopt what the user changed in `members` since the last call.
@@ -271,16 +248,33 @@ class Group:
                 add_note(error, "gradients gathered since the last optimizer step were dropped on all machines")
             raise
 
-    def issue(self, step_fn: Callable[[], object], is_async: bool, may_overlap: bool) -> StepJob:
+    def mode_of_step(self, *, is_async: bool, staleness: int) -> StepMode:
+        """The mode of a step; see [Note: publishing layer by layer] in store/update."""
+        if is_async and staleness:
+            return StepMode.STALE
+        if is_async and self.stepper.publishes_by_layer is False and not self._has_said_that_steps_wait:
+            self._has_said_that_steps_wait = True
+            logger.info(
+                "%s: step() waits for every step, although staleness is 0: step_fn writes the optimizer's master of %r "
+                "other than by one update of roundpipe.optim, so the next call cannot begin before step_fn has ended.",
+                self.name,
+                self.stepper.writer_besides,
+            )
+        return StepMode.BY_LAYER if is_async and self.stepper.publishes_by_layer else StepMode.EXACT
+
+    def issue(self, step_fn: Callable[[], object], mode: StepMode, may_overlap: bool) -> StepJob:
         """Give a step to the optimizer thread, on all machines or on none."""
         if self.machines is None:
-            return self.stepper.issue(step_fn, is_async, may_overlap)
+            return self.stepper.issue(step_fn, mode, may_overlap)
         num_threads = torch.get_num_threads()
         return self.machines.together(
-            f"{'an asynchronous' if is_async else 'an exact'} step of {self.name}",
-            {"overlaps": may_overlap},
+            f"{'an asynchronous' if mode is StepMode.STALE else 'an exact'} step of {self.name}",
+            {"overlaps": may_overlap, "mode": mode.value},
             lambda answers: self.stepper.issue(
-                step_fn, is_async, all(each["overlaps"] for each in answers), num_threads=num_threads
+                step_fn,
+                mode if all(each["mode"] == mode.value for each in answers) else StepMode.EXACT,
+                all(each["overlaps"] for each in answers),
+                num_threads=num_threads,
             ),
         )
 
@@ -292,7 +286,8 @@ class Group:
         structure = {
             f"{record.name} (parameter {at} of {member.name}, model {i})": (
                 f"{tuple(record.weights.shape)} {record.weights.dtype} requires_grad={record.param.requires_grad} "
-                f"optim_dtype={member.store.masters.optim_dtype} is_read_on_host={member.store.is_read_on_host}"
+                f"optim_dtype={member.store.masters.optim_dtype} master_bits={member.store.masters.bits} "
+                f"is_read_on_host={member.store.is_read_on_host}"
             )
             for i, member in enumerate(members)
             for at, record in enumerate(member.store.parameters)
@@ -314,6 +309,7 @@ class Group:
                 own = [record for name, record in records.items() if name in names and name.startswith(f"{i}.")]
                 member.store.adopt_written(own)
 
+        structure["staleness"] = str(self.staleness)
         structure["the number of parameters and buffers"] = str(len(values()))
         machines.open(Settings.of(structure), values, replaced)
         self.stepper.exchange = machines.exchange
@@ -347,13 +343,31 @@ class Group:
             self.stepper.errors = [error for error in self.stepper.errors if not isinstance(error, MachineError)]
         self.recovery.raise_failures(IN_BACKGROUND)
 
+    def report(self, error: BaseException) -> None:
+        """Let the next call into the group raise an error of the background."""
+        self.stepper.report(error)
+
     # Waiting for work, and showing weights and gradients.
 
-    def expect_step(self, *, is_exact: bool) -> None:
+    def expect_step(self, mode: StepMode) -> None:
         """Prepare for a step, which takes the gathered gradients: remove them from `.grad` of the parameters."""
         for store in self.stores:
             store.gradients.conceal()
-        self.steps_are_exact = is_exact
+        self.timing = UpdateTiming(
+            is_exact=mode is not StepMode.STALE,
+            by_layer=mode is StepMode.BY_LAYER,
+            after_norm=mode is not StepMode.STALE and self.stepper.reads_gradients_first,
+        )
+
+    def notify(self) -> None:
+        """Wake threads in `wait_in_step`. Called in step_fn."""
+        with self.monitor:
+            self.monitor.changed()
+
+    def wait_in_step(self, ready: Callable[[], bool], ended: Latch, what: str) -> None:
+        """Wait until `ready()`, which step_fn makes true before it calls `notify`, or until the step has ended."""
+        with self.monitor:
+            self.monitor.wait_until(lambda: ready() or ended.is_set(), what)
 
     def wait_for_everything(self) -> None:
         """Wait for all runs, steps and checkpoints, and raise their failures."""
@@ -400,7 +414,9 @@ class Group:
             member.learn()
         self.read_traces()
         memory = {device.name: _memory_of(device) for device in devices}
+        compiled = compilations()
         stats = self._step_log.stats(done, list(memory), memory)
+        stats = dataclasses.replace(stats, compiled_graphs=compiled.graphs, compile_s=compiled.seconds)
         if len(self.members) == 1:
             return stats
         return dataclasses.replace(stats, rows=None, tokens=None)  # each part of the model has counted them
@@ -512,6 +528,7 @@ class Group:
     def dissolve(self) -> None:
         """Break the reference cycles, so that closed models and their memory are freed without a garbage collection."""
         self.members.clear()
+        self.stepper.fail_readers = no_readers
         self.__dict__.pop("plain_loop", None)
 
 

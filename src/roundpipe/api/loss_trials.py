@@ -57,7 +57,7 @@ _NOISE = 0.1  # the same for a model that draws random numbers
 _NOTABLE = 1e-3  # smaller terms and differences of a loss are not worth a warning
 _CHEAP = 10**11  # weights times tokens of a row: about a second for one forward of two rows on a few cores
 _MANY = 2.0**20  # a power of two, so that dividing by it is exact
-_MOST_ATTEMPTS = 3  # so many calls of one form are examined if the values of a loss show nothing
+_MOST_ATTEMPTS = 3  # calls of one form that are examined if the values of a loss show nothing
 # The names of labels: in models of transformers, where `shift_labels` are labels that the user has shifted already, and
 # in other modules.
 _LABELS = ("shift_labels", "labels")
@@ -119,7 +119,7 @@ class TrialRows(NamedTuple):
         num_rows = sum(batches.rows or ())
         try:
             alone, pairs = (split(num_rows), split((num_rows + 1) // 2)) if num_rows > 1 else (None, None)
-        except RoundPipeError:  # these inputs cannot be split into so many microbatches
+        except RoundPipeError:  # these inputs cannot be split into one microbatch per row, or per two rows
             alone = pairs = None
         if alone and pairs and alone.rows and pairs.rows and alone.rows[:2] == (1, 1) and pairs.rows[0] == 2:
             return cls(_call(alone, 0), _call(alone, 1), _call(pairs, 0))
@@ -250,8 +250,9 @@ class OwnLoss:
             without = (KEEPS_LOGITS, NUM_ITEMS) if self.follows_library else (KEEPS_LOGITS,)
             named = {name: value for name, value in named.items() if name not in without}
             calls.append((args[len(self._parameters) :], shorten(named) or named))
-        ragged = _made_ragged(TrialRows(*calls), name, with_masks=not self.follows_library)
-        return _form_by_rows(trial, TrialRows(*calls), ragged, form)
+        pair = _with_classes(TrialRows(*calls), name)
+        ragged = _made_ragged(pair, name, with_masks=not self.follows_library)
+        return _form_by_rows(trial, pair, ragged, form)
 
     def _forget_if_replaced(self) -> None:
         """Forget the forms if the user has given the model another loss function."""
@@ -391,14 +392,20 @@ def _numbered(labels: Tensor, num_classes: int) -> Tensor:
 
 def _divided_by_count(trial: _Trial, kwargs: _Kwargs, name: str) -> LossForm | None:
     """The form of a loss that divides by `num_items_in_batch`; None if it does not."""
-    mean, total, part = (trial.loss({**kwargs, **more}) for more in ({}, {NUM_ITEMS: 1}, {NUM_ITEMS: int(_MANY)}))
+    total, part = (trial.loss({**kwargs, NUM_ITEMS: count}) for count in (1, int(_MANY)))
     if not math.isfinite(total) or _are_close(total, part, _NOTABLE):
         return None
     others = (part - total / _MANY) / (1 - 1 / _MANY)
+    has_other_terms = abs(others) > _NOTABLE * abs(part)
+    try:
+        mean = trial.loss(kwargs)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception:  # the model needs the count, so every call gives it, and no rule is needed
+        return LossForm(LossKind.MEAN_OVER_LABELS, count_all, True, has_other_terms, name)
     for rule in (count_shifted, count_all):
         count = rule(kwargs[name])
         if count > 1 and _are_close(total - others, (mean - others) * count, max(trial.rounding, _NOTABLE)):
-            has_other_terms = abs(others) > _NOTABLE * abs(part)
             return LossForm(LossKind.MEAN_OVER_LABELS, rule, True, has_other_terms, name)
     return None
 
@@ -494,6 +501,20 @@ def _compared(trial: _Trial, rows: TrialRows, by_labels: LossForm | None, *, is_
     if _are_close(together, one + other, rounding):
         return LossForm(LossKind.SUM)
     return LossForm(LossKind.UNKNOWN, doubt=doubt)
+
+
+def _with_classes(rows: TrialRows, labels: str | None) -> TrialRows:
+    """The rows with other labels if each row has one: the classes 0 and 1, none of which is ignored.
+
+    labels: the name of the labels, if there are any.
+    """
+    given = None if labels is None else rows.first[1].get(labels)
+    if labels is None or not isinstance(given, Tensor) or given.dim() != 1:
+        return rows
+    first = _numbered(given, 2)
+    classes = (first, 1 - first, torch.cat([first, 1 - first]))
+    pairs = zip(rows, classes, strict=True)
+    return TrialRows(*((args, {**kwargs, labels: own}) for (args, kwargs), own in pairs))
 
 
 def _made_ragged(rows: TrialRows, labels: str | None, *, with_masks: bool) -> TrialRows | None:

@@ -144,6 +144,11 @@ class Notice(enum.Enum):
         "num_microbatch=1 to compute that, or say how to combine the losses of microbatches: "
         'RoundPipeRunConfig(whole_batch_loss=False, loss_reduction="sum") or "mean".'
     )
+    AVERAGED = (
+        "%s: %s is one number with a gradient, and no `loss` by its name, so it is averaged over the %d microbatches. "
+        "If it is a loss, it is that of the whole batch only where each microbatch has as many rows and labels. Return "
+        'it as {"loss": ...}, give merge_output=Reducer(...) for it, or set num_microbatch=1.'
+    )
     BATCH_NORM = (
         "%s: the model normalises over the batch (BatchNorm in training mode), and each of the %d microbatches is "
         "normalised by itself, so losses and gradients are not those of the whole batch. Set num_microbatch=1, or put "
@@ -195,6 +200,9 @@ class ModelLosses:
         rows = _rows(batches, total)
         shares = LossShares(rows=rows, place=place, covers_own=covers_own)
         if total.microbatches > 1:
+            if loss_fn is None:
+                averaged = functools.partial(self._notice_averaged, len(batches))
+                shares = dataclasses.replace(shares, averaged=averaged)
             if has_loss_fn and not covers_own:
                 self._notice_reduction(config, total)
             if config.requires_grad and self.own.mixes_rows():
@@ -238,7 +246,9 @@ class ModelLosses:
             self._notice(Notice.DOUBT, form.doubt, total.microbatches, form.kind.weight, form.kind.weight)
         match form.kind:
             case LossKind.MEAN_OVER_LABELS if form.takes_count and not form.has_other_terms and given is not None:
-                if given != named[0][NUM_ITEMS]:  # the model divides by the count itself: by that of all machines
+                stated = named[0][NUM_ITEMS]
+                has_dims = isinstance(stated, torch.Tensor) and stated.dim() > 0  # it would give the losses dimensions
+                if given != stated or has_dims:  # the model divides by the count itself: by that of all machines
                     batches = batches.with_kwargs({NUM_ITEMS: given})
                 return batches, None
             case LossKind.MEAN_OVER_LABELS if form.has_other_terms and rows is not None:
@@ -259,6 +269,9 @@ class ModelLosses:
     def _notice_reduction(self, config: ResolvedRunConfig, total: BatchCounts) -> None:
         if config.loss_reduction is None:
             self._notice(Notice.REDUCTION, total.microbatches)
+
+    def _notice_averaged(self, num_microbatch: int, path: str) -> None:
+        self._notice(Notice.AVERAGED, path, num_microbatch)
 
     def _notice(self, notice: Notice, *values: object) -> None:
         """Warn, unless the model has warned of this before."""

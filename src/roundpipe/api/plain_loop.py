@@ -42,13 +42,13 @@ from roundpipe.context import current_iteration, in_gradient_hook
 from roundpipe.distributed.settings import OptimizerSettings
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.monitor import process_lock
-from roundpipe.optim.adam import Adam, AdamW
+from roundpipe.optim.one_pass import OnePassOptimizer
 from roundpipe.optim.state_memory import require_state_memory
 from roundpipe.optim.stepper import HandedStep
 from roundpipe.store import LayerRecord, LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.adopt import owner_of
 from roundpipe.store.surroundings import GradientSource
-from roundpipe.store.update import SharedSums
+from roundpipe.store.update import SharedSums, StepMode
 
 logger = logging.getLogger("roundpipe")
 
@@ -87,11 +87,16 @@ class PlainLoop:
 
     def values_wanted(self, masters: Sequence[OptimizerCopy]) -> None:
         """Wait for pending steps and note the use of masters: see [Note: values outside steps]."""
+        if self.wait_for_steps():
+            _home_of(masters[0]).masters.note_use(masters)
+
+    def wait_for_steps(self) -> bool:
+        """Wait until all steps that were issued are done. Inside a step, or if there is no model any more: False."""
         group = self._group
         if group.is_closed or group.is_inherited or self._is_inside():
-            return
+            return False
         group.stepper.wait_until_idle()
-        _home_of(masters[0]).masters.note_use(masters)
+        return True
 
     def publish_masters(self, store: LayerStore) -> bool:
         """Publish what code outside of steps has written into the masters of a model; returns whether it has."""
@@ -259,7 +264,7 @@ class PlainLoop:
             group.show_newest()
             self._own = own
             return
-        group.expect_step(is_exact=True)
+        group.expect_step(StepMode.EXACT)
         self._step = step = HandedStep(group.monitor, fails_with_work=group.machines is not None)
         if group.machines is None:
             group.stepper.hand_over(step)
@@ -489,7 +494,7 @@ def _refuse_mixture(optimizer: Optimizer, loop: PlainLoop, own: Sequence[Paramet
 
 
 def _check_memory(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, Adam | AdamW):  # RoundPipe's optimizers check it themselves
+    if not isinstance(optimizer, OnePassOptimizer):  # RoundPipe's optimizers check it themselves
         require_state_memory(optimizer)
 
 

@@ -7,21 +7,26 @@ tensor.
 Where device memory is limited, the planner cannot plan the first training call of a kind: it does not know how large
 the activations are. A probe runs the forward of such a call's first microbatch, one layer at a time, and measures the
 activations.
+
+A model whose layers are compiled is first rehearsed with microbatches of new shapes: [Note: rehearsals] in
+compiled/rehearsals.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from roundpipe.api.calls import Request
+from roundpipe.api.calls import Request, Trial
 from roundpipe.config import RecomputeGrain
+from roundpipe.context import LayerPhase
 from roundpipe.optim.native.kernel import measured_rate
 from roundpipe.plan import (
     CostModel,
@@ -34,17 +39,20 @@ from roundpipe.plan import (
     choose_exact_plan,
     choose_plan,
 )
-from roundpipe.plan.forecast import tail_and_step_s, weight_room_bytes
+from roundpipe.plan.forecast import forecast_step, staying_layers, weight_room_bytes
+from roundpipe.plan.overlap import STALE, Overlap, UpdateTiming
 from roundpipe.plan.predict import Grain, StageMemory
+from roundpipe.progress import phase
 from roundpipe.runtime.pool import DevicePool
-from roundpipe.runtime.run import Costs, Run
+from roundpipe.runtime.rng import Ambient
+from roundpipe.runtime.run import Costs, LayerSettings, Run
 from roundpipe.store import LayerStore
 
 logger = logging.getLogger("roundpipe")
 _WORTH_A_CHANGE = 0.95  # a new plan must be predicted to take at most this share of the old plan's time
 # Calls between two reviews of a plan; the last number repeats. So reviews come at calls 2, 4, 20, 84, 148 ...
 _PAUSES = (1, 2, 16, 64)
-_ENOUGH_RUNS = 4  # after so many measured runs, only the last run before a review of the plan is measured
+_ENOUGH_RUNS = 4  # measured runs after which only the last run before a review of the plan is measured
 # After a call has run out of memory, the share of the memory limit for calls of its kind is multiplied by _SHRINK until
 # the plan changes, or until the share is below _SMALLEST_SHARE.
 _SHRINK, _SMALLEST_SHARE = 0.8, 0.1
@@ -58,30 +66,34 @@ class Load(NamedTuple):
     is_inference: bool = False
 
 
+_NO_LOAD = Load(0, 0)  # of rehearsals, which measure nothing
+_numbers = itertools.count()
+
+
 @dataclasses.dataclass(frozen=True)
 class CallKind:
     """Key of calls that use one plan.
 
     size: bit length of the number of input elements in a microbatch. Activations and times grow with it.
-    is_exact: whether the caller waits for the optimizer step after the call.
+    timing: when the update of the optimizer step after the call runs.
     """
 
     run_type: RunType
     num_microbatch: int
     size: int
     grain: Grain
-    is_exact: bool
+    timing: UpdateTiming
     load: Load
 
     @classmethod
-    def of(cls, run_type: RunType, request: Request, *, is_exact: bool = False) -> CallKind:
+    def of(cls, run_type: RunType, request: Request, timing: UpdateTiming = STALE) -> CallKind:
         grain: Grain = "layer" if request.config.recompute_grain is RecomputeGrain.LAYER else "stage"
         batches = request.batches
         # An `Arriving` is a leaf; its tensor's shape is known before it has arrived.
         leaves = [getattr(leaf, "value", leaf) for leaf in tree_leaves((batches.args[0], batches.kwargs[0]))]
         num_elements = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
         count, size = len(batches.args), num_elements.bit_length()
-        return cls(run_type, count, size, grain, is_exact, Load(count, size, run_type is RunType.INFER))
+        return cls(run_type, count, size, grain, timing, Load(count, size, run_type is RunType.INFER))
 
 
 class _Planned(NamedTuple):
@@ -116,6 +128,7 @@ class Planner:
     """The plans of one model, by kind of call."""
 
     def __init__(self, store: LayerStore, pool: DevicePool, name: str) -> None:
+        self.number = next(_numbers)  # each division of a model into layers has its planner
         self._store = store
         self._pool = pool
         self._name = name
@@ -136,18 +149,23 @@ class Planner:
     # Planning a call: its schedule and costs.
 
     def schedule(
-        self, kind: CallKind, request: Request, probe: Callable[[CallKind, Request], None]
+        self, kind: CallKind, request: Request, try_out: Callable[[CallKind, Request, Trial], None]
     ) -> tuple[StageTask, ...]:
-        """The tasks of a call. `probe`: a function that runs a probe of the call; see [Note: a blind planner]."""
+        """The tasks of a call. `try_out`: runs a trial of the call; see [Note: a blind planner]."""
         if self.limit_bytes is not None or not self._choices:  # no limit at the first call means no limit ever
             self.limit_bytes = self._pool.devices()[0].memory_limit_bytes()
         self._last_kind = None
+        for trial in self._rehearsals_of(kind, request):
+            with phase(f"{self._name}: compiling its layers for microbatches of new sizes or settings"):
+                try_out(kind, request, trial)
         user_plan = request.config.execute_plan
         if user_plan is not None:
             user_plan.check_valid(self._num_layers, kind.run_type)
             return build_schedule(user_plan, kind.run_type)
         if self.is_blind(kind):
-            probe(kind, request)
+            tasks = self._trial_tasks(RunType.INFER if request.loss_fn is None else RunType.FUSED)
+            with phase(f"{self._name}: measuring the device memory that its layers take, in a forward pass"):
+                try_out(kind, request, Trial(0, tasks, self.costs(kind, tasks)))
         self._last_kind = kind
         choice = self._choices.get(kind)
         if choice is None:
@@ -161,7 +179,7 @@ class Planner:
         return choice.planned.tasks
 
     def costs(self, kind: CallKind, tasks: tuple[StageTask, ...]) -> Costs:
-        """The tail and the weight budget of a schedule, and whether its run is measured."""
+        """The tail, the wave and the weight budget of a schedule, and whether its run is measured."""
         choice = self._choices.get(kind)
         num_learned = self._of(kind.load).num_learned
         known = min(num_learned, _ENOUGH_RUNS)
@@ -169,17 +187,17 @@ class Planner:
         state = (
             known,
             choice and choice.num_reviews,
-            kind.is_exact and measured_rate() is None,
+            kind.timing.is_exact and measured_rate() is None,
             self._memory_share.get(kind),
         )
         last_state, costs = self._costs.get((kind, tasks), (None, None))
         if costs is None or last_state != state:
-            tail = self.tail(kind, tasks) if kind.is_exact else 1
-            # A blind planner has no budget: it does not know how much memory is unused.
-            room = (
-                0 if self.is_blind(kind) else weight_room_bytes(tasks, self._profile(kind.load, kind), tail, kind.grain)
-            )
-            costs = Costs(kind.load, True, tail, room)
+            overlap = self._overlap_of(kind, tasks)
+            costs = Costs(kind.load, True, overlap, 0)
+            if not self.is_blind(kind):  # a blind planner has no budget: it does not know how much memory is unused
+                given = tasks, self._profile(kind.load, kind), overlap, kind.grain
+                staying = staying_layers(*given, between_calls=kind.run_type is RunType.INFER)
+                costs = dataclasses.replace(costs, weight_room_bytes=weight_room_bytes(*given), staying=staying)
             self._costs[kind, tasks] = state, costs
         # Times that have settled are measured only in the last call before a review.
         is_before_review = choice is not None and choice.calls_until_review == 1
@@ -192,11 +210,21 @@ class Planner:
             return False
         return bool(self._of(kind.load).layers_left)
 
-    def probe_tasks(self, *, with_loss: bool) -> tuple[StageTask, ...]:
-        """The tasks of a probe: a forward pass of one layer per task, which needs the least memory."""
-        run_type = RunType.FUSED if with_loss else RunType.INFER
+    def _trial_tasks(self, run_type: RunType) -> tuple[StageTask, ...]:
+        """The tasks of a trial: a forward pass of one layer per task, which needs the least memory."""
         tasks = build_schedule(ModelExecutePlan.layer_by_layer(self._num_layers, run_type), run_type)
         return tuple(task for task in tasks if task.kind is not TaskKind.BACKWARD)
+
+    def _rehearsals_of(self, kind: CallKind, request: Request) -> Iterator[Trial]:
+        """The trials that compile the layers for those microbatches of a call whose shapes or settings are new."""
+        if request.compiling is None:
+            return
+        settings = Ambient.capture(), tuple(LayerSettings.of(layer).key for layer in self._store.layers)
+        phase = LayerPhase.INFERENCE if kind.run_type is RunType.INFER else LayerPhase.FUSED
+        tasks, costs = self._trial_tasks(RunType.INFER), Costs(_NO_LOAD, False, Overlap(), 0)
+        given = [tree_leaves(each) for each in zip(request.batches.args, request.batches.kwargs, strict=True)]
+        for rehearsal in request.compiling.missing(settings, phase.value, given):
+            yield Trial(rehearsal.microbatch, tasks, costs, phase, rehearsal)
 
     # Learning from runs.
 
@@ -223,12 +251,16 @@ class Planner:
             return False
         self.limit_bytes = self._pool.devices()[0].memory_limit_bytes()  # other processes may have taken memory
         finest, before = self._finest_plan(kind), choice.planned
+        overlap = self._overlap_of(kind, before.tasks)
         if before == finest and self._memory_share.get(kind, 1.0) < _SMALLEST_SHARE:
             return False
-        while choice.planned == before and self._memory_share.get(kind, 1.0) >= _SMALLEST_SHARE:
+        # A plan with a smaller tail or wave needs less memory, too.
+        is_smaller = False
+        while not is_smaller and self._memory_share.get(kind, 1.0) >= _SMALLEST_SHARE:
             self._memory_share[kind] = self._memory_share.get(kind, 1.0) * _SHRINK
             choice.planned = self._best_plan(kind, None)
-        if choice.planned == before:
+            is_smaller = choice.planned != before or self._overlap_of(kind, choice.planned.tasks) != overlap
+        if not is_smaller:
             choice.planned = finest
         self._pool.release_unused()
         return True
@@ -242,12 +274,15 @@ class Planner:
 
     # Choosing plans and tails.
 
-    def tail(self, kind: CallKind, tasks: Sequence[StageTask]) -> int:
-        """The tail of a call whose caller waits for the update: how many microbatches run backward layer by layer."""
+    def overlap(self, kind: CallKind, tasks: Sequence[StageTask]) -> Overlap:
+        """The tail and the wave of a call with an exact step: how it adapts to the update."""
         update_s = self._update_s()
         if update_s is None or self.is_blind(kind):
-            return 1
-        return tail_and_step_s(tasks, self._profile(kind.load, kind), update_s, kind.grain)[0]
+            return Overlap()
+        return forecast_step(tasks, self._profile(kind.load, kind), update_s, kind.grain, kind.timing)[0]
+
+    def _overlap_of(self, kind: CallKind, tasks: Sequence[StageTask]) -> Overlap:
+        return self.overlap(kind, tasks) if kind.timing.is_exact else Overlap()
 
     def _finest_plan(self, kind: CallKind) -> _Planned:
         plan = ModelExecutePlan.layer_by_layer(self._num_layers, kind.run_type)
@@ -259,16 +294,16 @@ class Planner:
             return self._finest_plan(kind)
         profile = self._profile(kind.load, kind)
         limit = math.inf if profile.memory_limit_bytes is None else profile.memory_limit_bytes
-        update_s = self._update_s() if kind.is_exact else None
+        update_s = self._update_s() if kind.timing.is_exact else None
         if update_s is None:
             plan = choose_plan(kind.run_type, profile, kind.grain)
         else:
-            plan = choose_exact_plan(profile, update_s, kind.grain)
+            plan = choose_exact_plan(profile, update_s, kind.grain, kind.timing)
         new = _Planned(plan, build_schedule(plan, kind.run_type))
-        new_s = tail_and_step_s(new.tasks, profile, update_s, kind.grain)[1]
+        new_s = forecast_step(new.tasks, profile, update_s, kind.grain, kind.timing)[1]
         memory = StageMemory(profile.layers, kind.grain, kind.num_microbatch)
         if old is not None:
-            old_s = tail_and_step_s(old.tasks, profile, update_s, kind.grain)[1]
+            old_s = forecast_step(old.tasks, profile, update_s, kind.grain, kind.timing)[1]
             is_hardly_faster = new_s > _WORTH_A_CHANGE * old_s
             if is_hardly_faster and memory.peak_bytes(old.tasks, profile.num_devices) <= limit:
                 return old
@@ -300,7 +335,7 @@ class Planner:
             "%s: plan for %s%s calls with %d microbatches: %d stages, forward %s, backward %s; predicted %.3g s a "
             "step, %.3g%s GB of device memory",
             self._name,
-            "exact " if kind.is_exact else "",
+            "exact " if kind.timing.is_exact else "",
             kind.run_type.value,
             kind.num_microbatch,
             len(planned.tasks),

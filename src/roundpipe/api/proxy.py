@@ -9,16 +9,18 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from roundpipe.api.engine import ModelEngine
+from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import on_optimizer_side
 from roundpipe.errors import ArgumentTypeError, UsageError
+from roundpipe.packed import plain_state
 from roundpipe.stats import StepStats
 
 logger = logging.getLogger("roundpipe")
@@ -47,6 +49,29 @@ class _BoundForward(functools.partial[Any]):
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.args[0].original_model.forward)
+
+
+def refuse_tracing() -> None:
+    """Raise UsageError if torch.compile traces the code that called a wrapper. A wrapper's calls begin with it."""
+    if torch.compiler.is_dynamo_compiling():
+        torch.compiler.disable(_refuse_compiling)()  # disabled: it runs, and raises, instead of being traced
+
+
+def refuse_config_among(kwargs: Mapping[str, Any]) -> None:
+    """Raise ArgumentTypeError for a run config among the model's arguments: a model that takes any would ignore it."""
+    for name, value in kwargs.items():
+        if isinstance(value, RoundPipeRunConfig):
+            raise ArgumentTypeError(
+                f"{name}= is passed on to the model; a call of the model takes its RoundPipeRunConfig as "
+                "roundpipe_run_config=, and forward_backward() as run_config=."
+            )
+
+
+def _refuse_compiling() -> NoReturn:
+    raise UsageError(
+        "torch.compile cannot trace a wrapped model or code that calls it: its layers run on threads of their devices. "
+        "For compiled layers wrap the plain module with compile=True; compile only code that does not call the model."
+    )
 
 
 class _Rehearsal(TorchFunctionMode):
@@ -91,7 +116,11 @@ class ModelProxy(nn.Module):
     # Optimizer steps, stopping and closing.
 
     def step(self, step_fn: Callable[..., object], is_async: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Run `step_fn(*args, **kwargs)` on the optimizer thread, over the gradients gathered since the last step."""
+        """Run `step_fn(*args, **kwargs)` on the optimizer thread, over the gradients gathered since the last step.
+
+        is_async: whether to return at once. Calls after the step then compute with weights that are one step old; with
+            staleness=0 with the new ones, each layer as soon as it is updated.
+        """
         if not callable(step_fn):
             raise ArgumentTypeError(
                 "step_fn must be callable, such as a function that calls optimizer.step(), got "
@@ -232,9 +261,13 @@ class ModelProxy(nn.Module):
         return result
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model's own `save_pretrained` on the newest weights."""
+        """Run the wrapped model's own `save_pretrained` on the newest weights; packed ones are written expanded."""
         self._engine.synchronize()
-        return self._target().save_pretrained(*args, **kwargs)  # type: ignore[operator]
+        target = self._target()
+        if kwargs.get("state_dict") is None and not hasattr(target, "peft_config"):  # PEFT writes the adapter alone
+            expanded = plain_state(target)
+            kwargs |= {} if expanded is None else {"state_dict": expanded}
+        return target.save_pretrained(*args, **kwargs)  # type: ignore[operator]
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model's own `push_to_hub` on the newest weights."""
@@ -307,6 +340,10 @@ class ModelProxy(nn.Module):
 
     def cpu(self) -> Self:
         return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Always raise UsageError: layers are compiled by the wrapper's argument `compile`."""
+        _refuse_compiling()
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing but log the reason."""

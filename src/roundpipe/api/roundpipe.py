@@ -15,19 +15,22 @@ from torch import nn
 from roundpipe.api.engine import ModelEngine
 from roundpipe.api.loss_trials import OwnLoss
 from roundpipe.api.loss_weights import outputs_alone
-from roundpipe.api.proxy import ModelProxy, like_the_models
-from roundpipe.api.split_model import SplitModel
+from roundpipe.api.proxy import ModelProxy, like_the_models, refuse_config_among, refuse_tracing
+from roundpipe.api.split_model import ResidentForward, SplitModel, UnsplitModel
+from roundpipe.compiled import CompileOptions, Compiling
 from roundpipe.config import ResolvedRunConfig, RoundPipeRunConfig, resolve
 from roundpipe.devices import host_pinner, parse_devices, require_device
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelChangedError, UsageError
 from roundpipe.microbatch.merge import as_microbatches, is_merging_late, merge_late
 from roundpipe.module_copy import num_hooks
+from roundpipe.module_names import user_names
 from roundpipe.plan import ModelProfile
 from roundpipe.runtime.pool import shared_pool
-from roundpipe.split.transformers import CacheSwitch, install_capturing_hooks, refuse_lost_captures
+from roundpipe.runtime.run import weights_stay
+from roundpipe.split.transformers import install_capturing_hooks, refuse_lost_captures
 from roundpipe.store import PinMode
 from roundpipe.store.adopt import refuse_owned
-from roundpipe.store.records import user_names
+from roundpipe.store.values import MASTER_BITS
 from roundpipe.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -45,6 +48,13 @@ class RoundPipe(ModelProxy):
     devices: the pool, such as ["cuda:0", "cuda:1"] or ["cpu"] * 4; default every GPU, else one virtual CPU device.
     process_group: the machines that train this model together, such as torch.distributed.group.WORLD. Each runs the
         same script on its part of every batch and holds a part of the optimizer. None: this process trains alone.
+    staleness: how many updates old the weights of a call may be after `step(..., is_async=True)`. With 0 the call
+        computes with the new weights: the upload of each layer waits for the update of that layer.
+    compile: True to run layers compiled by torch.compile, once for all layers of a kind; or a dict of its arguments.
+        Layers that cannot be compiled run eagerly and are named in the log.
+    master_bits: 24 stores float32 masters of bfloat16 weights with 8 bits beside the weight instead of 16. What an
+        optimizer computes is rounded stochastically. Needs optim_dtype=torch.float32; masters of float32 weights stay
+        whole.
     """
 
     num_layers: int
@@ -62,8 +72,12 @@ class RoundPipe(ModelProxy):
         *,
         devices: Sequence[str | torch.device] | str | None = None,
         process_group: ProcessGroup | None = None,
+        staleness: Literal[0, 1] = 1,
+        compile: bool | Mapping[str, Any] = False,
+        master_bits: Literal[32, 24] = 32,
     ) -> None:
         check_arguments(model, optim_dtype, name, model_run_config)
+        check_master_bits(model, master_bits, optim_dtype)
         self._open(
             model,
             model,
@@ -74,6 +88,9 @@ class RoundPipe(ModelProxy):
             pin_model,
             devices=devices,
             process_group=process_group,
+            staleness=staleness,
+            compile=compile,
+            master_bits=master_bits,
         )
 
     @classmethod
@@ -100,12 +117,17 @@ class RoundPipe(ModelProxy):
         *,
         devices: Sequence[str | torch.device] | str | None = None,
         process_group: ProcessGroup | None = None,
+        staleness: int = 1,
+        compile: bool | Mapping[str, Any] | CompileOptions = False,
+        master_bits: int = 32,
         merges_late: bool = False,
         split_model: SplitModel | None = None,
+        is_part: bool = False,
     ) -> None:
         """Initialise the wrapper. `model` is the module that runs, `original_model` the user's; they may differ.
 
         split_model: the model that the layers of `model` were split from, if there is one.
+        is_part: whether the module is a part of a model whose own forward calls it.
         """
         pin_mode = to_pin_mode(pin_model)
         specs = parse_devices(devices)
@@ -123,8 +145,11 @@ class RoundPipe(ModelProxy):
             pinner=host_pinner(specs),
             split_model=split_model,
             own_loss=OwnLoss(original_model, layers) if split_model is None else split_model.own_loss,
-            cache_switch=CacheSwitch(model) if split_model is None and not is_chain(model) else None,
+            unsplit_model=UnsplitModel(model, is_part=is_part) if split_model is None and not is_chain(model) else None,
             process_group=process_group,
+            staleness=checked_staleness(staleness),
+            master_bits=master_bits,
+            compiling=Compiling.of(CompileOptions.of(compile), original_model),
         )
         super().__init__(
             model,
@@ -144,6 +169,8 @@ class RoundPipe(ModelProxy):
         self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = RoundPipeRunConfig(), **kwargs: Any
     ) -> Any:
         """Run the model on a batch; with grad the result can be backpropagated."""
+        refuse_tracing()
+        refuse_config_among(kwargs)
         config = self._resolve(roundpipe_run_config)
         if self._engine.is_joined:
             self._refuse_hooks_of_the_call(config)
@@ -174,9 +201,11 @@ class RoundPipe(ModelProxy):
         Returns when the losses are known. The rest of the backward pass goes on in the background, and everything that
         needs the gradients waits for them.
         """
+        refuse_tracing()
         if not isinstance(input_args, tuple | list):
             raise ArgumentTypeError(
-                f"input_args must be a tuple, such as (x,) with its comma, got {type(input_args).__name__}."
+                f"input_args must be a tuple, such as (x,) with its comma, got {type(input_args).__name__}; arguments "
+                "by name, such as a batch in a dict, are input_kwargs=batch."
             )
         if not isinstance(input_kwargs, Mapping):
             raise ArgumentTypeError(f"input_kwargs must be a dict, got {type(input_kwargs).__name__}.")
@@ -216,7 +245,11 @@ class RoundPipe(ModelProxy):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model's own `generate` with every forward on the devices; caches stay there."""
+        """Run the wrapped model's own `generate` with every forward on the devices; caches stay there.
+
+        Weights stay on the devices, too, until `generate` returns: all on one device if they fit there, else the layers
+        that fit. Code that runs meanwhile must not write weights through `.data`.
+        """
         split_model = self._engine.split_model
         if split_model is None:
             raise UsageError(
@@ -224,7 +257,13 @@ class RoundPipe(ModelProxy):
                 "with the plain model (its .model) after synchronize()."
             )
         self._engine.wait_for_visible_weights()  # generate() runs code on the host, which may read parameters
-        return split_model.generating(self.forward).generate(*args, **kwargs)
+        engine, device = self._engine, shared_pool(self._engine.specs).devices()[0]
+        is_alone = engine.group.machines is None
+        with (
+            weights_stay(engine.group) as scope,
+            ResidentForward(engine, self.original_model, device, self.forward, scope, is_alone=is_alone) as forward,
+        ):
+            return split_model.generating(forward).generate(*args, **kwargs)
 
     def _refuse_hooks_of_the_call(self, config: ResolvedRunConfig) -> None:
         """Raise if the forward of the model around this part has set up hooks for this call that cannot work here."""
@@ -304,9 +343,49 @@ def check_options(model: object, optim_dtype: object, name: object, model_run_co
         )
 
 
+def checked_staleness(staleness: object) -> int:
+    """Return the option `staleness`, or raise if it is not 0 or 1."""
+    if isinstance(staleness, bool) or not isinstance(staleness, int):
+        raise ArgumentTypeError(f"staleness must be 0 or 1, got {staleness!r} of type {type(staleness).__name__}.")
+    if staleness not in (0, 1):
+        raise ConfigError(
+            f"staleness must be 0 (calls compute with the newest weights) or 1 (after an asynchronous step, with those "
+            f"before it), got {staleness}."
+        )
+    return staleness
+
+
+def check_master_bits(model: nn.Module, master_bits: object, optim_dtype: torch.dtype | None) -> None:
+    """Raise unless the masters of the model can have so many bits."""
+    if isinstance(master_bits, bool) or not isinstance(master_bits, int):
+        raise ArgumentTypeError(
+            f"master_bits must be 32 or 24, got {master_bits!r} of type {type(master_bits).__name__}."
+        )
+    if master_bits not in MASTER_BITS:
+        raise ConfigError(f"master_bits must be 32 (masters are float32) or 24 (with rounding), got {master_bits}.")
+    if master_bits == 32:
+        return
+    if optim_dtype is not torch.float32:
+        raise ConfigError(
+            f"master_bits={master_bits} is for float32 masters of bfloat16 weights, and optim_dtype is {optim_dtype}; "
+            "give optim_dtype=torch.float32, too."
+        )
+    trained = {param.dtype: name for name, param in reversed(list(model.named_parameters())) if param.requires_grad}
+    if torch.float16 in trained or (trained and torch.bfloat16 not in trained):
+        dtype = torch.float16 if torch.float16 in trained else next(iter(trained))
+        raise ConfigError(
+            f"master_bits={master_bits} is for float32 masters of bfloat16 weights: the master is the weight and 8 "
+            f"bits more. The parameter {trained[dtype]!r}, which trains, is {dtype}. Load the model in torch.bfloat16, "
+            "or leave master_bits out."
+        )
+
+
 def _refuse_wrapped(model: nn.Module) -> None:
     if isinstance(model, ModelProxy):
-        raise UsageError(f"this model is a {type(model).__name__} already; wrap the plain module (its .model).")
+        raise UsageError(
+            f"this model is a {type(model).__name__} already; use it as it is, or close() it and wrap the plain "
+            "module, its .original_model."
+        )
     for path, module in model.named_modules():
         if isinstance(module, ModelProxy):
             raise UsageError(

@@ -7,33 +7,36 @@ rules of api.wrap_rules.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from roundpipe.api.auto import AutoRoundPipe, DeviceLoss, LossModule, loss_function_of, outside_of
-from roundpipe.api.roundpipe import RoundPipe, call_site, check_arguments, to_pin_mode
+from roundpipe.api.roundpipe import RoundPipe, call_site, check_arguments, check_master_bits, to_pin_mode
 from roundpipe.api.split_model import SplitModel
 from roundpipe.api.wrap_rules import (
     AS_USUAL,
     IN_ONE_PIECE,
     Part,
     WrapRules,
-    bare_modules,
     layer_with_batch_elsewhere,
     size_bytes,
 )
+from roundpipe.compiled import CompileOptions, PartsToCompile, inside_of, without_wrappers
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import parse_devices
 from roundpipe.errors import ArgumentTypeError, ConfigError, ModelSplitError
 from roundpipe.models import Convert, find_preset
+from roundpipe.module_names import user_names
+from roundpipe.packed import checked_form, pack_frozen, take_quantised
 from roundpipe.split.discovery import block_paths
+from roundpipe.split.kernels import GpuKernels
 from roundpipe.split.splitter import ModelSplitter
 from roundpipe.split.transformers import (
-    FusedKernels,
     TrainedCache,
     fill_from_meta,
     has_pretrained,
@@ -41,11 +44,12 @@ from roundpipe.split.transformers import (
     stop_checkpointing,
     warn_of_untested_release,
 )
-from roundpipe.store.adopt import refuse_owned, refuse_special_tensors, require_training_memory
-from roundpipe.store.records import user_names
+from roundpipe.store.adopt import refuse_owned, refuse_special_tensors
+from roundpipe.store.training_memory import require_training_memory
 
 logger = logging.getLogger("roundpipe")
-_OPTIONS = ("devices", "optim_dtype", "pin_model", "process_group")
+_WORTH_COLLECTING_BYTES = 64 << 20  # collecting garbage takes up to a second in a large process
+_OPTIONS = ("compile", "devices", "master_bits", "optim_dtype", "pin_model", "process_group", "staleness")
 _SPLIT_OPTIONS = ("example_inputs", "liger_kernels")
 _ADVICE = (
     "it is wrapped part by part, and its own forward runs on the CPU between the parts. To run the whole model on the "
@@ -59,11 +63,14 @@ class SplitOptions:
     """The user's options for splitting a model, checked at construction."""
 
     example_inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    liger_kernels: bool
+    liger_kernels: bool | Mapping[str, bool]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.liger_kernels, bool):
-            raise ArgumentTypeError(f"liger_kernels must be True or False, got {self.liger_kernels!r}.")
+        if not isinstance(self.liger_kernels, bool | Mapping):
+            raise ArgumentTypeError(
+                "liger_kernels must be True or False, or a dict that turns kernels on and off, got "
+                f"{self.liger_kernels!r}."
+            )
         given = self.example_inputs
         is_list = isinstance(given, Sequence) and not isinstance(given, str)
         if not isinstance(given, Mapping) and not (is_list and all(isinstance(each, Mapping) for each in given)):
@@ -86,6 +93,7 @@ def wrap_model_to_roundpipe(
     override_config: dict[nn.Module, RoundPipeRunConfig] = {},
     model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),
     name: str | None = None,
+    frozen_weights: Literal["nf4", "int8", "fp8"] | None = None,
     **roundpipe_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
     """Wrap any model: by its preset, as layers that it is split into, or submodule by submodule.
@@ -98,10 +106,15 @@ def wrap_model_to_roundpipe(
     override_config: run options of single modules; they override all others.
     model_run_config: run options of all RoundPipes that are made.
     name: shown in logs and errors; default the file and line of this call. Names of parts begin with it.
-    roundpipe_kwargs: optim_dtype, pin_model, devices and process_group, as for `RoundPipe`; and for split models:
+    frozen_weights: the form in which linear weights and experts that do not train are packed, in place. Layers compute
+        with the values that the packed weights stand for. Embeddings, norms and heads stay as they are. Weights of
+        linear modules that come quantised are packed in any case, with their own codes and scales.
+    roundpipe_kwargs: optim_dtype, master_bits, pin_model, devices, process_group, staleness and compile, as for
+        `RoundPipe`; and for models that are split:
         example_inputs: keyword arguments of a call, or a list of such dicts. The model is split for these calls now.
             For calls of another form it is split again when the first one is made.
-        liger_kernels: True to let a model of transformers use the kernels of the package liger-kernel on GPUs.
+        liger_kernels: True to let a model of transformers use the kernels of the package liger-kernel on GPUs; a dict
+            says which, such as {"rope": False}.
 
     Returns a RoundPipe if the model is wrapped as a whole. Otherwise returns an AutoRoundPipe: the model itself, in
     which RoundPipes replace submodules until it is closed.
@@ -111,13 +124,18 @@ def wrap_model_to_roundpipe(
         thresholds["upper_threshold"] = upper_threshold
     _check(use_sequential_preset, thresholds, skip_modules, override_config, roundpipe_kwargs)
     check_arguments(model, roundpipe_kwargs.get("optim_dtype"), name, model_run_config)
+    check_master_bits(model, roundpipe_kwargs.get("master_bits", 32), roundpipe_kwargs.get("optim_dtype"))
+    form = checked_form(frozen_weights)
     refuse_owned(model)
+    options = dict(roundpipe_kwargs, name=name or call_site())
+    take_quantised(model, options["name"])
     refuse_special_tensors(model)  # checked before splitting, which runs the model
     refuse_flex_attention(model)
-    options = dict(roundpipe_kwargs, name=name or call_site())
+    override_config = {inside_of(module): config for module, config in override_config.items()}
+    model = without_wrappers(model)
+    if form is not None:
+        pack_frozen(model, form, options["name"])
     split_options = SplitOptions(options.pop("example_inputs", ()), options.pop("liger_kernels", False))
-    if has_pretrained(model) or split_options.example_inputs:
-        _refuse_compiled(model, ())
     if use_sequential_preset is not False:
         config = override_config.get(model, AS_USUAL).over(model_run_config)
         wrapped = _wrap_as_layers(model, split_options, config, options, is_required=use_sequential_preset is True)
@@ -126,7 +144,6 @@ def wrap_model_to_roundpipe(
     if upper_threshold is None:
         upper_threshold = size_bytes(model) // (len(parse_devices(options.get("devices"))) + 1)
     parts = WrapRules(lower_threshold, upper_threshold, skip_modules).parts(model)
-    _refuse_compiled(model, {part.module for part in parts})
     _warn_of_unused(model, parts, skip_modules, override_config)
     _warn_of_one_microbatch(parts, override_config)
     if [part.module for part in parts] == [model]:
@@ -210,7 +227,9 @@ def _wrap_split(
     _check_memory(list(reversed(list(model.modules()))), options)
     fill_from_meta(model)
     stop_checkpointing(model)
-    kernels = FusedKernels(model) if split_options.liger_kernels else None
+    kernels = GpuKernels(model)
+    if split_options.liger_kernels is not False:
+        kernels.apply_liger({} if split_options.liger_kernels is True else split_options.liger_kernels)
     splitter = ModelSplitter(model, kernels)
     with torch.enable_grad():  # the grad mode is part of a form of call: examples are training calls
         for example in examples:
@@ -225,6 +244,8 @@ def _wrap_split(
     )
     layers = nn.Sequential(*splitter.layers)
     split_model = SplitModel(model, splitter)
+    if size_bytes(model) >= _WORTH_COLLECTING_BYTES:
+        gc.collect()  # copies of modules, which splitting has left in cycles, hold the weights, which move next
     names = user_names(model)
     return RoundPipe._over(layers, model, names, model_run_config=config, split_model=split_model, **options)
 
@@ -244,6 +265,7 @@ def _wrap_parts(
     """
     optim_dtype, name = options.get("optim_dtype"), options["name"]
     modules = [part.module for part in parts]
+    compiled = PartsToCompile(CompileOptions.of(options.get("compile", False)), model)
     _check_memory([*modules, outside_of(model, set(modules))], options)
     made: dict[nn.Module, RoundPipe] = {}
     names = user_names(model)
@@ -256,7 +278,13 @@ def _wrap_parts(
             names,
             # If the user sets merge_output=False for this module, the model's forward gets packed data, not tensors.
             merges_late=part.config.merge_output is False and own.merge_output is None,
-            **dict(options, name=f"{name}.{part.path}", model_run_config=own.over(part.config).over(base)),
+            is_part=True,
+            **dict(
+                options,
+                name=f"{name}.{part.path}",
+                model_run_config=own.over(part.config).over(base),
+                compile=compiled.whole(part.module) or False,
+            ),
         )
         return made[part.module]
 
@@ -274,7 +302,7 @@ def _wrap_parts(
             specs=parse_devices(options.get("devices")),
             optim_dtype=optim_dtype,
             model_run_config=model_run_config,
-            process_group=options.get("process_group"),
+            **{key: options[key] for key in ("master_bits", "process_group", "staleness") if key in options},
             advice=advice,
         )
     except BaseException:
@@ -285,9 +313,14 @@ def _wrap_parts(
 
 def _check_memory(modules: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
     """Raise if training does not fit into host memory. A tensor is counted in the first of `modules` that has it."""
-    pin_mode = to_pin_mode(options.get("pin_model", "alloc"))
-    trains = torch.is_grad_enabled()
-    require_training_memory(modules, options.get("optim_dtype"), pin_mode, trains=trains, warns_of_async=False)
+    require_training_memory(
+        modules,
+        options.get("optim_dtype"),
+        to_pin_mode(options.get("pin_model", "alloc")),
+        trains=torch.is_grad_enabled(),
+        warns_of_async=False,
+        master_bits=options.get("master_bits", 32),
+    )
 
 
 def _check(
@@ -317,24 +350,12 @@ def _check(
                 "override_config must map modules of the model to RoundPipeRunConfigs, got "
                 f"{type(module).__name__}: {type(config).__name__}."
             )
+    CompileOptions.of(roundpipe_kwargs.get("compile", False))
     unknown = sorted(roundpipe_kwargs.keys() - {*_OPTIONS, *_SPLIT_OPTIONS})
     if unknown:
         raise ArgumentTypeError(
             f"wrap_model_to_roundpipe() got an unknown argument {unknown[0]!r}; RoundPipe takes {', '.join(_OPTIONS)}."
         )
-
-
-def _refuse_compiled(model: nn.Module, layers: Container[nn.Module]) -> None:
-    """Raise ConfigError if torch.compile has compiled the model, or a module of it outside of `layers`.
-
-    The code of such a module calls the modules that it was compiled with. A layer runs the module without that code.
-    """
-    for path, module in bare_modules(model, layers):
-        if type(module).__name__ == "OptimizedModule":
-            raise ConfigError(
-                f"{path or 'the model'} is compiled with torch.compile, but RoundPipe runs its modules one by one; "
-                "wrap the model without torch.compile. The module that was compiled is its `_orig_mod`."
-            )
 
 
 def _warn_of_one_microbatch(parts: Sequence[Part], override_config: Mapping[nn.Module, RoundPipeRunConfig]) -> None:

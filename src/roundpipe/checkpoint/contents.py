@@ -4,8 +4,9 @@ Also decides into which files the tensors go. `weights_of` and `capture` are cal
 
 [Note: names in a checkpoint] The group "weights" has the keys of the state dict (of a PEFT model: those of its
 adapters, the base model is not saved). The group "optimizer" has the parameter's name behind a prefix:
-`state/exp_avg/NAME` for the optimizer's tensors, `master/NAME` for a master in full, `master.low/NAME` and
-`master.ties/NAME` for a halved master, whose high half is the weight. A master that equals its weight is not saved.
+`state/exp_avg/NAME` for the optimizer's tensors (a moment in 8 bits has two, `exp_avg_8bit` and `exp_avg_scale`),
+`master/NAME` for a master in full, `master.low/NAME` and `master.ties/NAME` for a halved master, whose high half is the
+weight, `master.low/NAME` with 8 bits for a master of 24 bits. A master that equals its weight is not saved.
 
 """
 
@@ -37,6 +38,7 @@ from roundpipe.checkpoint.format import (
     require_storable,
     shard_header,
 )
+from roundpipe.checkpoint.original_form import write_generation_config
 from roundpipe.checkpoint.ranges import (
     MASTER,
     MASTER_LOW,
@@ -47,7 +49,9 @@ from roundpipe.checkpoint.ranges import (
     kind_of,
     place_of,
     range_sources,
+    roundings_of,
 )
+from roundpipe.compiled import Compiling, PartsToCompile
 from roundpipe.devices import generator_states, set_generator_states
 from roundpipe.distributed.line import Payload
 from roundpipe.errors import CheckpointError, ConfigError
@@ -178,6 +182,8 @@ def capture(
     values: dict[str, Any] = {
         "extra": extra,
         "random": random_states(),
+        "compiled": compiled_sizes(group),
+        "roundings": roundings_of(layers.homes),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "optimizer": None,
@@ -256,7 +262,7 @@ def _optimizer_state(
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 require_storable(value, f"{key!r} of the optimizer's state of {name!r}")
-                place = None if share is None else place_of(value, param)
+                place = None if share is None else place_of(key, value, param)
                 if share is not None and (not value.numel() if place is not None else share.rank > 0):
                     continue  # another machine has the values
                 # A parameter that is not the model's can be updated at any time: its state is copied now.
@@ -303,6 +309,26 @@ def names_in(optimizer: torch.optim.Optimizer, records: Mapping[ParameterRecord,
 
 
 # Random number generators.
+
+
+def compiled_sizes(group: Group) -> list[Any]:
+    """The sizes that each model of a group has compiled, in their order; None for models that compile nothing."""
+    return [None if member.compiling is None else member.compiling.state() for member in group.members]
+
+
+def set_compiled_sizes(group: Group, saved: Sequence[Any]) -> None:
+    """Continue with the sizes of a checkpoint, if it was saved with as many models."""
+    if len(saved) == len(group.members):
+        for member, state in zip(group.members, saved, strict=True):
+            if member.compiling is not None and state is not None:
+                member.compiling.take_over(state)
+
+
+def check_compiled_sizes(saved: Sequence[Any]) -> None:
+    """Raise if `set_compiled_sizes` would."""
+    for state in saved:
+        if state is not None:
+            Compiling(PartsToCompile(None, nn.Module())).take_over(state)
 
 
 def random_states() -> dict[str, Any]:
@@ -446,7 +472,7 @@ def all_entries(shards: Sequence[Shard], parts: Sequence[Payload]) -> dict[str, 
             entry = entry_from_json(name, data)
             known = tensors[group].get(name)
             if known is not None and sum(piece.num_bytes for piece in known.pieces) >= known.num_bytes:
-                continue  # a parameter of one element: its machine cannot tell a range from the whole
+                continue  # a vector of one range: its machine cannot tell the range from the whole
             if known is not None:
                 entry = dataclasses.replace(known, pieces=(*known.pieces, *entry.pieces))
             tensors[group][name] = entry
@@ -477,7 +503,7 @@ def write_configuration(folder: Path, model: Any, tokenizer: Any) -> None:
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
+            write_generation_config(folder, model.generation_config)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

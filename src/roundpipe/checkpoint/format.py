@@ -59,6 +59,7 @@ DTYPES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64",
 }
 DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}

@@ -28,10 +28,12 @@ from roundpipe.api.proxy import ModelProxy
 from roundpipe.checkpoint.contents import (
     STATE,
     HasState,
+    check_compiled_sizes,
     check_optimizer_values,
     check_random_states,
     description,
     names_in,
+    set_compiled_sizes,
     set_random_states,
     weights_of,
 )
@@ -48,14 +50,16 @@ from roundpipe.checkpoint.format import (
     read_manifest,
     state_file,
 )
+from roundpipe.checkpoint.optimizer_states import check_states, forget_missing, ranged_masters, read_states
 from roundpipe.checkpoint.ranges import (
     MASTER,
     MASTER_LOW,
     MASTER_TIES,
     RANGED_TIES,
+    Conversions,
     check_forms,
+    check_roundings,
     read_master,
-    read_own_range,
     ties_in,
 )
 from roundpipe.checkpoint.save import check_model
@@ -64,12 +68,10 @@ from roundpipe.checkpoint.verified import Reader, VerifiedFile, verify_files
 from roundpipe.distributed.line import Payload
 from roundpipe.distributed.machines import Machines
 from roundpipe.errors import CheckpointError, MachineError, add_note
-from roundpipe.optim.adam import divides_moments
-from roundpipe.optim.state_memory import moment_count, new_moment
-from roundpipe.store import LayerStore, OptimizerCopy, ParameterRecord, Share
-from roundpipe.store.host_memory import host_zeros_like, require_host_memory
+from roundpipe.optim.state_memory import require_room_for_state, state_placement
+from roundpipe.store import LayerStore, ParameterRecord, Share
 
-_MOST_NAMED = 5  # an error lists at most so many keys
+_MOST_NAMED = 5  # keys that an error lists at most
 _ADVICE = "Nothing was loaded. Free memory, or train fewer parameters."
 
 
@@ -182,6 +184,7 @@ class _Request:
                     add_note(error, note)
                 undo()
                 raise
+        set_compiled_sizes(self.model._engine.group, verified.values["compiled"])
         if restore_rng:
             set_random_states(verified.values["random"])
 
@@ -252,15 +255,18 @@ def _verified(folder: str | os.PathLike[str], only: Sequence[str] = (), share: S
         texts = {name: reader.content(name) for name in (own, STATE_FILE)}
     read = own
     try:
-        random = from_json(json.loads(texts[own]))["random"]
+        of_machine = from_json(json.loads(texts[own]))
+        random, compiled = of_machine["random"], of_machine.get("compiled", ())
         check_random_states(random)
+        check_compiled_sizes(compiled)
         read = STATE_FILE
         values = from_json(json.loads(texts[STATE_FILE]))
         _ = values["extra"], values["scheduler"], values["scaler"]
         check_optimizer_values(values["optimizer"])
+        check_roundings(values.get("roundings", {}))
     except Exception as error:  # values of another form can make torch, numpy and json raise anything
         raise CheckpointError(f"{path / read} does not have the expected content ({error!r}).") from error
-    return _Verified(path, manifest, {**values, "random": random}, files)
+    return _Verified(path, manifest, {**values, "random": random, "compiled": compiled}, files)
 
 
 def _files_of_others(manifest: Manifest, share: Share) -> set[str]:
@@ -272,7 +278,7 @@ def _files_of_others(manifest: Manifest, share: Share) -> set[str]:
         for piece in entry.pieces:
             of_ranges.add(piece.file)
             is_mine = piece.start < mine.stop * size and piece.start + piece.num_bytes > mine.start * size
-            if is_mine or name.startswith((MASTER_TIES, RANGED_TIES)):
+            if (is_mine and mine.start < mine.stop) or name.startswith((MASTER_TIES, RANGED_TIES)):
                 own.add(piece.file)
     return of_ranges - own
 
@@ -401,7 +407,7 @@ class _Restoration:
             wanted = store.masters.optim_dtype or record.weights.dtype
             if dtype is not None and dtype != wanted and self._reads_master(record):
                 raise CheckpointError(
-                    f"the optimizer's copy of {record.name!r} in {self._path} has dtype {dtype}, this model's has "
+                    f"the master of {record.name!r} in {self._path} has dtype {dtype}, this model's has "
                     f"{wanted}; wrap the model with optim_dtype={dtype}."
                 )
 
@@ -430,31 +436,12 @@ class _Restoration:
                     f"given: {_listed(differing)} are in only one of them."
                 )
         params = {names[id(param)]: param for group in groups for param in group["params"]}
-        needed, ranged = 0, _ranged(optimizer)
-        for name, entry in self._tensors.items():
-            if name.startswith(STATE):
-                param = params.get(name.removeprefix(STATE).partition("/")[2])
-                if param is None:
-                    raise CheckpointError(f"{self._path} has {name!r}, but the optimizer has no such parameter.")
-                self._check_state(name, entry, optimizer, param)
-                if not optimizer.state.get(param):
-                    is_ranged = id(param) in ranged and entry.shape == tuple(param.shape)
-                    needed += entry.num_bytes // (param.share.size if is_ranged else 1)
+        needed = {"optimizer state": check_states(self._tensors, optimizer, params, self._path)}
         unknown = saved["numbers"].keys() - params.keys()
         if unknown:
             raise CheckpointError(f"{self._path} has a state of {_listed(unknown)}, which the optimizer does not have.")
-        require_host_memory({"optimizer state": needed}, f"loading {self._path}", _ADVICE)
-
-    def _check_state(
-        self, name: str, entry: TensorEntry, optimizer: torch.optim.Optimizer, param: torch.Tensor
-    ) -> None:
-        """Raise if a tensor cannot be part of the state of a parameter. Only Adam's are known."""
-        is_known = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-        if is_known and (entry.shape != tuple(param.shape) or entry.dtype != DTYPES.get(param.dtype)):
-            raise CheckpointError(
-                f"{name!r} has shape {list(entry.shape)} and dtype {DTYPE_OF[entry.dtype]} in {self._path}, the "
-                f"parameter has {list(param.shape)} and {param.dtype}."
-            )
+        with state_placement(optimizer):
+            require_room_for_state(needed, f"loading {self._path}", _ADVICE)
 
     def _entry(self, group: Mapping[str, TensorEntry], name: str) -> TensorEntry:
         if name not in group:
@@ -488,72 +475,38 @@ class _Restoration:
             self._group.lock.run_user_code(lambda: self._model.load_state_dict(others, strict=False))
 
     def read_masters(self, reader: Reader, optimizer: torch.optim.Optimizer | None) -> None:
+        conversions = Conversions(self._values.get("roundings", {}))
         whole = set[int]()  # masters that an optimizer of torch updates, on all machines
         if self._group.machines is not None and optimizer is not None:
-            whole = {id(param) for group in optimizer.param_groups for param in group["params"]} - _ranged(optimizer)
+            whole = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            whole -= ranged_masters(optimizer)
         for record, store in self._records.items():
             low, full = self._tensors.get(MASTER_LOW + record.name), self._tensors.get(MASTER + record.name)
-            if (low is None and full is None) or not self._reads_master(record):
+            has_own_values = low is not None or full is not None
+            if not self._reads_master(record) or not (has_own_values or store.masters.bits == 24):
                 continue
             master = store.masters.of(record)
+            conversions.begin(record.name, master, has_own_values=has_own_values)
+            if not has_own_values:
+                continue
             with master.lock:
                 if id(master) in whole:
                     master.take_memory()
                 read_master(reader, record, master, full, low, self._ties.get(record.name, ()))
+        conversions.log(self._path)
 
     def read_optimizer(self, reader: Reader, optimizer: torch.optim.Optimizer) -> None:
         saved, names = self._values["optimizer"], names_in(optimizer, self._records)
-        ranged = _ranged(optimizer)
         params = {names[id(param)]: param for group in optimizer.param_groups for param in group["params"]}
         for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
-            group.update({key: value for key, value in options.items() if key != "params"})
+            # The form of the states is the optimizer's: what was saved in another one is converted.
+            group.update({key: value for key, value in options.items() if key not in ("params", "moments")})
         for param in params.values():
             if optimizer.state.get(param):
-                _forget_missing(optimizer.state[param], names[id(param)], self._tensors, saved["numbers"])
+                forget_missing(optimizer.state[param], names[id(param)], self._tensors, saved["numbers"])
         for name, numbers in saved["numbers"].items():
             optimizer.state[params[name]].update(numbers)
-        for name, entry in self._tensors.items():
-            if name.startswith(STATE):
-                _, key, owner = name.split("/", 2)
-                state, param = optimizer.state[params[owner]], params[owner]
-                old = state.get(key)
-                if id(param) in ranged and entry.shape == tuple(param.shape) and DTYPES[param.dtype] == entry.dtype:
-                    if not isinstance(old, torch.Tensor) or old.shape != (moment_count(param),):
-                        old = state[key] = new_moment(param)
-                    with torch._C.DisableTorchFunctionSubclass():
-                        read_own_range(reader, entry, param, param.share, old)
-                    continue
-                if not isinstance(old, torch.Tensor) or old.shape != entry.shape or DTYPES[old.dtype] != entry.dtype:
-                    old = state[key] = _memory_for(entry, params[owner])
-                reader.read_into(entry, old)
+        read_states(reader, self._tensors, optimizer, params, self._path)
         order = getattr(optimizer, "_order_states", None)
         if order is not None:
             order()
-
-
-def _ranged(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The ids of the masters of whose moments this machine has one range."""
-    return {
-        id(param)
-        for group in optimizer.param_groups
-        if divides_moments(optimizer, group)
-        for param in group["params"]
-        if isinstance(param, OptimizerCopy) and param.share is not None
-    }
-
-
-def _forget_missing(
-    state: dict[str, Any], name: str, tensors: Mapping[str, TensorEntry], numbers: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Remove entries of a parameter's state that the checkpoint does not have."""
-    for key in list(state):
-        if f"{STATE}{key}/{name}" not in tensors and key not in numbers.get(name, {}):
-            del state[key]
-
-
-def _memory_for(entry: TensorEntry, param: torch.Tensor) -> torch.Tensor:
-    """Memory for a tensor of an optimizer's state: laid out as its parameter if it has the same shape."""
-    dtype = DTYPE_OF[entry.dtype]
-    if entry.shape == tuple(param.shape) and dtype == param.dtype and param.device.type == "cpu":
-        return host_zeros_like(param)
-    return torch.empty(entry.shape, dtype=dtype, device=param.device)

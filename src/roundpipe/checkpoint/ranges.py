@@ -4,9 +4,10 @@ Knows no optimizer and no model; reads files through a Reader.
 
 [Note: ranges of machines] With a process group, every machine saves its range of masters and moments as one piece of
 the tensor NAME; the manifest joins the pieces, so a reader sees whole tensors. The ranges of a weight whose memory is
-not in row-major order are saved in the order of its memory, which the manifest names. `master.ties` has one bit per
-value, and ranges do not begin at bytes. So each machine has a tensor for itself: `master.ties.START/NAME`, where START
-is the number of the range's first value. Tensors that all machines have in full are saved by rank 0, files of weights
+not in row-major order are saved in the order of its memory, which the manifest names. A machine without an element of a
+parameter saves nothing of it. `master.ties` is made where a value lies half way between two weights, so some machines
+have it and others not. So each has a tensor for itself: `master.ties.START/NAME`, where START is the number of the
+range's first value. Tensors that all machines have in full are saved by rank 0, files of weights
 by all machines in turn.
 """
 
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,13 @@ from roundpipe.checkpoint.format import TensorEntry
 from roundpipe.checkpoint.verified import Reader, has_order_of
 from roundpipe.errors import CheckpointError
 from roundpipe.store import HalvedMaster, LayerStore, OptimizerCopy, ParameterRecord, Share
-from roundpipe.store.values import ShardedMaster, flat, packed_bits, unpacked_bits
+from roundpipe.store.forms import elements_per_entry
+from roundpipe.store.values import ShardedMaster, ShortMaster, flat, packed_bits, unpacked_bits
 
+logger = logging.getLogger("roundpipe")
 MASTER, MASTER_LOW, MASTER_TIES, RANGED_TIES = "master/", "master.low/", "master.ties/", "master.ties."
 Home = tuple[LayerStore, int]
+_OF_LOW: Mapping[str, type[HalvedMaster]] = {"I16": HalvedMaster, "I8": ShortMaster}  # by dtype of the low parts
 Ties = Sequence[tuple[int, TensorEntry]]  # numbers of first values, and the packed bits from there on
 
 
@@ -117,7 +123,7 @@ def range_sources(record: ParameterRecord, home: Home, share: Share, *, is_halve
         own = halves.own_values() if isinstance(halves, ShardedMaster) else None
         if is_halved:
             assert isinstance(own, HalvedMaster)
-            low = own.low if "low" in vars(own) else torch.zeros(own.weight.numel(), dtype=torch.int16)
+            low = own.low if "low" in vars(own) else torch.zeros(own.weight.numel(), dtype=own.low_dtype)
             place = dataclasses.replace(place, shape=(record.weights.numel(),))
             yield Source(MASTER_LOW + record.name, low, home, range=place)
             if "ties" in vars(own):
@@ -129,12 +135,15 @@ def range_sources(record: ParameterRecord, home: Home, share: Share, *, is_halve
         yield Source(MASTER + record.name, own.joined() if isinstance(own, HalvedMaster) else own, home, range=place)
 
 
-def place_of(state: torch.Tensor, param: Any) -> Range | None:
+def place_of(key: str, state: torch.Tensor, param: Any) -> Range | None:
     """The range of a tensor of an optimizer's state in the whole one; None if this machine has the whole one."""
     if not isinstance(param, OptimizerCopy) or param.share is None:
         return None
-    if state.shape != (param.share.count_of(param.numel()),):
+    mine, entry = param.share.range_of(param.numel()), elements_per_entry(key)
+    if state.shape != (-(-(mine.stop - mine.start) // entry),):
         return None
+    if entry > 1:
+        return Range(mine.start // entry, (-(-param.numel() // entry),), None)
     with torch._C.DisableTorchFunctionSubclass():
         return Range.of(param.share, param)
 
@@ -156,6 +165,41 @@ def ties_in(tensors: Mapping[str, TensorEntry], path: Path) -> dict[str, list[tu
     return found
 
 
+def roundings_of(records: Iterable[ParameterRecord]) -> dict[str, int]:
+    """How often each master of 24 bits was rounded, by the name of the parameter."""
+    masters = {record.name: record.master for record in records if record.master is not None}
+    return {name: master.rounding.count for name, master in masters.items() if master.rounding is not None}
+
+
+def check_roundings(saved: Any) -> None:
+    """Raise ValueError unless `saved` has the form of what `roundings_of` gives."""
+    if not isinstance(saved, dict) or not all(
+        isinstance(name, str) and type(count) is int and count >= 0 for name, count in saved.items()
+    ):
+        raise ValueError("the numbers of roundings of masters have another form")
+
+
+class Conversions:
+    """Counts the masters that are read with other bits than they were saved with, and logs it in one line."""
+
+    def __init__(self, roundings: Mapping[str, int]) -> None:
+        """`roundings`: what `roundings_of` has given when the checkpoint was saved."""
+        self._roundings = roundings
+        self._done: Counter[tuple[int, int]] = Counter()
+
+    def begin(self, name: str, master: OptimizerCopy, *, has_own_values: bool) -> None:
+        """Continue the roundings of a master. `has_own_values`: whether the checkpoint has more than its weight."""
+        saved, own = (24 if known else 32 for known in (name in self._roundings, master.rounding is not None))
+        if master.rounding is not None:
+            master.rounding.count = self._roundings.get(name, 0)
+        if has_own_values and saved != own:
+            self._done[saved, own] += 1
+
+    def log(self, path: Path) -> None:
+        for (saved, own), count in self._done.items():
+            logger.warning("%s: %d masters were converted from %d to %d bits.", path, count, saved, own)
+
+
 def check_forms(record: ParameterRecord, tensors: Mapping[str, TensorEntry], ties: Ties, path: Path) -> None:
     """Raise CheckpointError if what the checkpoint at `path` has of a master cannot be that of this parameter."""
     count, name = record.weights.numel(), record.name
@@ -168,9 +212,10 @@ def check_forms(record: ParameterRecord, tensors: Mapping[str, TensorEntry], tie
                 f"{prefix + name!r} has shape {list(entry.shape)} in {path} instead of {list(shape)}."
             )
     low = present[MASTER_LOW]
-    is_halved = low is not None and low.dtype == "I16" and record.weights.dtype is torch.bfloat16
-    if low is not None and (not is_halved or present[MASTER] is not None):
-        raise CheckpointError(f"{MASTER_LOW + name!r} in {path} is not a low half of a {record.weights.dtype} weight.")
+    is_low = low is not None and low.dtype in _OF_LOW and record.weights.dtype is torch.bfloat16
+    if low is not None and (not is_low or present[MASTER] is not None):
+        raise CheckpointError(f"{MASTER_LOW + name!r} in {path} is not a low part of a {record.weights.dtype} weight.")
+    is_halved = is_low and low is not None and _OF_LOW[low.dtype] is HalvedMaster
     for start, bits in ties:
         is_flat = len(bits.shape) == 1 and bits.dtype == "U8" and is_halved
         if not is_flat or not 0 <= start < count or bits.shape[0] > -(-(count - start) // 8):
@@ -188,7 +233,10 @@ def read_master(
     low: TensorEntry | None,
     ties: Ties,
 ) -> None:
-    """Set the values of a master whose weight was read already, from float32 values or from low halves."""
+    """Set the values of a master whose weight was read already, from float32 values or from low parts.
+
+    Values that need more bits than the master has are rounded to the nearest ones.
+    """
     if isinstance(master.halves, ShardedMaster):
         _read_sharded(reader, record.weights, master.halves, full, low, ties)
         return
@@ -196,9 +244,12 @@ def read_master(
         _set_values(master, reader.read(full))
         return
     assert low is not None
-    bits = read_ties(reader, ties, slice(0, record.weights.numel()))
-    if not isinstance(master.halves, HalvedMaster):
-        HalvedMaster(record.weights, reader.read(low), bits).join_into(master.values())
+    bits, form = read_ties(reader, ties, slice(0, record.weights.numel())), _OF_LOW[low.dtype]
+    if master.halves is None:
+        form(record.weights, reader.read(low), bits).join_into(master.values())
+        return
+    if type(master.halves) is not form:
+        _set_values(master, form(record.weights, reader.read(low), bits).joined())
         return
     reader.read_into(low, master.halves.low)
     if bits is not None:
@@ -207,7 +258,7 @@ def read_master(
 
 def _set_values(master: OptimizerCopy, values: torch.Tensor) -> None:
     """Set the values of a master; it stays halved if its halves can hold them."""
-    if master.halves is None or not master.halves.take(_like(values, master.halves.weight)):
+    if master.halves is None or not master.halves.take(_like(values, master.halves.weight), rounds=True):
         master.values().copy_(values)
         master.mark_touched()
 
@@ -232,6 +283,8 @@ def read_ties(reader: Reader, ties: Ties, values: slice) -> torch.Tensor | None:
 def read_own_range(reader: Reader, entry: TensorEntry, whole: torch.Tensor, share: Share, target: torch.Tensor) -> None:
     """Fill a flat tensor with this machine's range of an entry, in the memory order of `whole`, a dense tensor."""
     mine = share.range_of(whole.numel())
+    if mine.start == mine.stop:
+        return  # other machines read the values
     if has_order_of(entry, whole):
         reader.read_range(entry, mine.start, target)
         return
@@ -252,7 +305,7 @@ def _read_sharded(
     mine = master.share.range_of(weights.numel())
     if full is None and weights.is_contiguous():
         own = master.own_values()
-        if isinstance(own, HalvedMaster) and low is not None:
+        if low is not None and type(own) is _OF_LOW[low.dtype]:
             reader.read_range(low, mine.start, own.low)
             bits = read_ties(reader, ties, mine)
             if bits is not None:
@@ -266,5 +319,5 @@ def _read_sharded(
         assert low is not None
         plain = weights.contiguous()  # low halves are saved in row-major order
         bits = read_ties(reader, ties, slice(0, weights.numel()))
-        values.copy_(HalvedMaster(plain, reader.read(low), bits).joined())
-    master.take(values)
+        values.copy_(_OF_LOW[low.dtype](plain, reader.read(low), bits).joined())
+    master.take(values, rounds=True)

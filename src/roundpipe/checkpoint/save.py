@@ -42,7 +42,6 @@ from roundpipe.checkpoint.contents import (
     check_names,
     master_kinds,
     part_of,
-    random_states,
     shards_of,
     write_configuration,
 )
@@ -241,9 +240,7 @@ class PendingSave:
         self.wait_until_done()
         if self.error is not None:
             assert self._group is not None
-            with self._monitor:
-                errors = self._group.stepper.errors
-                errors[:] = [error for error in errors if error is not self.error]
+            self._group.stepper.was_raised(self.error)
             raise self.error
         return self.folder
 
@@ -297,7 +294,7 @@ class PendingSave:
                 if self._share.rank:
                     see_token(partial, folder["token"], self.folder)
                     self._partial = partial
-                    state = state_text({"random": random_states()}, "state")
+                    state = state_text({name: self._contents.values[name] for name in ("random", "compiled")}, "state")
                     self._write_small(state_file(self._share.rank), state)
                 else:
                     self._write_small_files(model, tokenizer, files)
@@ -392,8 +389,7 @@ class PendingSave:
             for layer in self._left:
                 if layer is not None:
                     store, layer_id = layer
-                    (store.held.add if held else store.held.discard)(layer_id)
-            self._monitor.changed()
+                    (store.hold if held else store.let_go)(layer_id)
 
     # On the thread of this save.
 
@@ -499,8 +495,7 @@ class PendingSave:
             del self._left[layer]
             if layer is not None:
                 store, layer_id = layer
-                store.held.discard(layer_id)
-                self._monitor.changed()
+                store.let_go(layer_id)
 
     def _complete(self, parts: Sequence[Payload]) -> None:
         """Write the manifest, give the folder its name, then replace `latest` and remove old checkpoints.
@@ -591,7 +586,7 @@ class PendingSave:
                 group.pending_save = None
                 if error is not None and not raises_here:
                     add_note(error, "it happened in the background while a checkpoint was written; training can go on")
-                    group.stepper.errors.append(error)
+                    group.report(error)
             if error is None:
                 self._group = None
             self._left.clear()

@@ -36,6 +36,7 @@ from roundpipe.checkpoint.format import (
     raw_bytes,
 )
 from roundpipe.errors import CheckpointError
+from roundpipe.host_facts import usable_cores
 from roundpipe.monitor import THREAD_PREFIX
 
 _PART_BYTES = 1 << 20  # the states of a checksum take 250 bytes per part
@@ -44,8 +45,7 @@ _MOST_OPEN = 64  # files that a Reader keeps open
 
 def io_threads() -> int:
     """How many threads read or write files: a few, so that checksums keep up with the disk."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores // 2))
+    return max(1, min(4, usable_cores() // 2))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""The options of `roundpipe train`: the command line, a YAML file with the same names, the checks of their values.
+"""Reads the options of `roundpipe train` from the command line and a YAML file with the same names, and checks them.
 
-Every field of trl.SFTConfig is an option too. Knows names and values, never data, models or devices in use.
+`cli/options` has the table of options; every field of the method's config class is an option too. Knows names and
+values, never data, models or devices in use.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -18,179 +20,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from roundpipe.cli.adapters import read_adapter_config
+from roundpipe.cli.methods import METHODS, Head, Method
+from roundpipe.cli.option_kinds import Receiver
+from roundpipe.cli.options import EXCLUSIVE, NAME_OF_SHORT, OPTIONS, option
+from roundpipe.compiled import CompileOptions
 from roundpipe.devices import parse_devices
 from roundpipe.errors import ConfigError
+from roundpipe.integrations.optimizers import chosen_moments, is_replaced
 
-# Short options and the field of trl.SFTConfig that each one sets. Settings use the names of the fields.
-_FIELD_OF = {
-    "out": "output_dir",
-    "seq_len": "max_length",
-    "batch": "per_device_train_batch_size",
-    "lr": "learning_rate",
-    "schedule": "lr_scheduler_type",
-    "warmup": "warmup_steps",
-    "epochs": "num_train_epochs",
-    "steps": "max_steps",
-    "eval_every": "eval_steps",
-    "save_every": "save_steps",
-    "keep": "save_total_limit",
-}
-_SHORT_OF = {field: short for short, field in _FIELD_OF.items()}
-# Options that exclude each other. One of them on the command line removes the others from the config file.
-_EXCLUSIVE = (("lora", "full"), ("exact", "stale"), ("num_train_epochs", "max_steps"))
-_REFUSED = {
-    "resume_from_checkpoint": "use --resume, alone or with a folder",
-    "dataset_kwargs": "the command prepares the data itself",
-    "padding_free": "it joins the batch into one sequence, which cannot be cut into microbatches; use --packing",
-    "auto_find_batch_size": "the batch keeps its size; --num-microbatch decides how much of it is on a device",
-    "deepspeed": "RoundPipe places the weights itself; name the devices with --devices",
-    "fsdp": "RoundPipe places the weights itself; name the devices with --devices",
-    "parallelism_config": "RoundPipe places the weights itself; name the devices with --devices",
-    "fp16": "loss scaling needs gradients in device memory; use --dtype bfloat16, or --bf16 true for autocast",
-    "fp16_full_eval": "a wrapped model cannot be cast; give the dtype of the weights with --dtype",
-    "bf16_full_eval": "a wrapped model cannot be cast; give the dtype of the weights with --dtype",
-    "debug": "it watches the modules of the plain model; --nonfinite stop names the module or parameter at fault",
-    "torch_compile": "layers run one by one",
-    "label_smoothing_factor": "TRL then runs two different forward passes before one backward pass",
-    "use_liger_kernel": "it replaces code of the model after the model is wrapped. Head and loss are fused without it; "
-    "for Liger's other kernels train in Python: RoundPipeSFTTrainer(model=wrap_model_to_roundpipe(model, "
-    "liger_kernels=True), ...)",
-}
 _FLOAT16 = "small gradients and moments become zero in float16; use bfloat16 or float32"
-_SMALL_STATE = re.compile("4bit|8bit|bnb|paged")  # optimizers of transformers that save device memory
+_SMALL_STATE = re.compile("4bit|8bit|32bit|bnb|paged")  # optimizers of transformers that save device memory
+_INT_LIMIT = 2**31  # no option needs a larger whole number
 
 
 def merge_command(adapter: str, merged: str) -> str:
     """The command that merges an adapter of PEFT into its model and saves the result."""
-    source, target = json.dumps(adapter), json.dumps(merged)
-    program = (
-        "from peft import AutoPeftModelForCausalLM as Model; from transformers import AutoTokenizer as Tokenizer; "
-        f"Model.from_pretrained({source}).merge_and_unload().save_pretrained({target}); "
-        f"Tokenizer.from_pretrained({source}).save_pretrained({target})"
-    )
-    return shlex.join(["python", "-c", program])
+    return shlex.join(["roundpipe", "merge", adapter, "--out", merged])
 
 
 _MERGE = f"the run saves the adapter alone. Merge it after the run: {merge_command('OUT', 'MERGED')} (two folders)"
-# Options that axolotl, LLaMA-Factory, TRL and Unsloth have and this command has not, and the answer to a user who types
-# one of them. The nearest spelling would lead astray.
+# Names that other tools have for what no option of this command does, and the answer to a user who types one.
+_NO_OPTION = {
+    "merge merge-lora merge-adapter merge-and-unload save-method": _MERGE,
+    "save-gguf push-gguf": f"{_MERGE}. llama.cpp converts the result to GGUF",
+    "early-stopping-threshold": "any lower loss counts as better; give --early-stopping N alone",
+    "use-dora use-rslora lora-modules-to-save loftq-config": "other adapters than plain LoRA need Python: "
+    "RoundPipeSFTTrainer(..., peft_config=LoraConfig(...))",
+    "beta pref-beta precompute-ref-log-probs": "it belongs to --method dpo, kto or orpo; give the method, too",
+    "dataset-prepared-path tokenized-path overwrite-cache": "leave it out: every start tokenizes the data",
+    "pad-to-sequence-len": "leave it out: rows are padded to the longest one of their batch",
+    "plot-loss": "leave it out: report.html in --out has the curves",
+}
+# The answer to a user who types a name that another tool has for an option. The nearest spelling would lead astray.
 _ELSEWHERE = {
     name: answer
-    for names, answer in (
-        ("merge merge-lora merge-adapter merge-and-unload save-method", _MERGE),
-        ("save-gguf push-gguf", f"{_MERGE}. llama.cpp converts the result to GGUF"),
-        (
-            "load-in-4bit load-in-8bit quantization-bit quantization-method quantization bnb-4bit-quant-type "
-            "bnb-4bit-quant-storage use-bnb-nested-quant",
-            "quantized weights are not supported yet. The weights are in host memory, so device memory does not limit "
-            "them; leave the option out",
-        ),
-        (
-            "val-size val-set-size validation-split-percentage",
-            "rows for evaluation are not split off; put them into a file of their own and give --eval-data FILE",
-        ),
-        ("eval-dataset test-datasets validation-file", "give --eval-data FILE_OR_DIR"),
-        (
-            "early-stopping-patience early-stopping-steps early-stopping-threshold",
-            "early stopping is not supported yet by this command. In Python: RoundPipeSFTTrainer(..., "
-            "callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])",
-        ),
-        (
-            "enable-liger-kernel liger-kernel liger-kernels liger-rope liger-rms-norm liger-glu-activation "
-            "liger-fused-linear-cross-entropy",
-            _REFUSED["use_liger_kernel"],
-        ),
-        ("model-name-or-path model-name base-model", "give --model DIR_OR_NAME"),
-        (
-            "dataset datasets dataset-name dataset-dir data-path train-file",
-            "give files or folders: --data FILE_OR_DIR. A dataset of the hub becomes a folder with "
-            "datasets.load_dataset(NAME, split='train').save_to_disk(DIR)",
-        ),
-        ("max-seq-length max-seq-len cutoff-len sequence-len block-size", "give --seq-len TOKENS"),
-        ("batch-size train-batch-size", "give --batch, the number of sequences per step"),
-        ("micro-batch-size", "give --batch, the number of sequences per step; --num-microbatch divides it"),
-        ("num-epochs", "give --epochs"),
-        ("optimizer", "give --optim"),
-        ("lr-scheduler", "give --schedule"),
-        ("warmup-ratio", "give --warmup; below 1 it is a share of all steps"),
-        ("random-state", "give --seed"),
-        ("torch-dtype", "give --dtype"),
-        ("lora-r lora-rank r", "give --lora R"),
-        ("use-peft adapter finetuning-type", "give --lora R for an adapter of rank R; without it, all weights train"),
-        ("lora-target lora-target-linear", "give --lora R; --lora-target-modules NAME chooses modules"),
-        (
-            "use-dora use-rslora lora-modules-to-save loftq-config",
-            "other adapters than plain LoRA need Python: RoundPipeSFTTrainer(..., peft_config=LoraConfig(...))",
-        ),
-        (
-            "adapter-name-or-path lora-model-dir",
-            "training an adapter further is not supported yet. Merge it into its model with "
-            f"{merge_command('ADAPTER', 'MERGED')} and give --model MERGED",
-        ),
-        ("template chat-template", "the tokenizer has the chat template, or give --chat-template-path FILE.jinja"),
-        (
-            "sample-packing neat-packing",
-            "give --packing. It joins rows into one stream, in which a row also sees the rows before it",
-        ),
-        (
-            "train-on-inputs train-on-prompt",
-            "give --completion-only-loss false, or for messages --assistant-only-loss false",
-        ),
-        ("max-samples", "make a file of the rows that you want: head -n 1000 data.jsonl > part.jsonl"),
-        ("preprocessing-num-workers", "give --dataset-num-proc"),
-        ("flash-attn flash-attention use-flash-attention-2", "give --attn-implementation flash_attention_2"),
-        ("use-gradient-checkpointing", "leave it out: the plan decides what is recomputed"),
-        (
-            "num-gpus n-gpu gpus nproc-per-node num-processes device-map",
-            'all GPUs of the machine are used; choose some with --devices "cuda:0,cuda:1"',
-        ),
-        (
-            "wandb-project wandb-entity",
-            "give --report-to wandb, and set the environment variables WANDB_PROJECT and WANDB_ENTITY",
-        ),
-        ("stage rl", "this command trains on the rows as they are (SFT). DPO needs Python: RoundPipeDPOTrainer(...)"),
-        ("saves-per-epoch", "give --save-every STEPS"),
-        ("evals-per-epoch", "give --eval-every STEPS"),
-        ("dataset-prepared-path tokenized-path overwrite-cache", "leave it out: every start tokenizes the data"),
-        ("pad-to-sequence-len", "leave it out: rows are padded to the longest one of their batch"),
-        ("overwrite-output-dir", "a run never replaces another one; give another --out, or --resume"),
-        ("save-path save-model", "the final model is always saved, into --out"),
-        ("plot-loss", "leave it out: report.html in --out has the curves"),
-    )
+    for answers in (_NO_OPTION, *(each.elsewhere for each in OPTIONS.values()))
+    for names, answer in answers.items()
     for name in names.split()
-}
-_POSITIVE = (
-    "max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "num_train_epochs",
-    "max_steps", "eval_steps", "save_steps", "save_total_limit", "lora", "lora_alpha", "num_microbatch", "wait_limit",
-)  # fmt: skip
-# Options that are no fields of trl.SFTConfig. "seed" is both.
-_NO_FIELDS = {
-    "model", "data", "eval_data", "lora", "full", "init", "resume", "dry_run", "truncate", "text_rows", "exact",
-    "stale", "lora_alpha", "lora_dropout", "lora_target_modules", "devices", "num_microbatch", "dtype", "optim_dtype",
-    "pin_model", "attn_implementation", "nonfinite", "wait_limit", "no_view",
-}  # fmt: skip
-_DTYPES = ("float32", "bfloat16", "float16")
-_SEVERAL: Any = {"nargs": "+", "action": "extend"}  # values after one option, or after several ones of the same name
-_INT_LIMIT = 2**31  # no option needs a larger whole number
-_LORA_RATE, _FULL_RATE = 2e-4, 1e-5
-_DEFAULTS: dict[str, Any] = {
-    "max_length": 1024,
-    "per_device_train_batch_size": 8,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.03,
-    "num_train_epochs": 1.0,
-    "max_grad_norm": 1.0,
-    "seed": 42,
-    "save_steps": 200,
-    "save_total_limit": 3,
-    "logging_steps": 1,
-    "report_to": "none",
-    "packing_strategy": "wrapped",
-    # The weights have the dtype in which they train: no autocast. The plan decides what is recomputed.
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "disable_tqdm": True,
-    "prediction_loss_only": True,
 }
 
 
@@ -209,36 +76,57 @@ class TrainSettings:
     """The settings of a run, checked as far as possible without data and model.
 
     data, eval_data: the rows of all files and folders, in this order.
+    weights: of the entries of data; None to take each row once.
+    eval_split: share or number of rows of data to evaluate; None for none.
     resume: None to start anew; "" for the newest checkpoint of `out`; "auto" for it if there is one; else a folder.
     dtype: of the weights; None for bfloat16 on GPUs and float32 on virtual devices.
+    form: of the rows, a name of shapes.SHAPES; None to recognize it.
+    rewards: functions, each FILE.py:NAME.
+    samples: file with prompts that the model answers while it trains.
+    sample_tokens: of the longest such answer.
     roundpipe: keyword arguments of RoundPipeOptions.
-    sft: keyword arguments of trl.SFTConfig.
+    trainer: fields of the method's config class, and some that not all such classes have.
     given: the options that the user has given, by name, with the config file's.
     """
 
     model: str
+    method: Method
     data: Sequence[Path]
+    weights: Sequence[float] | None
     eval_data: Sequence[Path]
+    eval_split: float | None
     out: Path
     lora: LoraSettings | None
+    adapter: Path | None
     init: bool
     resume: str | None
     truncate: bool
+    streaming: bool
+    shuffle_buffer: int
     text_rows: str
+    form: str | None
+    rewards: Sequence[str]
     dry_run: bool
     dtype: str | None
+    weights_folder: Path | None
     attn_implementation: str | None
     wait_limit_s: float | None
+    early_stopping: int | None
+    price_per_hour: float | None
+    samples: Path | None
+    sample_tokens: int
     roundpipe: Mapping[str, Any]
-    sft: Mapping[str, Any]
+    trainer: Mapping[str, Any]
     given: Mapping[str, Any]
 
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError where argparse prints the usage and exits."""
 
+    method: Method = METHODS["sft"]
+
     def error(self, message: str) -> NoReturn:
-        # A field of SFTConfig has two spellings: --weight_decay/--weight-decay. The last one is named.
+        # A field has two spellings: --weight_decay/--weight-decay. The last one is named.
         raise ConfigError(re.sub(r"^argument (--[\w-]+/)*", "", message))
 
 
@@ -247,33 +135,46 @@ def parse(argv: Sequence[str]) -> TrainSettings:
     parser = _Parser(
         prog="roundpipe train",
         usage="roundpipe train --model DIR_OR_NAME --data PATH --out DIR [options]",
-        description="Fine-tune a causal language model; weights, gradients and optimizer state are in host memory.",
-        epilog="Every field of trl.SFTConfig is an option too, such as --packing, --weight-decay 0.1 or --report-to "
-        "tensorboard. "
+        description="Fine-tune a language model; weights, gradients and optimizer state are in host memory.",
+        epilog="Every field of the method's config class (trl.SFTConfig, trl.DPOConfig, ...) is an option too, such as "
+        "--packing, --weight-decay 0.1 or --report-to tensorboard. "
         "docs/train.md describes all options, the data formats and how to resume.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # the result has exactly what the user gives
     )
     _add_own_options(parser)
+    parser.method = _method_of(parser, argv)
     flags = _parse_source(parser, argv, "")
     config_path = flags.pop("config", None)
     given = flags
     if config_path is not None:
         from_file = _parse_source(parser, _file_to_argv(parser, Path(config_path)), f"{config_path}: ")
-        for group in _EXCLUSIVE:
+        for group in EXCLUSIVE:
             if any(name in flags for name in group):
                 from_file = {name: value for name, value in from_file.items() if name not in group}
         given = from_file | flags
+    if given.get("adapter") and "model" not in given:
+        base = read_adapter_config(Path(given["adapter"])).get("base_model_name_or_path")
+        given |= {"model": base} if base else {}
     _check(given)
     return _settings(given)
 
 
-def _add_fields(parser: _Parser) -> None:
-    """Add the fields of trl.SFTConfig to the options. Does nothing if they are there already."""
-    from transformers import HfArgumentParser
-    from trl.trainer.sft_config import SFTConfig
+def _method_of(parser: _Parser, argv: Sequence[str]) -> Method:
+    """The method that the command line or its config file names: other options depend on it."""
+    own, _ = parser.parse_known_args(list(argv))
+    name = getattr(own, "method", None)
+    if name is None and hasattr(own, "config"):
+        with contextlib.suppress(ValueError):  # mistakes are reported when the whole file is read
+            name = read_yaml(Path(own.config)).get("method")
+    return METHODS.get(str(name), METHODS["sft"])
 
-    fields = HfArgumentParser(cast(Any, SFTConfig), add_help=False)
+
+def _add_fields(parser: _Parser) -> None:
+    """Add the fields of the method's config class to the options. Does nothing if they are there already."""
+    from transformers import HfArgumentParser
+
+    fields = HfArgumentParser(cast(Any, parser.method.config_class()), add_help=False)
     for action in fields._actions:
         strings = [text for text in action.option_strings if text not in parser._option_string_actions]
         if strings:
@@ -283,56 +184,12 @@ def _add_fields(parser: _Parser) -> None:
 
 
 def _add_own_options(parser: _Parser) -> None:
-    run = parser.add_argument_group("the run")
-    run.add_argument("--model", metavar="DIR_OR_NAME", help="folder or hub name of the model and its tokenizer")
-    run.add_argument(
-        "--data",
-        **_SEVERAL,
-        metavar="FILE_OR_DIR",
-        help=".jsonl or .txt files, folders of them, datasets folders; several are joined in their order",
-    )
-    run.add_argument("--out", metavar="DIR", help="folder for checkpoints, metrics, report and the final model")
-    run.add_argument("--config", metavar="FILE", help="YAML file with the same names; the command line wins")
-    run.add_argument("--lora", type=int, metavar="R", help="train a LoRA adapter of rank R")
-    run.add_argument("--full", action="store_true", help="train all weights (default)")
-    run.add_argument("--init", action="store_true", help="random weights from the model's config, seeded by --seed")
-    run.add_argument(
-        "--resume", nargs="?", const="", metavar="DIR", help="go on from a checkpoint; default: newest; auto: if any"
-    )
-    run.add_argument("--dry-run", action="store_true", help="check all settings, data, memory and disk; train nothing")
-    data = parser.add_argument_group("data")
-    data.add_argument("--seq-len", type=int, help="tokens of the longest sequence (1024)")
-    data.add_argument("--truncate", action="store_true", help="cut longer rows; without it they are refused")
-    data.add_argument("--text-rows", choices=("line", "paragraph", "document"), help="rows of a .txt file (line)")
-    data.add_argument("--eval-data", **_SEVERAL, metavar="FILE_OR_DIR", help="data for evaluation")
-    steps = parser.add_argument_group("steps")
-    steps.add_argument("--batch", type=int, help="sequences per optimizer step (8)")
-    steps.add_argument("--epochs", type=float, help="passes over the data (1)")
-    steps.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
-    steps.add_argument("--lr", type=float, help=f"learning rate (LoRA {_LORA_RATE:g}, full {_FULL_RATE:g})")
-    steps.add_argument("--schedule", help="learning-rate schedule (cosine)")
-    steps.add_argument("--warmup", type=float, help="warm-up steps, or a share of all steps below 1 (0.03)")
-    steps.add_argument("--eval-every", type=int, help="steps between evaluations (once per epoch)")
-    steps.add_argument("--save-every", type=int, help="steps between checkpoints (200)")
-    steps.add_argument("--keep", type=int, help="number of checkpoints to keep (3)")
-    steps.add_argument("--seed", type=int, help="seed of data order, dropout and --init (42)")
-    steps.add_argument("--exact", action="store_true", help="each step uses the previous update (default)")
-    steps.add_argument("--stale", action="store_true", help="each step uses the update before the previous one; faster")
-    lora = parser.add_argument_group("LoRA")
-    lora.add_argument("--lora-alpha", type=float, help="scale of the adapter (2 R)")
-    lora.add_argument("--lora-dropout", type=float, help="dropout of the adapter's input (0)")
-    lora.add_argument("--lora-target-modules", **_SEVERAL, metavar="NAME", help="modules (all linear layers of blocks)")
-    hardware = parser.add_argument_group("devices and memory")
-    hardware.add_argument("--devices", help='such as "cuda:0,cuda:1" or "cpu*2" (all GPUs, else one virtual device)')
-    hardware.add_argument("--num-microbatch", type=int, help="microbatches per step (devices + 1, more if needed)")
-    hardware.add_argument("--dtype", choices=_DTYPES, help="of the weights (bfloat16 on GPUs, float32 on CPU devices)")
-    hardware.add_argument("--optim-dtype", choices=_DTYPES, help="of the optimizer's copies and state (float32)")
-    hardware.add_argument("--pin-model", choices=("alloc", "register", "off"), help="how weights are pinned (alloc)")
-    hardware.add_argument("--attn-implementation", help="attention of transformers, such as sdpa")
-    guards = parser.add_argument_group("long runs")
-    guards.add_argument("--nonfinite", choices=("stop", "skip", "off"), help="a loss or gradient not finite (stop)")
-    guards.add_argument("--wait-limit", type=float, metavar="SECONDS", help="fail if a wait takes longer (no limit)")
-    guards.add_argument("--no-view", action="store_true", help="do not show the run; files are written as ever")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for each in OPTIONS.values():
+        if each.heading is not None:
+            if each.heading not in groups:
+                groups[each.heading] = parser.add_argument_group(each.heading)
+            groups[each.heading].add_argument(each.written(), help=each.help_line(), **each.reading)
 
 
 def _parse_source(parser: _Parser, argv: Sequence[str], prefix: str) -> dict[str, Any]:
@@ -345,23 +202,17 @@ def _parse_source(parser: _Parser, argv: Sequence[str], prefix: str) -> dict[str
             _refuse_unknown(parser, rest)
         given: dict[str, Any] = {}
         for name, value in vars(namespace).items():
-            field = _FIELD_OF.get(name, name)
+            field = NAME_OF_SHORT.get(name, name)
             if field in given:
                 raise ConfigError(f"{option(field)} and {option(field, full=True)} are the same setting; give one.")
             given[field] = value
-        for group in _EXCLUSIVE:
+        for group in EXCLUSIVE:
             both = [option(name) for name in group if name in given]
             if len(both) > 1:
                 raise ConfigError(f"{' and '.join(both)} exclude each other; give one.")
     except ConfigError as error:
         raise ConfigError(f"{prefix}{error}") from None
     return given
-
-
-def option(name: str, *, full: bool = False) -> str:
-    """How the user writes a setting: the short option if there is one, unless `full`."""
-    text = name if full else _SHORT_OF.get(name, name)
-    return "--" + text.replace("_", "-")
 
 
 def _refuse_unknown(parser: _Parser, rest: Sequence[str]) -> None:
@@ -429,15 +280,17 @@ def _file_to_argv(parser: _Parser, path: Path) -> list[str]:
 
 def _check(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for missing options and for values that are wrong whatever the data and the model are."""
-    for name in ("model", "data", "output_dir"):
-        if not given.get(name):
-            raise ConfigError(f"{option(name)} is missing; roundpipe train needs --model, --data and --out.")
+    for each in OPTIONS.values():
+        if each.is_needed and not given.get(each.name):
+            raise ConfigError(f"{each.written()} is missing; roundpipe train needs --model, --data and --out.")
     _check_paths(given)
+    _check_weights(given)
+    _check_rewards(given)
     _check_numbers(given)
     _check_precision(given)
-    for name, reason in _REFUSED.items():
-        if given.get(name):
-            raise ConfigError(f"{option(name)} cannot be used here: {reason}.")
+    for each in OPTIONS.values():
+        if each.refused and given.get(each.name):
+            raise ConfigError(f"{each.written()} cannot be used here: {each.refused}.")
     if given.get("attn_implementation") == "flex_attention":
         raise ConfigError(
             "--attn-implementation flex_attention cannot be used here: it compiles itself, which torch does not allow "
@@ -445,25 +298,90 @@ def _check(given: Mapping[str, Any]) -> None:
         )
     if given.get("packing") and given.get("packing_strategy", "wrapped") != "wrapped":
         raise ConfigError(
-            f"--packing-strategy {given['packing_strategy']} cannot be used here: {_REFUSED['padding_free']}."
+            f"--packing-strategy {given['packing_strategy']} cannot be used here: {OPTIONS['padding_free'].refused}."
         )
     if given.get("packing") and given.get("truncate"):
         raise ConfigError("--packing and --truncate exclude each other: packing cuts long rows and loses no token.")
-    if given.get("init") and "lora" in given:
-        raise ConfigError("--lora needs trained weights, --init makes random ones; leave one of them out.")
-    lora_only = [name for name in ("lora_alpha", "lora_dropout", "lora_target_modules") if name in given]
-    if lora_only and "lora" not in given:
-        raise ConfigError(f"{option(lora_only[0])} needs --lora R.")
-    if "eval_data" not in given and ("eval_steps" in given or given.get("eval_strategy", "no") != "no"):
-        raise ConfigError("an evaluation needs data; give --eval-data FILE_OR_DIR.")
+    for name in ("lora", "adapter"):
+        if given.get("init") and name in given:
+            raise ConfigError(f"--{name} needs trained weights, --init makes random ones; leave one of them out.")
+    if given.get("full") and "adapter" in given:
+        raise ConfigError(
+            "--adapter and --full exclude each other; to train all weights, merge the adapter first: "
+            f"{merge_command(given['adapter'], 'MERGED')}."
+        )
+    _check_packing(given)
+    _check_streaming(given)
+    for each in OPTIONS.values():
+        if each.needs and each.name in given and each.needs not in given:
+            needed = " ".join([option(each.needs), OPTIONS[each.needs].reading.get("metavar", "")]).rstrip()
+            raise ConfigError(f"{each.written()} needs {needed}.")
+    has_eval_rows = "eval_data" in given or "eval_split" in given
+    if not has_eval_rows and ("eval_steps" in given or given.get("eval_strategy", "no") != "no"):
+        raise ConfigError("an evaluation needs data; give --eval-data FILE_OR_DIR or --eval-split SHARE.")
+    if not has_eval_rows and "early_stopping" in given:
+        raise ConfigError("--early-stopping needs evaluations; give --eval-data FILE_OR_DIR or --eval-split SHARE.")
     if "lr_scheduler_type" in given:
         _check_schedule(given["lr_scheduler_type"])
     parse_devices(given.get("devices"))
+    CompileOptions.of({"backend": given.get("torch_compile_backend"), "mode": given.get("torch_compile_mode")})
+
+
+def _packing(given: Mapping[str, Any]) -> str | None:
+    """The form of frozen weights, by whichever name it was asked for."""
+    asked = [form for name, form in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")) if given.get(name)]
+    if len(asked) > 1:
+        raise ConfigError("--load-in-4bit and --load-in-8bit exclude each other.")
+    form: str | None = asked[0] if asked else given.get("frozen_weights")
+    return form
+
+
+def _check_packing(given: Mapping[str, Any]) -> None:
+    form = _packing(given)
+    if form is not None and "lora" not in given and "adapter" not in given:
+        raise ConfigError(
+            f"--frozen-weights {form} packs weights that do not train, but without an adapter all weights train; add "
+            "--lora R or --adapter DIR, or leave it out."
+        )
+    if form is not None and given.get("model_init_kwargs"):
+        raise ConfigError(
+            "--model-init-kwargs are for from_pretrained(), but with --frozen-weights the model is read tensor by "
+            "tensor; leave one of them out."
+        )
+    if "weights_folder" in given:
+        _check_mapping(given, form)
+
+
+def _check_mapping(given: Mapping[str, Any], form: str | None) -> None:
+    if form is None:
+        raise ConfigError("--weights-folder is for packed weights; add --frozen-weights nf4, int8 or fp8.")
+    if given.get("pin_model", "off") != "off":
+        raise ConfigError(
+            f"--pin-model {given['pin_model']} brings weights into memory, and --weights-folder leaves them on the "
+            "disk; leave one of them out."
+        )
+    if METHODS[given.get("method", "sft")].head is not Head.TOKENS:
+        raise ConfigError(
+            f"--weights-folder is for models that are read from their files as they are, and --method "
+            f"{given['method']} makes a new head; leave one of them out."
+        )
+
+
+def _check_streaming(given: Mapping[str, Any]) -> None:
+    if not given.get("streaming"):
+        return
+    method = given.get("method", OPTIONS["method"].default)
+    if method != "sft":
+        raise ConfigError(f"--streaming and --method {method} exclude each other: only --method sft reads rows so.")
+    if "eval_split" in given:
+        raise ConfigError("--streaming and --eval-split exclude each other; give --eval-data FILE_OR_DIR.")
+    if given.get("dataloader_num_workers"):
+        raise ConfigError("--streaming and --dataloader-num-workers exclude each other: one process reads the rows.")
 
 
 def _check_paths(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for names that no file can have."""
-    for name in ("model", "data", "eval_data", "output_dir", "resume"):
+    for name in (each.name for each in OPTIONS.values() if each.is_path):
         value = given.get(name, ())
         for path in [value] if isinstance(value, str) else value:
             if not path and name != "resume":
@@ -477,35 +395,73 @@ def _check_paths(given: Mapping[str, Any]) -> None:
                     raise ConfigError(f"{option(name)}: the name {path!r} is too long for the file system.") from error
 
 
+def split_weight(given: str) -> tuple[str, float | None]:
+    """The path and the weight of an entry of --data. A file whose name has an = is itself."""
+    path, equals, text = given.rpartition("=")
+    if not equals or os.path.exists(given):
+        return given, None
+    try:
+        return path, float(text)
+    except ValueError:
+        return given, None
+
+
+def _check_weights(given: Mapping[str, Any]) -> None:
+    sources = [split_weight(each) for each in given["data"]]
+    for path, weight in sources:
+        if weight is not None and not 0 < weight < math.inf:
+            raise ConfigError(f"--data {path}={weight:g}: a weight must be a finite number greater than 0.")
+    without = [path for path, weight in sources if weight is None]
+    if without and len(without) < len(sources):
+        raise ConfigError(
+            f"--data {without[0]} has no weight, others have one; give {without[0]}=WEIGHT, or none at all."
+        )
+
+
+def _check_rewards(given: Mapping[str, Any]) -> None:
+    name = given.get("method", OPTIONS["method"].default)
+    if METHODS[name].is_rewarded and "reward" not in given:
+        raise ConfigError(f"--method {name} needs functions that reward answers; give --reward FILE.py:FUNCTION.")
+    if "reward" in given and not METHODS[name].is_rewarded:
+        raise ConfigError(f"--reward has no meaning for --method {name}; give --method grpo.")
+    if "samples" in given and METHODS[name].head is not Head.TOKENS:
+        raise ConfigError(
+            f"--samples needs a model that answers, and --method {name} trains {METHODS[name].head.value}; leave "
+            "--samples out."
+        )
+    if METHODS[name].is_rewarded and given.get("init") and given.get("beta"):
+        raise ConfigError("--beta needs trained weights, which the reference has; --init makes random ones.")
+
+
 def _check_numbers(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if type(value) is int and name != "seed" and abs(value) >= _INT_LIMIT:
             raise ConfigError(f"{option(name)} must be less than {_INT_LIMIT}, got {str(value)[:24]}.")
-    for name in (*_POSITIVE, "warmup_steps", "weight_decay", "max_grad_norm"):
-        if not math.isfinite(given.get(name, 0)):
-            raise ConfigError(f"{option(name)} must be a finite number, got {given[name]:g}.")
-    for name in _POSITIVE:
-        if name in given and not given[name] > 0:
-            raise ConfigError(f"{option(name)} must be greater than 0, got {given[name]:g}.")
+    for name in (name for name in OPTIONS if name in given):
+        for bound in OPTIONS[name].bounds:
+            if not bound.holds(given[name]):
+                value = given[name] if name == "seed" else f"{given[name]:g}"
+                raise ConfigError(f"{option(name)} must {bound.text}, got {value}.")
     if given.get("max_length") == 1:
         raise ConfigError("--seq-len must be at least 2, got 1: the first token of a sequence has no loss.")
-    if not 0 <= given.get("lora_dropout", 0) < 1:
-        raise ConfigError(f"--lora-dropout must be at least 0 and less than 1, got {given['lora_dropout']:g}.")
-    if given.get("warmup_steps", 0) < 0:
-        raise ConfigError(f"--warmup must not be negative, got {given['warmup_steps']:g}.")
-    if not 0 <= given.get("seed", 0) < 2**32:
-        raise ConfigError(f"--seed must be between 0 and 2**32 - 1, got {given['seed']}.")
 
 
 def _check_precision(given: Mapping[str, Any]) -> None:
     for name in ("dtype", "optim_dtype"):
         if given.get(name) == "float16":
             raise ConfigError(f"{option(name)} float16 cannot be used here: {_FLOAT16}.")
-    if _SMALL_STATE.search(given.get("optim", "")):
+    optim = given.get("optim", "")
+    if _SMALL_STATE.search(optim) and not is_replaced(optim):
         raise ConfigError(
-            f"--optim {given['optim']} cannot be used here: it saves device memory, but the optimizer's state is in "
-            "host memory. Leave it out for AdamW; --optim-dtype bfloat16 halves the state, but loses small updates."
+            f"--optim {optim} cannot be used here: it saves device memory, but the optimizer's state is in host "
+            "memory. Leave it out for AdamW, and give --moments 8bit for a quarter of the state."
         )
+    moments, dtype = chosen_moments(optim, given.get("moments")), given.get("optim_dtype", "float32")
+    if moments != "float32" and dtype != "float32":
+        raise ConfigError(f"moments in low bits ({moments}) need --optim-dtype float32, got {dtype}.")
+    bits = given.get("master_bits", 32)
+    if bits != 32 and dtype != "float32":
+        raise ConfigError(f"--master-bits {bits} needs --optim-dtype float32, got {dtype}.")
 
 
 def _check_schedule(name: str) -> None:
@@ -518,42 +474,70 @@ def _check_schedule(name: str) -> None:
 
 def _settings(given: Mapping[str, Any]) -> TrainSettings:
     """The settings of a run; options that are not given get their defaults."""
-    sft = _DEFAULTS | {name: value for name, value in given.items() if name not in _NO_FIELDS}
-    sft.setdefault("learning_rate", _LORA_RATE if "lora" in given else _FULL_RATE)
-    sft.setdefault("per_device_eval_batch_size", sft["per_device_train_batch_size"])
-    sft["use_cpu"] = parse_devices(given.get("devices"))[0].kind == "cpu"
-    if "eval_data" in given:
-        sft.setdefault("eval_strategy", "steps" if "eval_steps" in given else "epoch")
-    roundpipe = {name: given[name] for name in ("devices", "num_microbatch", "pin_model", "nonfinite") if name in given}
-    roundpipe["is_async"] = given.get("stale", False)
-    roundpipe["view"] = not given.get("no_view", False)
-    if "optim_dtype" in given:
-        roundpipe["optim_dtype"] = given["optim_dtype"]
+    values = {**{name: each.default for name, each in OPTIONS.items()}, **given}
+    defaults = {each.name: each.default for each in OPTIONS.values() if each.default is not None}
+    method = METHODS[values["method"]]
+    trainer = {name: value for name, value in {**defaults, **given}.items() if _receiver(name) is Receiver.TRAINER}
+    has_adapter = "lora" in given or "adapter" in given
+    trainer.setdefault("learning_rate", method.lora_rate if has_adapter else method.full_rate)
+    trainer.setdefault("per_device_eval_batch_size", trainer["per_device_train_batch_size"])
+    trainer["use_cpu"] = parse_devices(given.get("devices"))[0].kind == "cpu"
+    if "eval_data" in given or "eval_split" in given:
+        trainer.setdefault("eval_strategy", "steps" if "eval_steps" in given else "epoch")
+    if values["early_stopping"] is not None:
+        # A checkpoint at each evaluation, of which the best one stays; the count of evaluations is kept in it.
+        trainer |= {"save_strategy": trainer["eval_strategy"], "save_steps": trainer.get("eval_steps", 500)}
+        trainer |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+        trainer["restore_callback_states_from_checkpoint"] = True
+    roundpipe = {name: value for name, value in given.items() if _receiver(name) is Receiver.ROUNDPIPE}
+    if _packing(given) is not None:
+        roundpipe["frozen_weights"] = _packing(given)
+    if "weights_folder" in given:
+        roundpipe["pin_model"] = "off"  # pinning would bring the weights into memory
+    sources = [split_weight(each) for each in values["data"]]
     return TrainSettings(
-        model=given["model"],
-        data=[Path(each) for each in given["data"]],
-        eval_data=[Path(each) for each in given.get("eval_data", ())],
-        out=Path(given["output_dir"]),
-        lora=_lora_settings(given) if "lora" in given else None,
-        init=given.get("init", False),
-        resume=given.get("resume"),
-        truncate=given.get("truncate", False),
-        text_rows=given.get("text_rows", "line"),
-        dry_run=given.get("dry_run", False),
-        dtype=given.get("dtype"),
-        attn_implementation=given.get("attn_implementation"),
-        wait_limit_s=given.get("wait_limit"),
-        roundpipe=roundpipe,
-        sft=sft,
+        model=values["model"],
+        method=method,
+        data=[Path(path) for path, _ in sources],
+        weights=None if sources[0][1] is None else [weight for _, weight in sources if weight is not None],
+        eval_data=[Path(each) for each in values["eval_data"]],
+        eval_split=values["eval_split"],
+        out=Path(values["output_dir"]),
+        lora=None if values["lora"] is None else _lora_settings(values),
+        adapter=None if values["adapter"] is None else Path(values["adapter"]),
+        init=values["init"],
+        resume=values["resume"],
+        truncate=values["truncate"],
+        streaming=values["streaming"],
+        shuffle_buffer=values["shuffle_buffer"],
+        text_rows=values["text_rows"],
+        form=values["form"],
+        rewards=values["reward"],
+        dry_run=values["dry_run"],
+        dtype=values["dtype"],
+        weights_folder=None if values["weights_folder"] is None else Path(values["weights_folder"]),
+        attn_implementation=values["attn_implementation"],
+        wait_limit_s=values["wait_limit"],
+        early_stopping=values["early_stopping"],
+        price_per_hour=values["price_per_hour"],
+        samples=None if values["samples"] is None else Path(values["samples"]),
+        sample_tokens=values["sample_tokens"],
+        roundpipe=roundpipe | {"is_async": values["stale"], "view": not values["no_view"]},
+        trainer=trainer,
         given=given,
     )
 
 
-def _lora_settings(given: Mapping[str, Any]) -> LoraSettings:
-    rank = given["lora"]
+def _receiver(name: str) -> Receiver:
+    """Which object gets a setting; fields outside of the table are the trainer's."""
+    return OPTIONS[name].receiver if name in OPTIONS else Receiver.TRAINER
+
+
+def _lora_settings(values: Mapping[str, Any]) -> LoraSettings:
+    rank, alpha = values["lora"], values["lora_alpha"]
     return LoraSettings(
         rank=rank,
-        alpha=given.get("lora_alpha", 2 * rank),
-        dropout=given.get("lora_dropout", 0.0),
-        target_modules=given.get("lora_target_modules", "all-linear"),
+        alpha=2 * rank if alpha is None else alpha,
+        dropout=values["lora_dropout"],
+        target_modules=values["lora_target_modules"],
     )

@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from roundpipe.cli.rows import IGNORED, Places, RowFormat, Rows, first_failing
+from roundpipe.cli.console import plain_output
+from roundpipe.cli.rows import IGNORED, Rows, first_failing
+from roundpipe.cli.shapes import RowFormat
+from roundpipe.cli.sources import Places
 from roundpipe.errors import ConfigError
 
 logger = logging.getLogger("roundpipe")
@@ -24,41 +27,85 @@ _NO_MARKERS = "give a template that marks the assistant's text with {% generatio
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenRows:
-    """Tokenized rows, one per row of the data: a datasets.Dataset with the columns input_ids and labels."""
+class TrainRows:
+    """Rows as the trainer gets them, one per row of the data: a datasets.Dataset.
+
+    For SFT they are tokenized and have the columns input_ids and labels. Other trainers tokenize the rows themselves;
+    `answers` is then a datasets.Dataset of what TRL makes of them, a row for each. `are_chats`: whether they were
+    messages.
+    """
 
     dataset: Any
     places: Places
+    answers: Any = None
+    are_chats: bool = False
 
     @classmethod
-    def joined(cls, parts: Sequence[TokenRows]) -> TokenRows:
+    def joined(cls, parts: Sequence[TrainRows]) -> TrainRows:
         """The rows of all parts, in their order."""
         if len(parts) == 1:
             return parts[0]
         import datasets  # type: ignore[import-untyped]
 
-        # Files, tokenizers and datasets folders differ in the width of their whole numbers.
-        column = datasets.Sequence(datasets.Value("int64"))
-        columns = datasets.Features({"input_ids": column, "labels": column})
         places = Places()
         for part in parts:
+            names = part.dataset.column_names
+            if set(names) != set(parts[0].dataset.column_names):
+                raise ConfigError(
+                    f"{parts[0].places.name(0)} has {', '.join(parts[0].dataset.column_names)}, {part.places.name(0)} "
+                    f"has {', '.join(names)}; rows of several sources that --method trains together need the same keys."
+                )
             places.append(part.places)
-        return cls(datasets.concatenate_datasets([part.dataset.cast(columns) for part in parts]), places)
+        try:
+            with plain_output(for_terminals=True):  # it would be a bar for every source, and every piece of a stream
+                dataset = datasets.concatenate_datasets([_with_wide_tokens(part.dataset) for part in parts])
+        except ValueError as error:  # of columns with other types
+            raise ConfigError(f"the rows of several sources cannot be joined: {error}") from error
+        answers = [part.answers for part in parts if part.answers is not None]
+        joined = datasets.concatenate_datasets(answers) if answers else None
+        return cls(dataset, places, joined, any(part.are_chats for part in parts))
+
+    def select(self, rows: Sequence[int]) -> TrainRows:
+        """Some of the rows, in this order; a row may be there several times."""
+        answers = None if self.answers is None else self.answers.select(rows)
+        return TrainRows(self.dataset.select(rows), self.places.select(rows), answers, self.are_chats)
 
     def digest(self) -> str:
-        """A checksum of the tokens and labels of each row."""
+        """A checksum of all rows; of tokenized ones, of the tokens and labels of each."""
         checksum = hashlib.sha256()
-        for table in self.dataset.with_format("arrow").iter(batch_size=10_000):
-            for column in table.columns:
-                rows = column.combine_chunks()  # the chunks depend on how the dataset was made
-                for numbers in (rows.value_lengths(), rows.flatten()):
-                    checksum.update(numbers.to_numpy(zero_copy_only=False).astype("int64").tobytes())
+        if "input_ids" in self.dataset.column_names:
+            for table in self.dataset.with_format("arrow").iter(batch_size=10_000):
+                for column in table.columns:
+                    rows = column.combine_chunks()  # the chunks depend on how the dataset was made
+                    has_lists = hasattr(rows, "value_lengths")
+                    for numbers in (rows.value_lengths(), rows.flatten()) if has_lists else (rows,):
+                        checksum.update(numbers.to_numpy(zero_copy_only=False).astype("int64").tobytes())
+        else:
+            for row in _undecoded(self.dataset):
+                checksum.update(json.dumps(row, sort_keys=True, default=str).encode())
         return f"rows:{checksum.hexdigest()}"
+
+
+def _undecoded(dataset: Any) -> Any:
+    """The dataset with images as they are kept, not as pixels."""
+    import datasets
+
+    if "images" not in dataset.column_names:
+        return dataset
+    return dataset.cast_column("images", datasets.List(datasets.Image(decode=False)))
+
+
+def _with_wide_tokens(dataset: Any) -> Any:
+    """A dataset whose tokens have 64 bits. Files, tokenizers and datasets folders differ in their width."""
+    import datasets
+
+    columns = {name: datasets.Sequence(datasets.Value("int64")) for name in ("input_ids", "labels")}
+    return dataset.cast(datasets.Features(columns)) if columns.keys() == set(dataset.column_names) else dataset
 
 
 @dataclasses.dataclass(frozen=True)
 class DataStatistics:
-    """Counts over the rows as they are trained. `dropped`: rows without loss after truncation."""
+    """Counts over the rows as they are trained. `dropped`: rows without loss after truncation, which are left out."""
 
     rows: int
     tokens: int
@@ -68,7 +115,7 @@ class DataStatistics:
     dropped: int
 
 
-def tokenize(rows: Rows, tokenizer: Any, config: Any, *, assistant_only: bool | None) -> TokenRows:
+def tokenize(rows: Rows, tokenizer: Any, config: Any, *, assistant_only: bool | None) -> TrainRows:
     """Token ids and labels of all rows, not truncated. `config` is a trl.SFTConfig.
 
     assistant_only: whether only the assistant's tokens have a loss; None for `messages` alone.
@@ -93,18 +140,11 @@ def tokenize(rows: Rows, tokenizer: Any, config: Any, *, assistant_only: bool | 
                 f"--assistant-only-loss: the chat template does not mark the assistant's text; {_NO_MARKERS}."
             )
         if not is_usable:
-            return TokenRows(_masked_by_prefixes(rows, tokenizer), rows.places)
+            return TrainRows(_masked_by_prefixes(rows, tokenizer), rows.places)
         _warn_of_untrained_stop(tokenizer, template)
     prepare = _trl_preparation(rows.format, tokenizer, config, template, asks_assistant=asks_assistant)
-    try:
-        with _each_warning_once():
-            dataset = prepare(rows.dataset)
-    except Exception as error:
-        row = first_failing(len(rows.dataset), lambda start, stop: prepare(rows.dataset.select(range(start, stop))))
-        if row is None:
-            raise
-        raise ConfigError(f"{rows.places.name(row)}: the row cannot be tokenized: {error}") from error
-    return TokenRows(dataset.select_columns(["input_ids", "labels"]), rows.places)
+    dataset = prepared_rows(rows, prepare)
+    return TrainRows(dataset.select_columns(["input_ids", "labels"]), rows.places)
 
 
 def _trl_preparation(
@@ -124,12 +164,29 @@ def _trl_preparation(
     config = copy.copy(config)
     config.max_length, config.shuffle_dataset, config.assistant_only_loss = None, False, asks_assistant
     prepare: Any = SFTTrainer._prepare_dataset
+    return alone(lambda dataset: prepare(trainer, dataset, tokenizer, config, False, None, "the"))
+
+
+def alone(prepare: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`prepare`, a preparation of TRL, on this machine alone."""
 
     def prepared(dataset: Any) -> Any:
         with _waits_for_no_process():
-            return prepare(trainer, dataset, tokenizer, config, False, None, "the")
+            return prepare(dataset)
 
     return prepared
+
+
+def prepared_rows(rows: Rows, prepare: Callable[[Any], Any]) -> Any:
+    """What a preparation of TRL makes of the rows. Raises ConfigError with the place of a row that it refuses."""
+    try:
+        with _each_warning_once():
+            return prepare(rows.dataset)
+    except Exception as error:
+        row = first_failing(len(rows.dataset), lambda start, stop: prepare(rows.dataset.select(range(start, stop))))
+        if row is None:
+            raise
+        raise ConfigError(f"{rows.places.name(row)}: the row cannot be tokenized: {error}") from error
 
 
 @contextlib.contextmanager
@@ -163,12 +220,14 @@ def _each_warning_once() -> Iterator[None]:
         shown.add(sentence)
         return is_first
 
-    trl_logger = logging.getLogger("trl.trainer.sft_trainer")
-    trl_logger.addFilter(is_new)
+    loggers = [logging.getLogger(f"trl.trainer.{name}_trainer") for name in ("sft", "dpo", "kto", "reward")]
+    for each in loggers:
+        each.addFilter(is_new)
     try:
         yield
     finally:
-        trl_logger.removeFilter(is_new)
+        for each in loggers:
+            each.removeFilter(is_new)
 
 
 def _training_template(tokenizer: Any) -> tuple[bool, str | None]:
@@ -262,7 +321,7 @@ def _assistant_spans(row: Mapping[str, Any], tokenizer: Any) -> tuple[str, list[
 
 
 def check_tokens(
-    tokens: TokenRows,
+    tokens: TrainRows,
     option: str,
     *,
     seq_len: int,
@@ -271,28 +330,19 @@ def check_tokens(
     packs: bool,
     vocabulary: int,
     most_positions: int | None,
+    is_part: bool = False,
 ) -> DataStatistics:
     """Count the rows as they are trained. Raises ConfigError for rows that do not fit or have no loss.
 
     keeps_end: whether rows are cut at their beginning instead of their end.
+    is_part: whether others follow: all of these may lose the tokens that have a loss.
     """
     part = slice(None) if packs else slice(-seq_len, None) if keeps_end else slice(seq_len)
     lengths, trained, kept_rows = [], 0, 0
     for row, (ids, labels) in enumerate(_pairs(tokens.dataset)):
-        outside = [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary]
-        if outside:
-            raise ConfigError(
-                f"{tokens.places.name(row)}: token {outside[0]} is outside of the model's vocabulary of {vocabulary}; "
-                "the tokenizer belongs to another model."
-            )
-        with_loss = [label for label in labels[1:] if label != IGNORED]  # the first token is not predicted
-        if not with_loss:
-            raise ConfigError(f"{tokens.places.name(row)}: no token of this row has a loss.")
-        if min(with_loss) < 0 or max(with_loss) >= vocabulary:
-            raise ConfigError(
-                f"{tokens.places.name(row)}: `labels` must be {IGNORED} or tokens of the model's vocabulary of "
-                f"{vocabulary}, got {min(with_loss)} to {max(with_loss)}."
-            )
+        fault = _fault_of_tokens(ids, labels, vocabulary)
+        if fault is not None:
+            raise ConfigError(f"{tokens.places.name(row)}: {fault}.")
         lengths.append(len(ids))
         used = sum(label != IGNORED for label in labels[part])
         trained += used
@@ -304,7 +354,7 @@ def check_tokens(
             f"--seq-len {seq_len}; {len(too_long)} of {len(lengths)} rows are too long, the longest has {max(lengths)} "
             "tokens. Raise --seq-len, cut them with --truncate, or split them with --packing."
         )
-    if not kept_rows:
+    if not kept_rows and not is_part:
         raise ConfigError(f"{option}: no row has a token with a loss within --seq-len {seq_len}; raise it.")
     longest = seq_len if packs else min(max(lengths), seq_len)
     if most_positions is not None and longest > most_positions:
@@ -323,6 +373,44 @@ def check_tokens(
     )
 
 
+def _fault_of_tokens(ids: list[int], labels: list[int], vocabulary: int) -> str | None:
+    """Why a row cannot be trained, whatever its length; None if it can."""
+    outside = [token for token in (min(ids), max(ids)) if not 0 <= token < vocabulary]
+    if outside:
+        return (
+            f"token {outside[0]} is outside of the model's vocabulary of {vocabulary}; the tokenizer belongs to "
+            "another model"
+        )
+    with_loss = [label for label in labels[1:] if label != IGNORED]  # the first token is not predicted
+    if not with_loss:
+        return "no token of this row has a loss"
+    if min(with_loss) < 0 or max(with_loss) >= vocabulary:
+        return (
+            f"`labels` must be {IGNORED} or tokens of the model's vocabulary of {vocabulary}, got {min(with_loss)} to "
+            f"{max(with_loss)}"
+        )
+    return None
+
+
 def _pairs(dataset: Any) -> Iterator[tuple[list[int], list[int]]]:
     for batch in dataset.iter(batch_size=1000):
         yield from zip(batch["input_ids"], batch["labels"], strict=True)
+
+
+# What is trained of rows that TRL does not prepare.
+
+
+def cut_sequences(tokens: TrainRows, config: Any) -> list[dict[str, list[int]]]:
+    """The rows cut to the longest length, without those that have no loss then, as TRL does it."""
+    length = config.max_length
+    part = slice(-length, None) if config.truncation_mode == "keep_end" else slice(length)
+    pairs = ((ids[part], labels[part]) for ids, labels in _pairs(tokens.dataset))
+    return [{"input_ids": ids, "labels": labels} for ids, labels in pairs if any(label != IGNORED for label in labels)]
+
+
+def packed_sequences(tokens: TrainRows, config: Any) -> list[dict[str, list[int]]]:
+    """The rows joined and cut into sequences of the longest length, by TRL; the last one is shorter."""
+    from trl.data_utils import pack_dataset
+
+    packed = pack_dataset(tokens.dataset.select_columns(["input_ids", "labels"]), config.max_length, "wrapped")
+    return [{"input_ids": ids, "labels": labels} for ids, labels in _pairs(packed) if ids]

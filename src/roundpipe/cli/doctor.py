@@ -15,15 +15,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from roundpipe.cli import instruction_sets
-from roundpipe.cli.machine import HUGE_PAGES, Gpu, Machine, Optimizer, examine
+from roundpipe.cli.machine import Gpu, Machine, Optimizer, examine
+from roundpipe.host_facts import HUGE_PAGES, MEMORY_FILE_SYSTEMS
+from roundpipe.store.training_memory import assumed_optimizer
 
 OLDEST_TORCH = (2, 6)
-_BYTES_PER_PARAMETER = 14  # in host memory: bfloat16 weights, float32 Adam, exact steps
+# In host memory, exact steps: bfloat16 weights, gradients and low halves of masters, and float32 states.
+_BYTES_PER_PARAMETER = 3 * 2 + 4 * assumed_optimizer().num_states
 # Limits below which a finding is reported.
 _SLOW_LINK = 10e9  # bytes/s; PCIe 3.0 with 16 lanes makes about 12e9
 _SLOW_OPTIMIZER = 0.5e9  # parameters/s; one core of a server makes 0.6e9
 _LITTLE_MEMORY = 8e9  # bytes
 _LITTLE_DISK = 20e9  # bytes
+_SLOW_DISK = 1e9  # bytes/s; an NVMe drive makes 2e9 and more, a SATA drive 0.5e9
+_PACKED_BYTES = 17 / 32  # of a weight in nf4: 4 bits, and a scale of 2 bytes for 64 weights
 _DONE, _FAILED = 0, 1
 
 
@@ -142,6 +147,30 @@ def _judge_memory(machine: Machine) -> Iterator[Finding]:
             f"{_size(machine.disk_free_bytes)} in {machine.folder}",
             "Write checkpoints elsewhere: with optimizer state they take more than 10 bytes per trained parameter.",
         )
+    if machine.is_for_training:
+        yield from _judge_disk(machine)
+
+
+def _judge_disk(machine: Machine) -> Iterator[Finding]:
+    disk = machine.disk
+    rates = (disk.read_bytes_per_s, disk.write_bytes_per_s)
+    if disk.file_system in MEMORY_FILE_SYSTEMS:
+        yield Finding(
+            Severity.SLOW,
+            "the folder's files lie in host memory",
+            f"{machine.folder} is a {disk.file_system}",
+            "State and weights in it save no memory. Name a folder on a disk.",
+        )
+    elif disk.error is not None:
+        advice = "Name a folder in which you may write, with free space."
+        yield Finding(Severity.FAILS, "the folder cannot be measured", f"{machine.folder}: {disk.error}", advice)
+    elif any(rate is not None and rate < _SLOW_DISK for rate in rates):
+        yield Finding(
+            Severity.SLOW,
+            "the disk is slow",
+            f"{_rate(rates[0])} read, {_rate(rates[1])} written in {machine.folder}",
+            "Keep state and weights on a local NVMe drive, or in memory in fewer bits (--moments 8bit).",
+        )
 
 
 def _judge_processor(machine: Machine) -> Iterator[Finding]:
@@ -176,9 +205,7 @@ def _judge_optimizer(machine: Machine) -> Iterator[Finding]:
         advice = "Correct or unset the environment variable."
         yield Finding(Severity.FAILS, "optimizers cannot be made", optimizer.setting_error, advice)
     if optimizer.error is not None:
-        advice = (
-            "Install a wheel with the kernel, or a C compiler (gcc or clang). Without the kernel torch's Adam runs."
-        )
+        advice = "Install a wheel with the kernel, or a C compiler (gcc or clang). Without it torch's optimizers run."
         yield Finding(Severity.SLOW, "the optimizer's C kernel is not in use", optimizer.error, advice)
     rate = optimizer.parameters_per_s
     if rate is not None and rate < _SLOW_OPTIMIZER:
@@ -206,13 +233,16 @@ def run(words: Sequence[str]) -> int:
     """Examine this machine and write the report. Returns 1 if something will not work, else 0."""
     parser = argparse.ArgumentParser(
         prog="roundpipe doctor",
-        description="Examine this machine: versions, GPUs and their links, memory, cores, optimizer, and what will be "
-        "slow. Exit code 1: something will not work.",
+        description="Examine this machine: versions, GPUs and their links, memory, cores, optimizer, disk, and what "
+        "will be slow. Exit code 1: something will not work.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--disk", metavar="DIR", help="a folder for state or weights, to measure its disk; default: the current folder"
+    )
     options = parser.parse_args(list(words))
     start_s = time.perf_counter()
-    machine = examine()
+    machine = examine(options.disk)
     found = findings(machine)
     seconds = time.perf_counter() - start_s
     sys.stdout.write(_as_json(machine, found, seconds) if options.json else as_text(machine, found))
@@ -269,8 +299,9 @@ def _rows_of_host(machine: Machine) -> Iterator[tuple[str, str]]:
     memory, cores, optimizer, products = machine.memory, machine.cores, machine.optimizer, machine.products
     yield "host memory", f"{_size(memory.available_bytes)} available of {_size(memory.total_bytes)}"
     if memory.available_bytes is not None:
+        name = assumed_optimizer().name
         billions = memory.available_bytes / _BYTES_PER_PARAMETER / 1e9
-        yield "  enough for", f"full training of {billions:.1f} billion parameters (bfloat16, Adam, exact steps)"
+        yield "  enough for", f"full training of {billions:.1f} billion parameters (bfloat16, {name}, exact steps)"
     yield "  lock limit", _size(memory.lock_limit_bytes, "unlimited")
     yield "  huge pages", memory.huge_pages or "none"
     quota = "" if cores.quota is None else f", processor time of {cores.quota:g}"
@@ -282,7 +313,29 @@ def _rows_of_host(machine: Machine) -> Iterator[tuple[str, str]]:
     works = {True: "works", False: "crashes", None: "not known: the trial did not end"}[products.work]
     level = "" if products.level_set is None else f" with {instruction_sets.VARIABLE}={products.level_set}"
     yield "bf16 on the CPU", f"{works}{level}"
-    yield "disk", f"{_size(machine.disk_free_bytes)} free in {machine.folder}"
+    kind = "" if machine.disk.file_system is None else f" ({machine.disk.file_system})"
+    yield "disk", f"{_size(machine.disk_free_bytes)} free in {machine.folder}{kind}"
+    yield from _rows_of_disk(machine)
+
+
+def _rows_of_disk(machine: Machine) -> Iterator[tuple[str, str]]:
+    disk = machine.disk
+    if disk.read_bytes_per_s is None or disk.both_bytes_per_s is None:
+        yield "  rates", f"not measured{'' if disk.error is None else f': {disk.error}'}"
+        return
+    yield "  rates", f"{_rate(disk.read_bytes_per_s)} read, {_rate(disk.write_bytes_per_s)} written"
+    both, name = disk.both_bytes_per_s, assumed_optimizer().name
+    whole, low = (both / 2 / (num_bytes * assumed_optimizer().num_states) / 1e9 for num_bytes in (4, 1))
+    kernel = machine.optimizer.parameters_per_s
+    alone = "" if kernel is None else f"; in memory {kernel / 1e9:.2f}"
+    rates = f"{whole:.3f} billion parameters/s ({name}), {low:.3f} with 8-bit moments"
+    yield "  state there", f"a step updates at most {rates}{alone}"
+    yield "  for estimates", f"roundpipe estimate --state-on-disk {both / 1e9:.2g}"
+    read = disk.read_bytes_per_s / 1e9
+    yield (
+        "  weights there",
+        f"at most {read / 2:.2f} billion bfloat16 weights/s are read, {read / _PACKED_BYTES:.2f} in nf4",
+    )
 
 
 def _kernel_in_words(optimizer: Optimizer) -> str:

@@ -22,9 +22,15 @@ from roundpipe.errors import ConfigError
 from roundpipe.estimate.estimate import SAVED_INPUTS, Estimate, Machine, Work, estimate
 from roundpipe.estimate.figures import SHAPES, DeviceFigures, gpu_named, parse_gpus, parse_ram
 from roundpipe.estimate.layer_costs import PaperModel, add_adapters, causal_lm_on_paper
+from roundpipe.host_facts import available_host_bytes
+from roundpipe.optim import rules
+from roundpipe.packed import FORMS, checked_form, num_elements, pack_frozen
 from roundpipe.plan import TaskKind
 from roundpipe.plan.forecast import Network
-from roundpipe.store.host_memory import available_host_bytes, memory_table
+from roundpipe.store.forms import MOMENTS
+from roundpipe.store.host_memory import memory_table
+from roundpipe.store.training_memory import PaperOptimizer
+from roundpipe.store.values import MASTER_BITS
 
 _DONE, _DOES_NOT_FIT = 0, 1
 _INDENT = " " * 11
@@ -33,19 +39,36 @@ _EXAMPLE = "roundpipe estimate qwen3-8b --devices 1x24GB --ram 160 --batch 16 --
 # Rate of the optimizer's kernel in training with 14 threads of a server; on the idle machine it is 1.5 times as high.
 _PARAMETERS_PER_S = 4e9
 _NETWORK_GBITS = 25.0
+_DISK_GBYTES = 2.0  # GB/s that an NVMe drive of a server reads and writes in turn, for minutes
+# The optimizers of --optimizer: their names, their rules, and the options that decide how much state they have.
+_OPTIMIZERS: Mapping[str, tuple[str, rules.Rule, rules.Group]] = {
+    "adam": ("Adam", rules.ADAM, {"amsgrad": False}),
+    "lion": ("Lion", rules.LION, {}),
+    "sgd": ("SGD", rules.SGD, {"momentum": 0.0}),
+    "sgd-momentum": ("SGD with momentum", rules.SGD, {"momentum": 0.9}),
+}
 _MOST_MICROBATCHES = 10_000  # the time of an estimate grows with them
 
 
 def run(words: Sequence[str]) -> int:
     """Estimate a step and write the report. Returns 1 if it does not fit, else 0."""
     options = parser().parse_args(list(words))
+    if options.master_bits != 32 and options.dtype != "bfloat16":
+        raise ConfigError(f"--master-bits {options.master_bits} needs --dtype bfloat16, got {options.dtype}.")
     machine = _machine(options)
-    paper = load_on_paper(options.model, getattr(torch, options.dtype), options.lora)
+    if options.frozen_weights is not None and options.lora is None:
+        raise ConfigError(
+            f"--frozen-weights {options.frozen_weights} packs weights that do not train, and --full trains all; add "
+            "--lora R."
+        )
+    paper = load_on_paper(options.model, getattr(torch, options.dtype), options.lora, options.frozen_weights)
     work = Work(
         batch=options.batch,
         length=options.seq_len,
         is_exact=not options.stale,
         num_microbatch=None if options.microbatches is None else min(options.microbatches, options.batch),
+        optimizer=_optimizer_named(options),
+        master_bits=options.master_bits,
     )
     found = estimate(paper, work, machine)
     report = as_json if options.json else as_text
@@ -87,9 +110,38 @@ def parser() -> argparse.ArgumentParser:
         metavar="M",
         help="at most one per sequence; default: the fastest number that fits",
     )
+    _add_precisions_and_optimizer(parser)
+    _add_rates(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _add_precisions_and_optimizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the weights"
     )
+    parser.add_argument(
+        "--frozen-weights",
+        choices=tuple(FORMS),
+        help="with --lora: the form in which linear weights that do not train are packed (default: that of --dtype)",
+    )
+    parser.add_argument(
+        "--optimizer", choices=tuple(_OPTIMIZERS), default="adam", help="of roundpipe.optim (default adam, also AdamW)"
+    )
+    parser.add_argument(
+        "--moments", choices=MOMENTS, default="float32", help="how the optimizer stores moments (default float32)"
+    )
+    parser.add_argument(
+        "--master-bits",
+        type=int,
+        choices=MASTER_BITS,
+        default=32,
+        help="of the masters of bfloat16 weights (default 32; 24 saves a byte per trained parameter)",
+    )
+
+
+def _add_rates(parser: argparse.ArgumentParser) -> None:
+    """Add the options for how fast optimizer, disk and network are."""
     parser.add_argument(
         "--optimizer-rate",
         type=_positive,
@@ -98,12 +150,19 @@ def parser() -> argparse.ArgumentParser:
         help=f"billions of parameters that the optimizer updates per second (default {_PARAMETERS_PER_S / 1e9:g}; in "
         "training, a machine reaches about two thirds of what `roundpipe doctor` measures)",
     )
+    parser.add_argument(
+        "--state-on-disk",
+        type=_positive,
+        nargs="?",
+        const=_DISK_GBYTES,
+        metavar="G",
+        help="the optimizer's state is in files on a disk that reads and writes G GB/s in turn (default "
+        f"{_DISK_GBYTES:g}; `roundpipe doctor --disk DIR` measures it)",
+    )
     parser.add_argument("--machines", type=_count, default=1, metavar="N", help="number of such machines (default 1)")
     parser.add_argument(
         "--network", type=_positive, default=_NETWORK_GBITS, metavar="G", help="Gb/s between them (default 25)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 def _count(text: str, most: int = 10_000_000) -> int:
@@ -119,6 +178,14 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
 
 
+def _optimizer_named(options: argparse.Namespace) -> PaperOptimizer:
+    name, moments = options.optimizer, options.moments
+    shown, rule, group = _OPTIMIZERS[name]
+    if moments != "float32" and not rule.can_be_low:
+        raise ConfigError(f"--moments {moments} is for adam and lion; --optimizer {name} has float32 state only.")
+    return PaperOptimizer(shown, len(rule.state_names(group)), moments, is_on_disk=options.state_on_disk is not None)
+
+
 def _machine(options: argparse.Namespace) -> Machine:
     if options.devices is not None:
         gpu, num_devices = parse_gpus(options.devices)
@@ -130,11 +197,17 @@ def _machine(options: argparse.Namespace) -> Machine:
         gpu = gpu_named(facts.name, facts.memory_bytes)
     ram_bytes = available_host_bytes() if options.ram is None else parse_ram(options.ram)
     network = Network(options.machines, options.network * 1e9 / 8) if options.machines > 1 else None
-    return Machine(gpu, num_devices, ram_bytes, options.optimizer_rate * 1e9, network)
+    disk = None if options.state_on_disk is None else options.state_on_disk * 1e9
+    return Machine(gpu, num_devices, ram_bytes, options.optimizer_rate * 1e9, network, disk)
 
 
-def load_on_paper(model: str, dtype: torch.dtype, lora_rank: int | None) -> PaperModel:
-    """The model of a folder, a config file or a shape's name, without weights."""
+def load_on_paper(
+    model: str, dtype: torch.dtype, lora_rank: int | None, frozen_weights: str | None = None
+) -> PaperModel:
+    """The model of a folder, a config file or a shape's name, without weights.
+
+    frozen_weights: the form in which what does not train is packed.
+    """
     is_shape = model.lower() in SHAPES and not Path(model).exists()
     is_hub_name = model.count("/") == 1 and not model.startswith((".", "/"))
     if not (is_shape or Path(model).exists() or is_hub_name):
@@ -160,6 +233,9 @@ def load_on_paper(model: str, dtype: torch.dtype, lora_rank: int | None) -> Pape
             raise ConfigError(f"cannot make a model of {model}: {nowhere}{reason}") from error
     if lora_rank is not None:
         add_adapters(network, lora_rank)
+    form = checked_form(frozen_weights)
+    if form is not None:
+        pack_frozen(network, form)
     return causal_lm_on_paper(network)
 
 
@@ -192,8 +268,8 @@ def _without_warnings() -> Iterator[None]:
 
 def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: Estimate) -> str:
     """The report for people."""
-    parameters = list(paper.model.parameters())
-    total, trained = (sum(p.numel() for p in some) for some in (parameters, [p for p in parameters if p.requires_grad]))
+    total = num_elements(paper.model)
+    trained = sum(param.numel() for param in paper.model.parameters() if param.requires_grad)
     kind = "exact" if work.is_exact else "stale"
     limit = machine.plan_bytes
     host_bytes = sum(found.host.values())
@@ -218,6 +294,7 @@ def as_text(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         f"{_INDENT}compute {found.compute_s:.3g} s, link {found.link_s:.3g} s, optimizer {found.optimizer_s:.3g} s: "
         f"bound by {found.bound.value}",
         *_network_in_words(machine, found),
+        *_disk_in_words(machine, found),
         "",
         _verdict(found, work, machine, is_full=trained == total),
     ]
@@ -254,6 +331,16 @@ def _network_in_words(machine: Machine, found: Estimate) -> list[str]:
     ]
 
 
+def _disk_in_words(machine: Machine, found: Estimate) -> list[str]:
+    if machine.disk_bytes_per_s is None:
+        return []
+    each = "" if machine.network is None else " per machine"
+    return [
+        f"disk       {found.state_bytes / 1e9:.3g} GB of optimizer state{each}, read and written in each step: "
+        f"{found.disk_s:.3g} s at {machine.disk_bytes_per_s / 1e9:g} GB/s",
+    ]
+
+
 def _visible(parts: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size >= _SMALLEST_ROW}
 
@@ -283,7 +370,11 @@ def _plan_in_words(found: Estimate) -> str:
         f"{_counted(len(found.forecast.tasks), 'stage')}: {counts[TaskKind.FORWARD]} forward, layers {fused.start} to "
         f"{fused.stop - 1} fused, {counts[TaskKind.BACKWARD]} backward with recomputation"
     )
-    tail = found.forecast.tail
+    tail, wave = found.forecast.overlap.tail, found.forecast.overlap.wave
+    if wave.num_layers:
+        text += (
+            f"\n{_INDENT}the first {wave.num_layers} of these layers run forward for {wave.num_microbatch} microbatches"
+        )
     return f"{text}\n{_INDENT}the last {tail} microbatches run backward layer by layer" if tail > 1 else text
 
 
@@ -292,7 +383,7 @@ def _verdict(found: Estimate, work: Work, machine: Machine, *, is_full: bool) ->
     reserved, limit = found.forecast.peak_bytes, machine.plan_bytes
     lora = "--lora R, " if is_full else ""
     if found.refusal is not None and machine.ram_bytes is not None:
-        return _host_verdict(found, machine.ram_bytes, lora)
+        return _host_verdict(found, machine.ram_bytes, lora, is_on_disk=work.optimizer.is_on_disk)
     if not found.forecast.fits:
         more = "more microbatches, " if found.num_microbatch < work.batch else ""
         return (
@@ -306,14 +397,15 @@ def _verdict(found: Estimate, work: Work, machine: Machine, *, is_full: bool) ->
     return f"{verdict},\n{(machine.ram_bytes - sum(found.host.values())) / 1e9:.1f} GB of host memory are left"
 
 
-def _host_verdict(found: Estimate, ram_bytes: int, lora: str) -> str:
+def _host_verdict(found: Estimate, ram_bytes: int, lora: str, *, is_on_disk: bool) -> str:
     """The verdict for too little host memory, with advice in options of this command; `refusal` has wrapping's."""
     needed, inputs = sum(found.host.values()), found.host.get(SAVED_INPUTS, 0)
     if needed - inputs <= ram_bytes:
         return f"DOES NOT FIT: {found.refusal}"
+    disk = "" if is_on_disk else "--state-on-disk, "
     return (
-        f"DOES NOT FIT into host memory: {(needed - ram_bytes) / 1e9:.1f} GB are missing. Use {lora}a smaller model, "
-        "or a machine with more memory."
+        f"DOES NOT FIT into host memory: {(needed - ram_bytes) / 1e9:.1f} GB are missing. Use {lora}{disk}a smaller "
+        "model, or a machine with more memory."
     )
 
 
@@ -322,10 +414,10 @@ def as_json(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
     plan = found.forecast.plan
     content = {
         "model": model,
-        "parameters": sum(p.numel() for p in paper.model.parameters()),
+        "parameters": num_elements(paper.model),
         "trained": sum(p.numel() for p in paper.model.parameters() if p.requires_grad),
         "remarks": _remarks(paper, work),
-        "work": {"batch": work.batch, "seq_len": work.length, "exact": work.is_exact},
+        "work": {"batch": work.batch, "seq_len": work.length, "exact": work.is_exact, "optimizer": work.optimizer.name},
         "machine": dataclasses.asdict(machine),
         "microbatches": found.num_microbatch,
         "host_bytes": dict(found.host),
@@ -333,16 +425,19 @@ def as_json(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
         "device_reserved_bytes": found.forecast.peak_bytes,
         "device_limit_bytes": machine.plan_bytes,
         "plan": {name: [[r.start, r.stop] for r in getattr(plan, name)] for name in ("fwd_plan", "bwd_plan")},
-        "tail": found.forecast.tail,
+        "tail": found.forecast.overlap.tail,
+        "wave": [found.forecast.overlap.wave.num_microbatch, found.forecast.overlap.wave.num_layers],
         "seconds": {
             "step": found.step_s,
             "compute": found.compute_s,
             "link": found.link_s,
             "optimizer": found.optimizer_s,
             "network": found.network_s,
+            "disk": found.disk_s,
             "network_not_hidden": found.exposed_s,
         },
         "network_bytes": found.network_bytes,
+        "disk_bytes": found.state_bytes if work.optimizer.is_on_disk else 0,
         "tokens_per_s": _tokens_per_s(work, machine, found),
         "bound": found.bound.value,
         "fits": found.fits,

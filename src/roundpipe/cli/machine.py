@@ -1,4 +1,4 @@
-"""What this machine is and does: versions, GPUs and their links, memory, cores, optimizer, half-precision products.
+"""What this machine is and does: versions, GPUs and links, memory, cores, optimizer, half-precision products, disk.
 
 Queries and measures; judges nothing. Uses torch and the standard library alone: versions of other packages come from
 their metadata. Knows no model.
@@ -10,9 +10,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import logging
-import os
 import platform
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,7 +18,9 @@ from pathlib import Path
 
 import torch
 
+from roundpipe import host_facts
 from roundpipe.cli import instruction_sets
+from roundpipe.cli.disk_rates import DiskRates, measured_rates
 from roundpipe.devices import (
     Device,
     DeviceSpec,
@@ -35,17 +35,15 @@ from roundpipe.devices import (
     open_devices,
     why_cuda_fails,
 )
-from roundpipe.errors import DeviceError
+from roundpipe.errors import ConfigError, DeviceError
 from roundpipe.optim.native import library
-from roundpipe.optim.native.kernel import AdamRule, KernelParameter, OnePassKernel, one_pass_kernel, usable_cores
+from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel, one_pass_kernel
+from roundpipe.optim.rules import ADAMW
 from roundpipe.store import HalvedMaster
-from roundpipe.store.host_memory import HostBuffer, available_host_bytes, host_zeros_like
+from roundpipe.store.host_memory import HostBuffer, host_zeros_like
 from roundpipe.version import __version__
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PACKAGES = ("transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "liger-kernel")
-_NODES = Path("/sys/devices/system/node")
-_CGROUP = Path("/sys/fs/cgroup")
 _LINK_BYTES = 256 << 20  # of one copy; a large layer has about this size
 _LINK_COPIES = 4  # queued together, so that waiting for the last one is a small part of the time
 _RATE_PARAMETERS = 16 << 20  # 14 bytes each: more than most caches hold
@@ -115,7 +113,10 @@ class Products:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Everything that `roundpipe doctor` reports, except its findings. Sizes are in bytes, rates per second."""
+    """Everything that `roundpipe doctor` reports, except its findings. Sizes are in bytes, rates per second.
+
+    folder: whose disk was looked at. is_for_training: whether the user has named it as a place for state or weights.
+    """
 
     versions: dict[str, str | None]
     gpus: tuple[Gpu, ...]
@@ -128,10 +129,18 @@ class Machine:
     products: Products
     folder: str
     disk_free_bytes: int
+    disk: DiskRates
+    is_for_training: bool = False
 
 
-def examine() -> Machine:
-    """Query and measure this machine. Takes seconds."""
+def examine(disk: str | None = None) -> Machine:
+    """Query and measure this machine. Takes seconds. `disk`: a folder that the user has named; default the current one.
+
+    Raises ConfigError if there is no such folder.
+    """
+    folder = Path.cwd() if disk is None else Path(disk)
+    if not folder.is_dir():
+        raise ConfigError(f"--disk: there is no folder {folder}; make it, or give one that exists.")
     driver, num_gpus = driver_release(), device_count()
     devices, error = _default_devices()
     return Machine(
@@ -140,12 +149,21 @@ def examine() -> Machine:
         cuda_error=why_cuda_fails() if driver is not None and not num_gpus else None,
         default_devices=devices,
         default_devices_error=error,
-        memory=Memory(_total_bytes(), available_host_bytes(), _lock_limit_bytes(), _huge_pages()),
-        cores=Cores(os.cpu_count() or 1, _usable_cores(), _cpu_quota(), _numa_nodes()),
+        memory=Memory(
+            host_facts.total_host_bytes(),
+            host_facts.available_host_bytes(),
+            host_facts.lock_limit_bytes(),
+            host_facts.huge_pages(),
+        ),
+        cores=Cores(
+            host_facts.present_cores(), host_facts.core_numbers(), host_facts.core_quota(), host_facts.numa_nodes()
+        ),
         optimizer=_examined_optimizer(),
         products=_examined_products(instruction_sets.in_a_child(timeout_s=_PROBE_S)),
-        folder=os.getcwd(),
-        disk_free_bytes=shutil.disk_usage(".").free,
+        folder=str(folder),
+        disk_free_bytes=shutil.disk_usage(folder).free,
+        disk=measured_rates(folder),
+        is_for_training=disk is not None,
     )
 
 
@@ -224,66 +242,6 @@ def _copy_rate(device: Device, destination: torch.Tensor, source: torch.Tensor, 
     return _LINK_COPIES * source.nbytes / seconds
 
 
-def _total_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _lock_limit_bytes() -> int | None:
-    """The limit of locked memory of this process; None if it is unlimited or the system has no such limit."""
-    try:
-        import resource  # not on Windows
-    except ImportError:
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _huge_pages() -> str | None:
-    try:
-        found = re.search(r"\[(\w+)\]", HUGE_PAGES.read_text())
-    except OSError:
-        return None
-    return found[1] if found else None
-
-
-def _usable_cores() -> tuple[int, ...]:
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(usable_cores()))
-
-
-def _cpu_quota() -> float | None:
-    """The number of cores that the control group (version 2 or 1) lets its processes fill; None without a limit."""
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        try:
-            quota, period = " ".join((_CGROUP / name).read_text() for name in names).split()
-            return None if quota in ("max", "-1") else int(quota) / int(period)
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _numa_nodes() -> dict[int, tuple[int, ...]]:
-    """The cores of each node; empty if the system does not report nodes."""
-    nodes = {}
-    for folder in _NODES.glob("node[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            nodes[int(folder.name.removeprefix("node"))] = _numbers((folder / "cpulist").read_text())
-    return dict(sorted(nodes.items()))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a list such as "0-3,8"."""
-    found: list[int] = []
-    for entry in filter(None, text.strip().split(",")):
-        first, _, last = entry.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
-
-
 def _examined_optimizer() -> Optimizer:
     compiler = library.compiler()
     with _logged() as lines:
@@ -300,13 +258,14 @@ def _examined_optimizer() -> Optimizer:
 def optimizer_rate(kernel: OnePassKernel, count: int = _RATE_PARAMETERS) -> float:
     """Parameters per second that the kernel updates, with bfloat16 weights and float32 masters; the best of four."""
     weight = host_zeros_like(torch.empty(count, dtype=torch.bfloat16))
-    first, second = (host_zeros_like(torch.empty(count)) for _ in range(2))
-    rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, is_decoupled=True, step=1)
-    parameter = KernelParameter(HalvedMaster(weight), torch.ones_like(weight), first, second, None, weight, rule)
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
+    moments = [host_zeros_like(torch.empty(count)) for _ in ADAMW.state_names(options)]
+    numbers = ADAMW.step_numbers(options, 1, ())
+    parameter = KernelParameter(HalvedMaster(weight), torch.ones_like(weight), moments, weight, numbers)
     seconds = []
     for _ in range(5):  # the first update makes the memory's pages
         start_s = time.perf_counter()
-        kernel.adam([parameter])
+        kernel.update([parameter])
         seconds.append(time.perf_counter() - start_s)
     return count / min(seconds[1:])
 

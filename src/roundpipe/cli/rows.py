@@ -1,4 +1,4 @@
-"""Rows of training data: files and folders to checked rows of one format. Errors name the file and the line.
+"""Rows of training data: files, folders and names of the hub to checked rows of one format, with their places.
 
 Knows the formats of rows, never tokenizers and models.
 """
@@ -6,109 +6,183 @@ Knows the formats of rows, never tokenizers and models.
 from __future__ import annotations
 
 import dataclasses
-import enum
-import json
-from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roundpipe.cli.image_rows import with_images
+from roundpipe.cli.methods import METHODS, Method
+from roundpipe.cli.shapes import SHAPES, MisfitError, Row, RowFormat, Shape, shapes_to_recognize
+from roundpipe.cli.sources import Places, Source, sources
 from roundpipe.errors import ConfigError
 
 IGNORED = -100  # the label of a token without loss
-_JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
-_TEXT_ENDING = ".txt"
-_FORMATS = "`text`, `prompt` and `completion`, `messages`, or `input_ids`"
 _MASKS = ("completion_mask", "assistant_masks")  # of tokens, in TRL's datasets: which ones have a loss
+_TEXTS = ("text", "prompt")  # columns of text or messages
+_ANSWERS = ("messages", "completion", "chosen", "rejected")  # those that need a message of the assistant
 _LARGEST_INT = 2**63 - 1  # of the datasets library
-
-
-class RowFormat(enum.Enum):
-    """What a row consists of. Decides which of its tokens have a loss."""
-
-    TEXT = "text"  # all tokens
-    PROMPT_COMPLETION = "prompt and completion"  # the completion
-    MESSAGES = "messages"  # the assistant's messages
-    TOKENS = "input_ids"  # tokenized already: as its labels say, else all tokens
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The keys that every row has."""
-        return ("prompt", "completion") if self is RowFormat.PROMPT_COMPLETION else (self.value,)
-
-    @property
-    def optional_columns(self) -> tuple[str, ...]:
-        """The keys that rows may have: labels, or what TRL passes to the chat template. Others are ignored."""
-        return ("labels",) if self is RowFormat.TOKENS else ("tools", "chat_template_kwargs")
-
-
-class Places:
-    """The file and line of each row."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []  # the first row of each file
-        self._files: list[Path] = []
-        self._units: list[str] = []
-        self._numbers = array("q")
-
-    def begin(self, file: Path, unit: str) -> None:
-        """Rows that are added from now on are in this file, counted in `unit`."""
-        self._starts.append(len(self._numbers))
-        self._files.append(file)
-        self._units.append(unit)
-
-    def add(self, number: int) -> None:
-        self._numbers.append(number)
-
-    def append(self, other: Places) -> None:
-        """Add the rows of `other` behind those of this object."""
-        self._starts += [len(self._numbers) + start for start in other._starts]
-        self._files += other._files
-        self._units += other._units
-        self._numbers.extend(other._numbers)
-
-    def name(self, row: int) -> str:
-        file = bisect_right(self._starts, row) - 1
-        return f"{self._files[file]}, {self._units[file]} {self._numbers[row]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Checked rows of one format: a datasets.Dataset with the format's columns, and where each row comes from."""
+    """Checked rows of one format: a datasets.Dataset with the format's columns, and where each row comes from.
+
+    shape: the form that the rows had before.
+    """
 
     dataset: Any
     places: Places
-    format: RowFormat
+    shape: Shape
+
+    @property
+    def format(self) -> RowFormat:
+        return self.shape.format
+
+    @property
+    def are_chats(self) -> bool:
+        """Whether the rows are messages, which the chat template renders."""
+        columns = [name for name in self.format.columns if name in (*_TEXTS, *_ANSWERS)]
+        return any(isinstance(self.dataset[0][name], list) for name in columns)
 
 
-def read_rows(path: Path, option: str, text_rows: str) -> Rows:
-    """Read and check all rows of a file or folder. `option` is the option that names it; it begins messages."""
-    if not path.exists():
-        raise ConfigError(f"{option}: there is no file or folder {path}.")
-    if path.is_dir() and (path / "dataset_dict.json").exists():
-        splits = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
-        raise ConfigError(f"{option}: {path} is a datasets folder with several splits; name one of them: {splits}.")
-    if path.is_dir() and (path / "state.json").exists():
-        return _read_dataset_folder(path, option)
-    files = [path]
-    if path.is_dir():
-        files = sorted(each for each in path.iterdir() if _is_data_file(each))
-        if not files:
-            raise ConfigError(f"{option}: {path} has no .jsonl or .txt file and is no folder of datasets.save_to_disk.")
-    rows: list[dict[str, Any]] = []
-    places, row_format = Places(), None
-    for file in files:
-        unit = "line" if file.suffix.lower() in _JSON_ENDINGS or text_rows == "line" else text_rows
-        places.begin(file, unit)
-        for number, row in _read_file(file, option, text_rows):
-            row_format = _checked_format(row, row_format, f"{file}, {unit} {number}", rows[0] if rows else None)
-            places.add(number)
-            kept = (*row_format.columns, *row_format.optional_columns)
-            rows.append({name: row[name] for name in kept if row.get(name) is not None})
-    if row_format is None:
+def read_rows(
+    path: Path,
+    option: str,
+    text_rows: str,
+    *,
+    method: Method = METHODS["sft"],
+    form: str | None = None,
+    chats: bool = True,
+) -> Rows:
+    """Read, check and convert all rows of a file, folder or dataset of the hub.
+
+    option: the option that names it; it begins messages.
+    method: decides which forms rows may have.
+    form: the form of the rows, by name; None to recognize it.
+    chats: whether messages can be rendered; else Alpaca's rows become text.
+    """
+    reader = RowReader.of(method=method, form=form, chats=chats)
+    parts = sources(path, option, text_rows)
+    table = parts[0].table if len(parts) == 1 else None
+    for part in parts:
+        reader.read(part, keeps=table is None)
+    if reader.shape is None:
         raise ConfigError(f"{option}: {path} contains no rows.")
-    return Rows(_in_memory(rows, places), places, row_format)
+    return Rows(reader.dataset_of(table), reader.places, reader.shape)
+
+
+def _needs(names: Sequence[str]) -> str:
+    return f"it takes {', '.join(f'{SHAPES[name].needs} (--format {name})' for name in names)}"
+
+
+class RowReader:
+    """Checks and converts the rows of several sources, which must have one form."""
+
+    @classmethod
+    def of(cls, *, method: Method, form: str | None, chats: bool) -> RowReader:
+        """A reader for the options of `read_rows`."""
+        if form is not None and form not in method.shapes:
+            raise ConfigError(f"--format {form} cannot be trained by --method {method.name}; {_needs(method.shapes)}.")
+        return cls((SHAPES[form],) if form else shapes_to_recognize(method.shapes, chats=chats))
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.places = Places()
+        self.shape: Shape | None = None
+        self._shapes = shapes
+        self._first: Row = {}
+        self._rows: list[dict[str, Any]] = []  # converted
+        self._is_converted = False  # whether any row had other columns than those of its format
+        self._used: set[str] = set()  # optional columns that have a value in some row
+
+    def further(self, found: Iterable[Source]) -> Rows:
+        """Rows that follow those that were read, and must fit to them. They are not kept."""
+        assert self.shape is not None
+        reader = RowReader(self._shapes)
+        reader.shape, reader._first = self.shape, self._first
+        for source in found:
+            reader.read(source, keeps=True)
+        return Rows(reader.dataset_of(None), reader.places, self.shape)
+
+    def read(self, source: Source, *, keeps: bool) -> None:
+        """Check the rows of a source. keeps: whether to convert them, too; a single table is converted afterwards."""
+        self.places.begin(source.name, source.unit)
+        for number, given in source.rows:
+            row = self._checked(given, source.name, f"{source.name}, {source.unit} {number}")
+            self.places.add(number)
+            if keeps:
+                self._rows.append(self._kept(row))
+            self._used.update(self._kept(row))
+            self._is_converted |= row is not given
+
+    def _kept(self, row: Row) -> dict[str, Any]:
+        """The columns that have a value, without those that are ignored."""
+        assert self.shape is not None
+        return _kept_columns(row, self.shape.format)
+
+    def dataset_of(self, table: Any) -> Any:
+        """A datasets.Dataset of the rows that were kept or, if one is given, of the rows of the table.
+
+        A table that has the columns of the format already is not copied.
+        """
+        assert self.shape is not None
+        if table is not None and not self._is_converted and "images" not in self._used:
+            return table.select_columns(sorted(self._used))
+        if table is not None:
+            self._rows = [self._kept(self.shape.converted(with_images(row, Path()))) for row in table]
+        for name, nothing in (("images", []), ("chat_template_kwargs", {})):
+            if name in self._used:  # TRL takes no None for them
+                self._rows = [{**row, name: row.get(name, nothing)} for row in self._rows]
+        return _in_memory(self._rows, self.places)
+
+    def _checked(self, row: Any, source: str, place: str) -> Row:
+        """The converted row. Raises ConfigError for a bad row, and for a form other than that of the rows before."""
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{place}: a row must be a JSON object with {self._forms()}, got {type(row).__name__}.")
+        try:
+            row = with_images(row, Path(source).parent)
+            shape = self._recognized(row)
+            converted = shape.converted(row)
+            if row.get("images") and "images" not in shape.format.optional_columns and row.get("text") is None:
+                raise MisfitError(f"{shape.title} beside images cannot be trained here; --method sft can, on messages")
+        except MisfitError as error:
+            raise ConfigError(f"{place}: {error}.") from error
+        reason = (
+            _fault(converted, shape.format)
+            or _fault_of_numbers(converted, shape.format)
+            or _difference(converted, self._first, shape.format)
+        )
+        if reason is not None:
+            raise ConfigError(f"{place}: {reason}.")
+        if self.shape is None:
+            self.shape, self._first = shape, converted
+        return converted
+
+    def _recognized(self, row: Row) -> Shape:
+        present = [shape for shape in self._shapes if shape.is_form_of(row)]
+        tokens = [shape for shape in present if shape.format is RowFormat.TOKENS]
+        present = tokens or present
+        if not present:
+            found = ", ".join(map(repr, row)) or "nothing"
+            raise MisfitError(f"a row needs {self._forms()}; it has {found}")
+        if len(present) > 1:
+            choices = " or ".join(f"--format {shape.name}" for shape in present)
+            raise MisfitError(f"it has {', '.join(map(repr, row))}, which is more than one form; give {choices}")
+        if self.shape is not None and present[0] is not self.shape:
+            raise MisfitError(
+                f"this row has {present[0].title}, the rows before have {self.shape.title}; use one format"
+            )
+        return present[0]
+
+    def _forms(self) -> str:
+        *forms, last = (shape.needs for shape in self._shapes)
+        return f"{', '.join(forms)}, or {last}" if forms else last
+
+
+def _kept_columns(row: Row, row_format: RowFormat) -> dict[str, Any]:
+    if row_format is RowFormat.PROMPT:
+        return dict(row)
+    names = (*row_format.columns, *row_format.optional_columns)
+    return {name: row[name] for name in names if row.get(name) is not None}
 
 
 def _in_memory(rows: list[dict[str, Any]], places: Places) -> Any:
@@ -126,123 +200,23 @@ def _in_memory(rows: list[dict[str, Any]], places: Places) -> Any:
         raise ConfigError(f"{place}: the datasets library cannot keep these values: {error}.") from error
 
 
-def _is_data_file(path: Path) -> bool:
-    """Whether a file of a folder is read. Hidden files are not: editors and systems leave such ones."""
-    return path.is_file() and not path.name.startswith(".") and path.suffix.lower() in (*_JSON_ENDINGS, _TEXT_ENDING)
-
-
-def _read_file(file: Path, option: str, text_rows: str) -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of a file's rows; empty lines are none."""
-    if file.suffix.lower() not in (*_JSON_ENDINGS, _TEXT_ENDING):
-        raise ConfigError(f"{option}: {file} must end in .jsonl or .txt, or be a folder.")
-    try:
-        if file.suffix.lower() == _TEXT_ENDING:
-            yield from _read_text(file, text_rows)
-            return
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield number, _parse_json(line, f"{file}, line {number}")
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot read {file}: {error.strerror or error}.") from error
-
-
-def _parse_json(line: bytes, place: str) -> Any:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-        if b"\\u" in line:
-            json.dumps(row, ensure_ascii=False).encode()  # JSON can name half of a surrogate pair, UTF-8 cannot
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8 text (byte {error.start + 1}).") from error
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ConfigError(f"{place}: {half} is half of a surrogate pair and no character; remove it.") from error
-    except json.JSONDecodeError as error:
-        is_spread = line.lstrip().startswith(b"[") or line.strip() == b"{"
-        hint = " The file must have one JSON object per line." if is_spread else ""
-        raise ConfigError(f"{place}: not valid JSON: {_json_fault(error)}.{hint}") from error
-    except (ValueError, RecursionError) as error:  # a number with too many digits, too many brackets
-        raise ConfigError(f"{place}: the JSON cannot be read: {error}.") from error
-    return row
-
-
-def _json_fault(error: json.JSONDecodeError) -> str:
-    """What is wrong with a line, and its column. Of a line that was cut, the column is where it ends."""
-    line = error.doc.rstrip("\r\n")
-    rest = line[error.pos :].strip()
-    is_half_word = any(word.startswith(rest) for word in ("true", "false", "null"))  # also if nothing is left
-    is_half_escape = error.msg.startswith("Invalid \\") and '"' not in rest
-    if is_half_word or is_half_escape or error.msg.startswith("Unterminated string"):
-        return f"the line ends at column {len(line)} before its JSON does; it was cut, or continues on the next line"
-    return f"{error.msg} at column {error.colno}"
-
-
-def _read_text(file: Path, text_rows: str) -> Iterator[tuple[int, dict[str, str]]]:
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 text (byte {error.start + 1}).") from error
-    # Not splitlines(): it also splits at form feeds and at U+2028. read_text() has turned \r\n into \n.
-    pieces = [text] if text_rows == "document" else text.split("\n" if text_rows == "line" else "\n\n")
-    for number, piece in enumerate(pieces, 1):
-        if piece.strip():
-            yield number, {"text": piece}
-
-
-def _read_dataset_folder(path: Path, option: str) -> Rows:
-    from datasets import load_from_disk
-
-    try:
-        # In memory: no cache files beside the user's data. Without a format: rows are lists, not tensors.
-        dataset = load_from_disk(str(path), keep_in_memory=True).with_format(None)
-    except Exception as error:  # pyarrow, json and OS errors
-        raise ConfigError(f"{option}: {path} is a damaged datasets folder: {error}.") from error
-    if not len(dataset):
-        raise ConfigError(f"{option}: {path} contains no rows.")
-    places = Places()
-    places.begin(path, "row")
-    first, row_format = dataset[0], None
-    used: set[str] = set()  # optional columns that have a value in some row
-    for number, row in enumerate(dataset):
-        row_format = _checked_format(row, row_format, f"{path}, row {number}", first)
-        used.update(name for name in row_format.optional_columns if row.get(name) is not None)
-        places.add(number)
-    assert row_format is not None
-    return Rows(dataset.select_columns([*row_format.columns, *sorted(used)]), places, row_format)
-
-
-def _checked_format(row: Any, before: RowFormat | None, place: str, first: Mapping[str, Any] | None) -> RowFormat:
-    """The format of a row. Raises ConfigError for a bad row and for a format other than that of the rows before.
-
-    first: the first row of all; None for this one.
-    """
-    reason = None
-    if not isinstance(row, Mapping):
-        raise ConfigError(f"{place}: a row must be a JSON object with {_FORMATS}, got {type(row).__name__}.")
-    present = [each for each in RowFormat if all(row.get(name) is not None for name in each.columns)]
-    if RowFormat.TOKENS in present:
-        present = [RowFormat.TOKENS]
-    if len(present) != 1:
-        found = ", ".join(map(repr, row)) or "nothing"
-        reason = f"a row needs {_FORMATS}; it has {found}"
-    elif before is not None and present[0] is not before:
-        reason = f"this row has {present[0].value}, the rows before have {before.value}; use one format"
-    else:
-        reason = _fault(row, present[0])
-        if reason is None and first is not None:
-            reason = _difference(row, first, present[0])
-    if reason is not None:
-        raise ConfigError(f"{place}: {reason}.")
-    return present[0]
-
-
 def _difference(row: Mapping[str, Any], first: Mapping[str, Any], row_format: RowFormat) -> str | None:
-    """Why a row cannot stand beside the first one, which has the same format; None if it can."""
+    """Why a row cannot stand beside the first one, which has the same format; None if it can, or is the first."""
+    if not first:
+        return None
+    if "label" in row and type(row["label"]) is not type(first.get("label")):
+        return f"`label` is {type(row['label']).__name__} here and {type(first['label']).__name__} in the first row"
     if any(type(row[name]) is not type(first[name]) for name in row_format.columns):
         return "some rows have strings, others lists of messages; use one form"
-    has_labels = [each.get("labels") is not None for each in (row, first)]
-    if row_format is RowFormat.TOKENS and has_labels[0] is not has_labels[1]:
-        return "some rows have `labels`, others have none; give them to all rows or to none"
+    if row_format is RowFormat.PROMPT and row.keys() != first.keys():
+        return f"it has the keys {', '.join(row)}, the first row has {', '.join(first)}; rewards get all of them"
+    for name, title in (
+        (RowFormat.TOKENS, "labels"),
+        (RowFormat.PREFERENCE, "prompt"),
+        (RowFormat.PREFERENCE, "margin"),
+    ):
+        if row_format is name and (row.get(title) is None) is not (first.get(title) is None):
+            return f"some rows have `{title}`, others have none; give them to all rows or to none"
     return None
 
 
@@ -250,18 +224,22 @@ def _fault(row: Mapping[str, Any], row_format: RowFormat) -> str | None:
     """What is wrong with the values of a row; None if nothing is."""
     if row_format is RowFormat.TOKENS:
         return _fault_of_tokens(row)
-    if row_format is RowFormat.MESSAGES:
-        return _fault_of_messages(row["messages"], "messages", needs_assistant=True)
-    values = {name: row[name] for name in row_format.columns}
-    if row_format is RowFormat.PROMPT_COMPLETION and all(isinstance(value, list) for value in values.values()):
-        return _fault_of_messages(values["prompt"], "prompt", needs_assistant=False) or _fault_of_messages(
-            values["completion"], "completion", needs_assistant=True
-        )
+    names = [name for name in (*_TEXTS, *_ANSWERS) if name in row_format.columns or row.get(name) is not None]
+    values = {name: row[name] for name in names if name in (*row_format.columns, *row_format.optional_columns)}
+    may_be_messages = len(values) > 1 or row_format is RowFormat.PROMPT
+    if row_format is RowFormat.MESSAGES or (
+        may_be_messages and all(isinstance(each, list) for each in values.values())
+    ):
+        faults = (_fault_of_messages(values[name], name, needs_assistant=name in _ANSWERS) for name in values)
+        return next((fault for fault in faults if fault is not None), None)
     for name, value in values.items():
         if not isinstance(value, str):
             return f"`{name}` must be a string, got {type(value).__name__}"
-        if not value.strip() and name != "prompt":
+        if not value.strip() and (name != "prompt" or row_format is RowFormat.PROMPT):
             return f"`{name}` is empty"
+    margin = row.get("margin") if row_format is RowFormat.PREFERENCE else None
+    if margin is not None and not isinstance(margin, int | float):
+        return f"`margin` must be a number, got {type(margin).__name__}"
     return None
 
 
@@ -285,6 +263,25 @@ def _fault_of_tokens(row: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _fault_of_numbers(row: Row, row_format: RowFormat) -> str | None:
+    """Which value, such as one of a tool call, the datasets library would change without a word."""
+    if row_format is RowFormat.TOKENS:
+        return None  # checked above
+    for name, value in _kept_columns(row, row_format).items():
+        beyond = next(_large_numbers(value), None)
+        if beyond is not None:
+            return f"`{name}` has {str(beyond)[:24]}, a number of more than 64 bits; write it as text"
+    return None
+
+
+def _large_numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _large_numbers(each)
+    elif type(value) is int and abs(value) > _LARGEST_INT:
+        yield value
+
+
 def _fault_of_messages(messages: Any, name: str, *, needs_assistant: bool) -> str | None:
     if not isinstance(messages, list) or not messages:
         return f"`{name}` must be a list of messages with at least one entry"
@@ -292,7 +289,8 @@ def _fault_of_messages(messages: Any, name: str, *, needs_assistant: bool) -> st
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return f'message {position} of `{name}` must be an object with "role" and "content"'
         content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        # Lists have images between texts: others are joined.
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             return f"the content of message {position} of `{name}` must be a string, got {type(content).__name__}"
     if needs_assistant and not any(message["role"] == "assistant" for message in messages):
         return f"`{name}` has no message with the role assistant, so no token would be trained"

@@ -6,6 +6,7 @@ Knows the order of a run. Options are checked in cli.arguments, data in cli.rows
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import fcntl
 import hashlib
@@ -26,43 +27,45 @@ from torch import nn
 
 from roundpipe.checkpoint import latest, verify
 from roundpipe.checkpoint.folders import check_parent
-from roundpipe.cli.arguments import TrainSettings, option, read_yaml
+from roundpipe.cli.adapters import adapter_digest, put_adapter
+from roundpipe.cli.arguments import TrainSettings, read_yaml, split_weight
+from roundpipe.cli.classes import accuracy
+from roundpipe.cli.console import one_line, plain_output, say
 from roundpipe.cli.launch import Launch, is_restart
+from roundpipe.cli.methods import Head, Method
+from roundpipe.cli.option_kinds import OnResume
+from roundpipe.cli.options import OPTIONS, option
 from roundpipe.cli.preparation import (
     Needs,
     Prepared,
     check_out,
     lora_config,
     memory_needs,
+    model_class,
     model_options,
     new_model,
-    one_line,
-    plain_output,
     prepare,
     report_dry_run,
-    say,
 )
+from roundpipe.cli.rewards import with_whole_path
+from roundpipe.cli.show_data import show_rows
+from roundpipe.cli.watching import about, early_stopping, how_it_stopped
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError, MachineError
+from roundpipe.loading import fill, local_folder
 from roundpipe.monitor import WAIT_LIMIT_VARIABLE
+from roundpipe.packed import checked_form
+from roundpipe.progress import phase, watched_by
 from roundpipe.report.metrics import replace_file
 
 logger = logging.getLogger("roundpipe")
 
 _LOCK_FILE = ".train.lock"  # in the output folder: locked by the process that trains there
 _DATA_FILE = ".data.sha256"  # in the output folder: a checksum of the rows of the run
+_HEADS = ("score", "classifier")  # modules of models for sequences that those for tokens do not have
 _STATE_FILE = "trainer_state.json"  # in every checkpoint of a trainer
 _CHECKPOINT = "checkpoint-"  # the names of a trainer's checkpoints begin so, and end with the step
 SETTINGS_FILE = "train.yaml"  # in the output folder: the options of the run, for --config
 _STOPPING = "stopping after this step; press Ctrl-C again to stop at once"
-_NOT_KEPT = ("resume", "dry_run", "hub_token")  # the last one is a secret
-_OF_MACHINE = ("model", "data", "eval_data", "output_dir", "devices", "pin_model", "wait_limit", "no_view", "resume")
-# Options that do not change the numbers of a run, so that a resumed run may have others.
-_HARMLESS = {
-    "output_dir", "devices", "save_steps", "save_total_limit", "eval_data", "eval_steps", "wait_limit", "no_view",
-    "report_to", "logging_steps", "pin_model", "exact", "full", "dataset_num_proc", "dataloader_num_workers",
-}  # fmt: skip
-# Options that the state of the optimizer has, in a checkpoint, so that a resumed run does not change them.
-_OF_OPTIMIZER = ("lr", "weight-decay", "adam-beta1", "adam-beta2", "adam-epsilon")
 
 
 def run(settings: TrainSettings) -> int:
@@ -70,7 +73,7 @@ def run(settings: TrainSettings) -> int:
     with Launch.joined() as launch:
         if launch.size > 1:
             # accelerate then exchanges its metrics in host memory. RoundPipe trains on the GPUs all the same.
-            settings = dataclasses.replace(settings, sft={**settings.sft, "use_cpu": True})
+            settings = dataclasses.replace(settings, trainer={**settings.trainer, "use_cpu": True})
         return _run(settings, launch)
 
 
@@ -97,12 +100,14 @@ def _run(settings: TrainSettings, launch: Launch) -> int:
     launch.require_equal(_equal_settings(settings, prepared))
     if settings.dry_run:
         report_dry_run(settings, prepared, needs, checkpoint)
+        show_rows(prepared.data.train, prepared.tokenizer, 2, settings.trainer["max_length"])
     launch.together("checking the memory", lambda: needs.require(settings))
     if settings.dry_run:
         say("dry run: all checks passed; nothing was trained")
         return 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(_wait_limit(settings.wait_limit_s))
+        stack.enter_context(watched_by(say))
 
         def begin() -> str | None:
             if not launch.is_first:
@@ -127,12 +132,13 @@ def _here(checkpoint: Path, settings: TrainSettings) -> Path:
 
 def _equal_settings(settings: TrainSettings, prepared: Prepared) -> dict[str, Any]:
     """What must be equal on all machines. Paths may differ, and the number of devices."""
-    given = {name: value for name, value in settings.given.items() if name not in _OF_MACHINE}
+    given, evaluation = settings.given.items(), prepared.data.evaluation
     return {
-        **{option(name): value for name, value in given.items()},
-        "the tokens of --data": prepared.train.digest()[:17],
-        "the tokens of --eval-data": None if prepared.evaluation is None else prepared.evaluation.digest()[:17],
+        **{option(name): value for name, value in given if name not in OPTIONS or not OPTIONS[name].may_differ},
+        "the tokens of --data": prepared.data.digest()[:17],
+        "the tokens of --eval-data": None if evaluation is None else evaluation.digest()[:17],
         "the dtype of the weights": prepared.dtype,
+        "the files of --adapter": None if settings.adapter is None else adapter_digest(settings.adapter),
         "the config of the model": hashlib.sha256(prepared.model_config.to_json_string().encode()).hexdigest()[:17],
     }
 
@@ -199,19 +205,27 @@ def _held(out: Path) -> Iterator[None]:
 
 
 def _load_model(settings: TrainSettings, prepared: Prepared) -> nn.Module:
-    from transformers import AutoModelForCausalLM, set_seed
+    from transformers import set_seed
 
+    set_seed(prepared.train_config.seed)  # of new weights
     if settings.init:
-        set_seed(prepared.sft_config.seed)
         return new_model(settings, prepared, torch.device("cpu"))
-    given = settings.sft.get("model_init_kwargs")
+    form = checked_form(settings.roundpipe.get("frozen_weights"))
+    is_packed = form is not None or prepared.quantised_as is not None
+    if is_packed and settings.method.head is Head.TOKENS:  # a new head is made by from_pretrained()
+        packed = new_model(settings, prepared, torch.device("meta"))
+        fill(packed, local_folder(settings.model), form, settings.weights_folder)
+        return packed
+    given = settings.trainer.get("model_init_kwargs")
     further = json.loads(given) if isinstance(given, str) else given or {}
     if "dtype" in further or "torch_dtype" in further:
         raise ConfigError("--model-init-kwargs has a dtype; give the dtype of the weights with --dtype.")
     # Weights of other shapes are reported below, with their names.
     options = {**model_options(settings), **further, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=prepared.dtype, **options)
+        if settings.method.head is not Head.TOKENS:
+            options["config"] = prepared.model_config
+        loaded: Any = model_class(settings, prepared).from_pretrained(settings.model, dtype=prepared.dtype, **options)
     except Exception as error:  # transformers raises many kinds of errors for damaged files
         raise ConfigError(f"--model: cannot load the weights of {settings.model}: {one_line(error)}") from error
     model: nn.Module = loaded[0]
@@ -219,12 +233,29 @@ def _load_model(settings: TrainSettings, prepared: Prepared) -> nn.Module:
     return model
 
 
+def _load_all(settings: TrainSettings, prepared: Prepared) -> nn.Module:
+    """The model, with the adapter that the run goes on with."""
+    with phase(f"making the model from {settings.model}"):
+        model = _load_model(settings, prepared)
+    if settings.adapter is None:
+        return model
+    adapted: nn.Module
+    adapted, _ = put_adapter(model, settings.adapter, "--model", is_trainable=True)
+    return adapted
+
+
 def _require_all_weights(settings: TrainSettings, report: Mapping[str, Any]) -> None:
     """Refuse a model that transformers has loaded in part only: the other parameters are random."""
     wrong = sorted(
         f"{name} {tuple(found)} instead of {tuple(needed)}" for name, found, needed in report["mismatched_keys"]
     )
-    for fault, names in (("wrong shapes", wrong), ("no weights", sorted(report["missing_keys"]))):
+    missing = sorted(report["missing_keys"])
+    if settings.method.head is not Head.TOKENS:
+        head = [name for name in missing if name.partition(".")[0] in _HEADS]
+        if head:
+            say(f"the head of the model, {', '.join(head)}, is new: {settings.model} has none of this kind")
+        missing = [name for name in missing if name not in head]
+    for fault, names in (("wrong shapes", wrong), ("no weights", missing)):
         if names:
             raise ConfigError(
                 f"--model: {settings.model} has {fault} for {len(names)} parameters of its config, such as {names[0]}; "
@@ -234,14 +265,19 @@ def _require_all_weights(settings: TrainSettings, report: Mapping[str, Any]) -> 
 
 def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None, launch: Launch) -> int:
     with plain_output():
-        model = launch.together("loading the model", lambda: _load_model(settings, prepared))
+        model = launch.together("loading the model", lambda: _load_all(settings, prepared))
     trainer = _new_trainer(settings, prepared, model)
     del model
     stop = StopSignals()
-    trainer.add_callback(_run_callback(settings, prepared, stop, launch))
+    trainer.run_view.about = about(settings)
+    for callback in (_run_callback(settings, prepared, stop, launch), *early_stopping(settings)):
+        trainer.add_callback(callback)
     try:
         with stop.caught(trainer):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            if trainer.bad_row is not None:
+                trainer.model.synchronize()
+                raise trainer.bad_row
             trainer.model.synchronize()  # the last checkpoint is complete
             if stop.signum is None:
                 _save_final_model(trainer, settings.out)
@@ -249,6 +285,10 @@ def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None,
         if not stop.has_begun:
             raise  # the checkpoint to resume from is at fault
         raise RunFailure(one_line(error)) from error
+    except ConfigError as error:  # of a row or a reward
+        if stop.has_begun:
+            error.add_note(how_to_resume(settings))
+        raise
     except RuntimeError as error:
         if launch.size > 1 and "gloo" in str(error).lower():  # of a collective beside those of the model
             raise MachineError(None, f"another machine of the run is lost ({one_line(error)[:200]})") from error
@@ -262,6 +302,8 @@ def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None,
         return 128 + stop.signum
     if not stop.has_begun:
         say(f"the run was complete at step {trainer.state.global_step} already; nothing was trained")
+    elif (ended := how_it_stopped(settings, trainer.state)) is not None:
+        say(ended)
     say(f"the final model is in {settings.out}")
     if (settings.out / "report.html").exists():
         say(f"the report is {settings.out / 'report.html'}")
@@ -282,31 +324,70 @@ def _new_trainer(settings: TrainSettings, prepared: Prepared, model: nn.Module) 
     from roundpipe.integrations import RoundPipeOptions
 
     options = dict(settings.roundpipe, num_microbatch=prepared.num_microbatch)
+    options |= {"samples": prepared.samples, "sample_tokens": settings.sample_tokens}
     if "optim_dtype" in options:
         options["optim_dtype"] = getattr(torch, options["optim_dtype"])
     # The tokenizer has the chat template already.
-    config = dataclasses.replace(prepared.sft_config, chat_template_path=None, model_init_kwargs=None)
-    with plain_output():
-        trainer = _trainer_class()(
-            model=model,
-            args=config,
-            train_dataset=prepared.train.dataset,
-            eval_dataset=None if prepared.evaluation is None else prepared.evaluation.dataset,
-            processing_class=prepared.tokenizer,
-            peft_config=None if settings.lora is None else lora_config(settings),
-            roundpipe=RoundPipeOptions(**options),
-        )
+    config, data = copy.copy(prepared.train_config), prepared.data
+    for name in ("chat_template_path", "model_init_kwargs"):
+        if hasattr(config, name):
+            setattr(config, name, None)
+    of_method: dict[str, Any] = {}
+    adapter = None if settings.lora is None else lora_config(settings)
+    if settings.method.is_of_trl:
+        of_method = {"peft_config": adapter}
+    else:
+        of_method = {"compute_metrics": accuracy}
+        if adapter is not None:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, adapter)
+    if prepared.rewards:
+        of_method["reward_funcs"] = list(prepared.rewards)
+    try:
+        with plain_output():
+            trainer = _trainer_class(settings.method)(
+                model=model,
+                args=config,
+                train_dataset=data.train_dataset(),
+                eval_dataset=None if data.evaluation is None else data.evaluation.dataset,
+                processing_class=prepared.processing_class,
+                **of_method,
+                roundpipe=RoundPipeOptions(**options),
+            )
+    except ValueError as error:  # of arguments that do not go together
+        raise ConfigError(one_line(error)) from error
     trainer.fixes_microbatches = "num_microbatch" in settings.roundpipe
     return trainer
 
 
-def _trainer_class() -> Any:
-    from roundpipe.integrations import RoundPipeSFTTrainer
+def _trainer_class(method: Method) -> Any:
+    from roundpipe.integrations.iterable_data import SeekableRows
 
-    class SearchingTrainer(RoundPipeSFTTrainer):  # type: ignore[misc]
+    base: Any = method.trainer_class()
+
+    class SearchingTrainer(base):  # type: ignore[misc]
         """Doubles the number of microbatches when a step runs out of device memory, unless the user has set it."""
 
         advice_to_skip = "To leave such steps out, use --nonfinite skip."
+        bad_row: ConfigError | None = None  # why the stream of rows has ended
+
+        def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+            """TRL's preparation. The rows of a stream are tokenized and cut already."""
+            is_stream = isinstance(dataset, SeekableRows)
+            return dataset if is_stream else super()._prepare_dataset(dataset, *args, **kwargs)
+
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            """Trainer's; a row that cannot be trained ends the run with a checkpoint of the steps before."""
+            try:
+                return super().get_batch_samples(*args, **kwargs)
+            except ConfigError as error:
+                if not self.state.global_step:
+                    raise
+                self.bad_row = error
+                self.control.should_training_stop = True
+                self.control.should_save = True
+                return [], None
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             while True:
@@ -412,22 +493,39 @@ def how_to_resume(settings: TrainSettings) -> str:
     return f"the newest checkpoint is {newest}; to resume: {command}"
 
 
+def _those(on_resume: OnResume) -> list[str]:
+    """The options with this rule for resumed runs."""
+    return [each.name for each in OPTIONS.values() if each.on_resume is on_resume]
+
+
 def _kept_settings(settings: TrainSettings) -> dict[str, Any]:
     """The options of a run by the names of a config file."""
-    kept = {name: value for name, value in settings.given.items() if name not in _NOT_KEPT}
-    for name in ("model", "data", "eval_data"):
+    kept = {name: value for name, value in settings.given.items() if name not in _those(OnResume.NOT_KEPT)}
+    for name in ("model", "adapter", "data", "eval_data", "samples"):
         paths = [kept[name]] if isinstance(kept.get(name), str) else kept.get(name, ())
         if paths:  # absolute: the command works in every folder
-            whole = [str(Path(path).absolute()) if Path(path).exists() else path for path in paths]
+            whole = [_with_whole_path(path) for path in paths]
             kept[name] = whole if len(whole) > 1 else whole[0]
+    if settings.rewards:
+        kept["reward"] = [with_whole_path(each) for each in settings.rewards]
     kept["output_dir"] = str(settings.out.absolute())
+    for name in ("state_folder", "weights_folder"):
+        if name in kept:
+            kept[name] = str(Path(kept[name]).absolute())
     return {option(name).removeprefix("--"): value for name, value in sorted(kept.items())}
+
+
+def _with_whole_path(given: str) -> str:
+    """The value of an option with an absolute path. Names of the hub stay as they are."""
+    path, weight = split_weight(given)
+    whole = str(Path(path).absolute()) if Path(path).exists() else path
+    return whole if weight is None else f"{whole}={weight!r}"
 
 
 def _write_settings(settings: TrainSettings, prepared: Prepared) -> None:
     import yaml  # type: ignore[import-untyped]
 
-    replace_file(settings.out / _DATA_FILE, prepared.train.digest() + "\n")
+    replace_file(settings.out / _DATA_FILE, prepared.data.digest() + "\n")
     replace_file(settings.out / SETTINGS_FILE, yaml.safe_dump(_kept_settings(settings), sort_keys=False))
 
 
@@ -442,7 +540,8 @@ def _warn_of_changes(settings: TrainSettings, prepared: Prepared) -> None:
     except ValueError as error:
         logger.warning("%s; changed options of the resumed run are not noticed", error)
         return
-    harmless = {option(name).removeprefix("--") for name in _HARMLESS}
+    harmless = {option(name).removeprefix("--") for name in _those(OnResume.ACCEPT)}
+    fixed = {option(name).removeprefix("--") for name in _those(OnResume.NO_EFFECT)}
     names = sorted((before.keys() | now.keys()) - harmless)
     changed = [name for name in names if before.get(name) != now.get(name)]
     if changed:
@@ -450,7 +549,7 @@ def _warn_of_changes(settings: TrainSettings, prepared: Prepared) -> None:
             "the resumed run has other options than before (%s); its losses may differ",
             "; ".join(f"{name}: {before.get(name)} -> {now.get(name)}" for name in changed),
         )
-    without_effect = [name for name in changed if name in _OF_OPTIMIZER]
+    without_effect = [name for name in changed if name in fixed]
     if without_effect:
         logger.warning(
             "--%s has no effect: the optimizer and its schedule go on with the values of the checkpoint",
@@ -469,7 +568,7 @@ def _warn_of_other_data(settings: TrainSettings, prepared: Prepared) -> None:
             "whose checksum does not show where rows begin",
             file,
         )
-    elif before != prepared.train.digest():
+    elif before != prepared.data.digest():
         logger.warning("--data has other rows than before, so the losses of the resumed run differ")
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import math
 import os
 import random
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -130,7 +132,7 @@ class CudaMark:
 
 
 class CudaDevice(Device):
-    """One GPU as one worker uses it, with five private streams. `share`: number of workers that divide its memory."""
+    """One GPU as one worker uses it, with private streams. `share`: number of workers that divide its memory."""
 
     draws_on_host = False
 
@@ -156,9 +158,13 @@ class CudaDevice(Device):
             _free_streams.setdefault(self._index, []).append(self._streams)
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        with torch.cuda.device(self._index), torch.cuda.stream(self._streams[StreamKind.COMPUTE]):
+    def computing(self, stream: StreamKind = StreamKind.COMPUTE) -> Iterator[None]:
+        with torch.cuda.device(self._index), torch.cuda.stream(self._streams[stream]):
             yield
+
+    def multiply_add(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        fused = _fused_multiply_add(self._index)
+        return super().multiply_add(a, b, c) if fused is None else fused(a, b, c)
 
     def random_stream(self, seed: int) -> DeviceRandomStream:
         return _RandomStream(self._generator_lock, torch.cuda.default_generators[self._index], seed)
@@ -225,6 +231,31 @@ class CudaDevice(Device):
 
     def release_unused(self) -> None:
         torch.cuda.empty_cache()
+
+
+@functools.cache
+def _fused_multiply_add(index: int) -> Callable[..., torch.Tensor] | None:
+    """a * b + c of float32 tensors as one kernel that rounds once; None if it cannot be compiled or rounds otherwise.
+
+    Called while the GPU is current. The kernel is checked once, with sums that a second rounding would change.
+    """
+    code = "template <typename T> T multiply_add(T a, T b, T c) { return __fmaf_rn(a, b, c); }"
+    near_one, tiny = 1 + 2.0**-12, [2.0**-60, -(2.0**-60), 2.0**-149, -(2.0**-149), 0.0, 1.0]
+    c = torch.tensor(tiny, device=torch.device("cuda", index))
+    a = torch.full_like(c, near_one)
+    exact = [math.nextafter(near_one**2, direction * math.inf) for direction in (1, -1, 1, -1)] + [
+        near_one**2,
+        near_one**2 + 1,
+    ]
+    try:
+        made: Callable[..., torch.Tensor] = torch.cuda.jiterator._create_jit_fn(code)
+        found, wanted = made(a, a[0], c), torch.tensor(exact, dtype=torch.float64).float()
+        if not torch.equal(found.cpu(), wanted):
+            raise ArithmeticError(f"the compiled operation gives {found.tolist()}, not {wanted.tolist()}")
+    except Exception as error:  # whatever the compiler of this installation raises
+        logger.info("cuda:%d multiplies and adds in float64: %r", index, error)
+        return None
+    return made
 
 
 class _RandomStream(DeviceRandomStream):

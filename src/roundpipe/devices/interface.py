@@ -3,10 +3,11 @@
 Knows no layer and no schedule. devices.cuda and devices.virtual implement it.
 
 [Note: stream discipline]
-The device's worker thread issues compute inside `computing()`. Copies run on four other streams. A copy starts after
-all events its stream was told to wait for. Before code reads what a copy writes, or overwrites what a copy reads, its
+The device's worker thread issues compute inside `computing()`. Copies run on other streams. A copy starts after all
+events its stream was told to wait for. Before code reads what a copy writes, or overwrites what a copy reads, its
 stream (or the host) must wait for an event recorded after that copy. Nothing else orders them. A virtual device runs
-copies as late as these rules allow, so a missing wait shows as NaN in a CPU test.
+copies as late as these rules allow, so a missing wait shows as NaN in a CPU test. On a stream of updates copies and
+compute, issued inside `computing(stream)`, alternate, and the order of the stream is all that they need.
 
 [Note: lifetime]
 `copy` keeps the memory of source and destination from being reused until the copy has run. Memory from
@@ -25,13 +26,17 @@ import torch
 
 
 class StreamKind(enum.Enum):
-    """The five streams of a device. Work on one stream runs in order; streams wait for each other only by events."""
+    """The streams of a device. Work on one stream runs in order; streams wait for each other only by events."""
 
     COMPUTE = "compute"
     WEIGHTS_UP = "weights up"
     ACTIVATIONS_UP = "activations up"
     ACTIVATIONS_DOWN = "activations down"
     GRADS_DOWN = "gradients down"
+    # An optimizer's update of pieces of a layer: state up, arithmetic, state down. Two, so that both directions of the
+    # link are used at once.
+    UPDATES = "updates"
+    MORE_UPDATES = "updates, second stream"
 
 
 class Event(Protocol):
@@ -77,8 +82,8 @@ class Device(abc.ABC):
     draws_on_host: bool  # whether kernels of this device draw from the process-wide CPU generator
 
     @abc.abstractmethod
-    def computing(self) -> AbstractContextManager[None]:
-        """Make this device and its compute stream current on the calling thread inside the block."""
+    def computing(self, stream: StreamKind = StreamKind.COMPUTE) -> AbstractContextManager[None]:
+        """Make this device and its compute stream, or another one, current on the calling thread inside the block."""
 
     @abc.abstractmethod
     def random_stream(self, seed: int) -> DeviceRandomStream:
@@ -116,6 +121,18 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def poison(self, buffer: torch.Tensor, stream: StreamKind) -> None:
         """Fill `buffer` with NaN on `stream`, before `stream` rewrites it. On CUDA only if ROUNDPIPE_STRESS is set."""
+
+    def multiply_add(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """a * b + c of float32 tensors, rounded once, on the current stream. For any tensors of the device."""
+        # The product is exact in float64. The sum is rounded to odd, so that rounding it again to float32 is right.
+        product, addend = a.double() * b.double(), c.double()
+        total = product + addend
+        part = total - product
+        error = (product - (total - part)) + (addend - part)
+        bits = total.view(torch.int64)
+        is_odd, is_inexact = (bits & 1).bool(), (error > 0) | (error < 0)  # an error of NaN: the sum is not finite
+        outwards = torch.where((error > 0) == (total > 0), 1, -1)
+        return (bits + torch.where(is_inexact & ~is_odd, outwards, 0)).view(torch.float64).float()
 
     @abc.abstractmethod
     def mark(self) -> Mark:

@@ -116,7 +116,8 @@ class VirtualDevice(Device):
         self._random = random.Random(int(os.environ.get("ROUNDPIPE_VIRTUAL_SEED", "0")) * 1000 + index)
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, stream: StreamKind = StreamKind.COMPUTE) -> Iterator[None]:
+        self.record(stream).wait()  # compute runs at once, after what its stream was told before
         yield
 
     def random_stream(self, seed: int) -> DeviceRandomStream:
@@ -179,7 +180,7 @@ class VirtualDevice(Device):
 
     def _sometimes_run_ahead(self) -> None:
         if self._random.random() < _EARLY_SHARE:
-            stream = self._random.choice(list(self._streams.values()))
+            stream = self._random.choice([stream for stream in self._streams.values() if stream.queued])
             stream.run_until(self._random.randint(stream.ran, stream.queued))
 
 

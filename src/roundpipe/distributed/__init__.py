@@ -21,8 +21,8 @@ wraps the model. All machines hold all weights; each holds 1/N of masters and mo
 
 For code on top of this: `model._engine.group.machines` is None for a model that trains alone. Otherwise it has `share`
 (rank, size, ranges), `agree(what, payload)` for small values of all machines (all must call it), and `sent_bytes`,
-`received_bytes`. The range that a machine has of a master is `copy.share.range_of(copy.numel())` in the order of
-memory; `copy.halves.own_values()` are its values. Moments in `optimizer.state` are flat tensors of this range.
+`received_bytes`. The range that a machine has of a master is `master.share.range_of(master.numel())` in the order of
+memory; `master.halves.own_values()` are its values. Moments in `optimizer.state` are flat tensors of this range.
 """
 
 from roundpipe.distributed.machines import Machines

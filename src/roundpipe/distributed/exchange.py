@@ -245,7 +245,7 @@ def _without_empty(
 
 
 def _one_memory(gradients: Sequence[HostGradient], num_bytes: int) -> torch.Tensor | None:
-    """The landing buffer of all `gradients`, if they lie in one that has so many bytes; else None."""
+    """The landing buffer of all `gradients`, if they lie in one with at least `num_bytes`; else None."""
     buffer = gradients[0].buffer if gradients else None
     if buffer is None or any(gradient.buffer is not buffer for gradient in gradients):
         return None

@@ -40,6 +40,7 @@ _LONGEST_REASON = 2000  # characters
 _JOIN_S = 2.0
 _KEY_OF_LOSS = "lost"
 _EXPLAIN_S = 1.0  # a machine that has closed its connections has so long to say why
+_BLAME_S = 0.5  # a machine that is said to be silent has so long to say that it waits for another one
 _POLL_S = 0.02
 STORE_S = 2.0  # limit of a request to the store
 _TAG, _TAG_OF_NOTHING = 0, 1  # of all messages, and of a message that no machine sends
@@ -273,20 +274,21 @@ class Line:
 
         If one machine ends, another may notice that first and end, too. So the first machine that notices a loss stores
         the rank, and all others report the same rank. A machine that others have lost reports the one that it has lost.
+        A machine may be silent because it waits for the lost one; both waits then time out in any order.
         """
         reason = _reason_of_loss(error)
 
         def agreed() -> tuple[int, str]:
-            own = reason
+            lost, own = rank, reason
             if self._store.check([_closing_key(rank)]):
                 own = f"it has ended ({self._store.get(_closing_key(rank)).decode()})"
-            elif not _has_timed_out(error):
+            elif _has_timed_out(error):
+                lost = self._silent_one(rank)
+            else:
                 # The machine may have lost another one: gloo closes its connections before it can store that.
-                deadline_s = time.monotonic() + _EXPLAIN_S
-                while not self._store.check([_KEY_OF_LOSS]) and time.monotonic() < deadline_s:
-                    time.sleep(_POLL_S)
-            known = json.loads(self._store.compare_set(_KEY_OF_LOSS, "", json.dumps([rank, own])).decode())
-            return (rank, own) if known[0] == self.rank else (known[0], known[1])
+                self._await_key(_KEY_OF_LOSS, _EXPLAIN_S)
+            known = json.loads(self._store.compare_set(_KEY_OF_LOSS, "", json.dumps([lost, own])).decode())
+            return (lost, own) if known[0] == self.rank else (known[0], known[1])
 
         rank, reason = self._ask_store(agreed) or (rank, reason)
         self._dead = (
@@ -296,6 +298,27 @@ class Line:
         self._lost_rank = rank
         self._close_connections()
         return MachineError(rank, self._dead)
+
+    def _silent_one(self, rank: int) -> int:
+        """The machine that `rank`, which has not answered in time, waits for itself; `rank` if it waits for none.
+
+        A machine whose wait times out stores for whom it has waited. Two that wait for each other name each other.
+        """
+        self._store.set(_waiting_key(self.rank), str(rank))
+        chain = [self.rank, rank]
+        while self._await_key(_waiting_key(chain[-1]), _BLAME_S):
+            following = int(self._store.get(_waiting_key(chain[-1])))
+            if following in chain:
+                return rank
+            chain.append(following)
+        return chain[-1]
+
+    def _await_key(self, key: str, limit_s: float) -> bool:
+        """Whether some machine stores `key` within the limit."""
+        deadline_s = time.monotonic() + limit_s
+        while not (is_stored := self._store.check([key])) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        return bool(is_stored)
 
     def _ask_store(self, request: Callable[[], T]) -> T | None:
         """`request()`, which uses the store; None if it fails, or if the store does not answer soon.
@@ -333,6 +356,10 @@ def within(limit_s: float, request: Callable[[], T]) -> T:
 
 def _closing_key(rank: int) -> str:
     return f"closing/{rank}"
+
+
+def _waiting_key(rank: int) -> str:
+    return f"waits/{rank}"
 
 
 def _has_timed_out(error: str) -> bool:

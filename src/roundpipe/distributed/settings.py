@@ -23,7 +23,7 @@ import torch
 
 from roundpipe.store import LayerStore, ParameterRecord
 
-_MOST_NAMED = 5  # an error names so many settings
+_MOST_NAMED = 5  # settings that an error names at most
 _PLAIN = {type(None), bool, int, float, str, torch.dtype}
 _MOST_VALUES = 16  # larger tensors among the options of an optimizer are not compared
 

@@ -1,7 +1,7 @@
 """Estimates a training step of a model without weights: memory of host and devices, plan, seconds, what bounds it.
 
 The plan and the seconds come from the functions that plan running models (`plan.forecast`), the host memory from the
-function that refuses a model that does not fit (`store.adopt`). Only the costs of layers are estimated
+function that refuses a model that does not fit (`store.training_memory`). Only the costs of layers are estimated
 (`estimate.layer_costs`) instead of measured.
 """
 
@@ -20,8 +20,16 @@ from roundpipe.estimate.figures import DeviceFigures
 from roundpipe.estimate.layer_costs import PaperModel, layer_costs
 from roundpipe.plan import ModelProfile, TaskKind
 from roundpipe.plan.forecast import Forecast, Network, forecast, step_with_exchange_s
+from roundpipe.plan.overlap import UpdateTiming
 from roundpipe.plan.predict import StageMemory, task_seconds
-from roundpipe.store.adopt import SECOND_WEIGHTS, PinMode, require_training_memory, training_memory
+from roundpipe.store.training_memory import (
+    SECOND_WEIGHTS,
+    PaperOptimizer,
+    PinMode,
+    assumed_optimizer,
+    require_training_memory,
+    training_memory,
+)
 
 CUDA_CONTEXT_BYTES = 600_000_000  # device memory of the driver and of libraries, outside torch's allocator
 SAVED_INPUTS = "inputs saved for recomputation"
@@ -36,6 +44,7 @@ class Bound(enum.Enum):
     LINK = "link"
     OPTIMIZER = "optimizer"
     NETWORK = "network"
+    DISK = "disk"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +59,7 @@ class Machine:
     ram_bytes: int | None
     parameters_per_s: float
     network: Network | None = None
+    disk_bytes_per_s: float | None = None
 
     @property
     def num_machines(self) -> int:
@@ -59,6 +69,11 @@ class Machine:
     def plan_bytes(self) -> int:
         """Memory of one device that plans may use."""
         return int((self.gpu.memory_bytes - CUDA_CONTEXT_BYTES) * MEMORY_SHARE)
+
+    def disk_s(self, state_bytes: int) -> float:
+        """The seconds in which the disk reads state and writes it again."""
+        assert self.disk_bytes_per_s is not None
+        return 2 * state_bytes / self.disk_bytes_per_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,15 +88,18 @@ class Work:
     is_exact: bool = True
     optim_dtype: torch.dtype = torch.float32
     num_microbatch: int | None = None
+    optimizer: PaperOptimizer = dataclasses.field(default_factory=assumed_optimizer)
+    master_bits: int = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """The estimate of a step. Bytes by part: of one device at its peak, and in host memory.
 
-    compute_s, link_s, optimizer_s, network_s: what each of them takes in a step if nothing delays it.
+    compute_s, link_s, optimizer_s, network_s, disk_s: what each of them takes in a step if nothing delays it.
     exposed_s: the part of the exchange over the network that is not hidden behind the rest.
     network_bytes: what a machine sends in a step, and receives.
+    state_bytes: of the optimizer, in host memory or on disk.
     refusal: why it does not fit into host memory, where possible with the message of wrapping; None if it fits.
     """
 
@@ -92,8 +110,10 @@ class Estimate:
     link_s: float
     optimizer_s: float
     network_s: float
+    disk_s: float
     exposed_s: float
     network_bytes: int
+    state_bytes: int
     device: Mapping[str, int]
     host: Mapping[str, int]
     refusal: str | None
@@ -105,6 +125,7 @@ class Estimate:
             Bound.LINK: self.link_s,
             Bound.OPTIMIZER: self.optimizer_s,
             Bound.NETWORK: self.network_s,
+            Bound.DISK: self.disk_s,
         }
         return max(seconds, key=lambda bound: seconds[bound])
 
@@ -146,15 +167,20 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
     trained = paper.trained_at_home()
     # Each of several machines updates its part of every layer.
     counts = [sum(p.numel() for p in params) for params in trained]
-    update_s = [count / machine.num_machines / machine.parameters_per_s for count in counts]
+    kernel_s = [count / machine.num_machines / machine.parameters_per_s for count in counts]
+    state_bytes = [work.optimizer.state_bytes(params, work.optim_dtype) // machine.num_machines for params in trained]
+    disk_s = [machine.disk_s(num_bytes) if work.optimizer.is_on_disk else 0.0 for num_bytes in state_bytes]
+    # The state of the next layer is read, and that of the last one written, while a layer is updated.
+    update_s = [max(pair) for pair in zip(kernel_s, disk_s, strict=True)]
     exchanged = [sum(p.nbytes for p in params) for params in trained]
-    found = forecast(profile, update_s if work.is_exact else None)
+    # The trainers' way of exact steps: clipped, and published layer by layer. Several machines wait for the update.
+    timing = UpdateTiming(is_exact=True, by_layer=machine.num_machines == 1, after_norm=machine.num_machines == 1)
+    found = forecast(profile, update_s if work.is_exact else None, timing=timing)
     host = _host_parts(paper, work, machine, found, profile)
     seconds = sum(task_seconds(task, costs) for task in found.tasks)
     link_s = max(_link_bytes(found, profile)) / machine.gpu.link_bytes_per_s / machine.num_devices
-    optimizer_s = sum(update_s)
     # The forecast of exact steps includes their update.
-    alone_s = max(found.step_s, link_s, 0.0 if work.is_exact else optimizer_s)
+    alone_s = max(found.step_s, link_s, 0.0 if work.is_exact else sum(update_s))
     network, step_s = machine.network or Network(1, math.inf), alone_s
     exchange_s = [network.exchange_s(num_bytes) for num_bytes in exchanged]
     if machine.num_machines > 1:
@@ -166,10 +192,12 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
         step_s=step_s,
         compute_s=num_microbatch * seconds / machine.num_devices,
         link_s=link_s,
-        optimizer_s=optimizer_s,
+        optimizer_s=sum(kernel_s),
         network_s=2 * sum(exchange_s),
+        disk_s=sum(disk_s),
         exposed_s=step_s - alone_s,
         network_bytes=2 * sum(exchanged) * (machine.num_machines - 1) // machine.num_machines,
+        state_bytes=sum(state_bytes),
         device=_device_parts(found, profile, work.is_exact),
         host=host,
         refusal=_refusal(paper, work, machine, host),
@@ -196,7 +224,7 @@ def _device_parts(found: Forecast, profile: ModelProfile, is_exact: bool) -> dic
     """Bytes of one device at its peak, by part."""
     memory = StageMemory(profile.layers, "stage", profile.num_microbatch)
     weights, gradients = memory.buffer_bytes(found.tasks, profile.num_devices)
-    tail = memory.tail_bytes(found.tasks, found.tail)
+    overlapping = found.peak_bytes - memory.peak_bytes(found.tasks, profile.num_devices)
     # Where memory is left, the weights of the next call arrive while this call still uses its weights. After an exact
     # step they arrive when the call is over.
     spare = 0 if is_exact else max(found.weight_room_bytes - weights, 0)
@@ -207,8 +235,8 @@ def _device_parts(found: Forecast, profile: ModelProfile, is_exact: bool) -> dic
         "weights": weights,
         "weights of the next call": min(spare, sum(cost.weight_bytes for cost in profile.layers)),
         "gradients": gradients,
-        "activations and loss": found.peak_bytes - tail - weights - gradients - fresh,
-        "activations of the tail": tail,
+        "activations and loss": found.peak_bytes - overlapping - weights - gradients - fresh,
+        "activations of tail and wave": overlapping,
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -217,7 +245,14 @@ def _host_parts(
     paper: PaperModel, work: Work, machine: Machine, found: Forecast, profile: ModelProfile
 ) -> dict[str, int]:
     """Bytes in host memory by part: what the check at wrapping counts, and inputs saved for recomputation."""
-    rows = training_memory([paper.model], work.optim_dtype, PinMode.REGISTER, num_machines=machine.num_machines)
+    rows = training_memory(
+        [paper.model],
+        work.optim_dtype,
+        PinMode.REGISTER,
+        num_machines=machine.num_machines,
+        optimizer=work.optimizer,
+        master_bits=work.master_bits,
+    )
     if work.is_exact:
         del rows[SECOND_WEIGHTS]
     recomputed = [task for task in found.tasks if task.kind is TaskKind.BACKWARD]
@@ -242,6 +277,8 @@ def _refusal(paper: PaperModel, work: Work, machine: Machine, host: Mapping[str,
             warns_of_async=False,
             available=machine.ram_bytes,
             num_machines=machine.num_machines,
+            optimizer=work.optimizer,
+            master_bits=work.master_bits,
         )
     except HostMemoryError as error:
         return str(error)

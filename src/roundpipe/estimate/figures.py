@@ -119,7 +119,14 @@ def gpu_named(name: str, memory_bytes: int) -> DeviceFigures:
     return dataclasses.replace(known, memory_bytes=memory_bytes)
 
 
-_POSITIONS = {"qwen3": 40960, "qwen3_moe": 40960, "llama": 131072, "mistral": 32768}
+_POSITIONS = {
+    "qwen3": 40960,
+    "qwen3_moe": 40960,
+    "llama": 131072,
+    "mistral": 32768,
+    "gemma3_text": 131072,
+    "gpt_oss": 131072,
+}
 
 
 def _dense(
@@ -152,6 +159,22 @@ def _experts(intermediate: int, number: int, per_token: int) -> dict[str, Any]:
     return {"moe_intermediate_size": intermediate, "num_experts": number, "num_experts_per_tok": per_token}
 
 
+def _gemma(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, head_dim: int) -> dict[str, Any]:
+    """A Gemma 3 that sees images."""
+    text = _dense("gemma3_text", hidden, layers, heads, kv_heads, intermediate, 262208, head_dim, tied=True)
+    sight = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "image_size": 896,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    return {"model_type": "gemma3", "text_config": text | {"sliding_window": 1024}, "vision_config": sight}
+
+
 # Configurations of transformers, by name.
 SHAPES: Mapping[str, dict[str, Any]] = {
     "qwen3-0.6b": _dense("qwen3", 1024, 28, 16, 8, 3072, 151936, tied=True),
@@ -167,4 +190,12 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-3.1-8b": _dense("llama", 4096, 32, 32, 8, 14336, 128256),
     "llama-3.1-70b": _dense("llama", 8192, 80, 64, 8, 28672, 128256),
     "mistral-7b": _dense("mistral", 4096, 32, 32, 8, 14336, 32768),
+    "mistral-nemo-12b": _dense("mistral", 5120, 40, 32, 8, 14336, 131072),
+    "mistral-small-24b": _dense("mistral", 5120, 40, 32, 8, 32768, 131072),
+    "gemma-3-1b": _dense("gemma3_text", 1152, 26, 4, 1, 6912, 262144, 256, tied=True) | {"sliding_window": 512},
+    "gemma-3-4b": _gemma(2560, 34, 8, 4, 10240, 256),
+    "gemma-3-12b": _gemma(3840, 48, 16, 8, 15360, 256),
+    "gemma-3-27b": _gemma(5376, 62, 32, 16, 21504, 128),
+    "gpt-oss-20b": _dense("gpt_oss", 2880, 24, 64, 8, 2880, 201088, 64)
+    | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
 }

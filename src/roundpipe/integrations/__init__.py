@@ -6,17 +6,25 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "RoundPipeOptions": "trainer",
+    "RoundPipeOptions": "options",
     "RoundPipeMixin": "trainer",
     "RoundPipeTrainer": "trainer",
     "RoundPipeSFTTrainer": "trl",
     "RoundPipeDPOTrainer": "trl",
+    "RoundPipeGRPOTrainer": "trl",
+    "RoundPipeKTOTrainer": "trl",
+    "RoundPipeORPOTrainer": "trl_experimental",
+    "RoundPipeRewardTrainer": "trl",
 }
 
 __all__ = [
     "RoundPipeDPOTrainer",
+    "RoundPipeGRPOTrainer",
+    "RoundPipeKTOTrainer",
     "RoundPipeMixin",
+    "RoundPipeORPOTrainer",
     "RoundPipeOptions",
+    "RoundPipeRewardTrainer",
     "RoundPipeSFTTrainer",
     "RoundPipeTrainer",
 ]

@@ -16,6 +16,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard  # type
 from torch import nn
 
 from roundpipe.api.proxy import ModelProxy
+from roundpipe.compiled import inside_of
 
 logger = logging.getLogger("roundpipe")
 _HOST = torch.device("cpu")
@@ -31,11 +32,17 @@ class _OneProcess:
 
 
 def keep_in_host_memory(accelerator: Any, wrapped: Callable[[nn.Module], ModelProxy]) -> None:
-    """Make an Accelerator leave models, optimizers and batches in host memory.
+    """Make an Accelerator leave models, optimizers and batches in host memory, and name the host as its device.
+
+    Outputs of the model are in host memory. Trainers compute with them on `accelerator.device`.
 
     wrapped: wraps a model that only computes outputs, such as a reference, a teacher or a reward model.
     """
     accelerator.device_placement = False
+    cls: Any = type(
+        accelerator
+    )  # `device` is a property of the class, and other Accelerators of the process keep theirs
+    accelerator.__class__ = type(cls.__name__, (cls,), {"device": _HOST, "__module__": cls.__module__})
     prepare_data_loader, prepare_model = accelerator.prepare_data_loader, accelerator.prepare_model
 
     def data_loader(given: Any, device_placement: bool | None = None, **options: Any) -> Any:
@@ -52,7 +59,8 @@ def keep_in_host_memory(accelerator: Any, wrapped: Callable[[nn.Module], ModelPr
     def model(given: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         if evaluation_mode and not isinstance(given, ModelProxy):
             given = wrapped(given)
-        return prepare_model(given, device_placement=False, evaluation_mode=evaluation_mode)
+        # accelerate compiles what it prepares if settings ask for it: whole models, and not the layers of a wrapper.
+        return inside_of(prepare_model(given, device_placement=False, evaluation_mode=evaluation_mode))
 
     accelerator.prepare_data_loader, accelerator.prepare_model = data_loader, model
 

@@ -27,6 +27,7 @@ from transformers import Trainer
 from roundpipe.api.proxy import ModelProxy
 from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
+from roundpipe.runtime.run import weights_stay
 
 _HOST = torch.device("cpu")
 _Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
@@ -119,7 +120,8 @@ class MachinesMixin(_Base):  # type: ignore[misc]
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.args.world_size > 1 and self._evaluates_losses_alone():
             self.gather_function = self._gathered_losses
-        return super().evaluation_loop(*args, **kwargs)
+        with weights_stay(self.model._engine.group):
+            return super().evaluation_loop(*args, **kwargs)
 
     def _gathered_losses(self, losses: torch.Tensor) -> torch.Tensor:
         """The losses of all machines, one per row of the batch of all machines, as accelerate gives them on one."""

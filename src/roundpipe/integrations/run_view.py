@@ -1,4 +1,4 @@
-"""RunViewCallback: a callback of transformers' Trainer that writes metrics.jsonl, shows the run and ends with a report.
+"""RunViewCallback: a callback of transformers' Trainer that writes metrics.jsonl, shows the run and reports it.
 
 Also works with a plain Trainer: figures that only a wrapped model measures are then null. Knows no layer and no device.
 """
@@ -6,6 +6,7 @@ Also works with a plain Trainer: figures that only a wrapped model measures are 
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.metadata
 import logging
 import platform
@@ -20,27 +21,35 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from roundpipe.api.proxy import ModelProxy
-from roundpipe.report.live_view import LiveView, RunState, View, figure, open_view
-from roundpipe.report.metrics import METRICS_FILE, MetricsWriter, RunRecord
-from roundpipe.report.page import write_report
-from roundpipe.stats import StepStats, host_memory
+from roundpipe.host_facts import available_host_bytes, resident_bytes
+from roundpipe.report.figures import figure, measured
+from roundpipe.report.live_view import LiveView, RunState, View, open_view
+from roundpipe.report.metrics import METRICS_FILE, RUN, MetricsWriter, RunRecord
+from roundpipe.report.page import refresh_page, write_report
+from roundpipe.report.refresh import REFRESH_S, Refresh
+from roundpipe.stats import StepStats
 
 logger = logging.getLogger("roundpipe")
 _EARLY_STEP = 2  # the first step of a process plans and allocates; the second one is the early step of the report
-_NEXT_TIMELINE = 1.25  # the next timeline is taken after so many times as many steps
+_NEXT_TIMELINE = 1.25  # ratio of the step of a timeline to that of the timeline before
 _VERSIONS = ("roundpipe", "torch", "transformers", "accelerate", "peft", "trl", "datasets")
 
 
 class RunViewCallback(TrainerCallback):
-    """Writes one row per optimizer step to `metrics.jsonl` in the output folder, shows the run, writes a report.
+    """Writes one row per optimizer step to `metrics.jsonl` in the output folder, shows the run, writes its report.
+
+    The page of the report is refreshed while the run goes on, and complete with its end.
 
     show: whether to show the run on the terminal. Metrics and the report are written in any case.
+    about: what the run is: name, base model, method, data, price per hour. Goes to the title of the report.
     """
 
     def __init__(self, *, show: bool = True) -> None:
         self._show = show
+        self.about: dict[str, Any] = {}
         self._writer: MetricsWriter | None = None
         self._view: View | None = None
+        self._refresh = Refresh(lambda: None)
         self._record = RunRecord()
         self._state = RunState()
         self._folder = Path()
@@ -67,6 +76,11 @@ class RunViewCallback(TrainerCallback):
         self._state.note = note
         return True
 
+    def show_text(self, text: str) -> None:
+        """Write a line beside the view, if the run is shown."""
+        if self._view is not None:
+            self._try_view(self._view.write, text)
+
     # Called by the training step.
 
     def note_loss(self, loss: torch.Tensor, num_tokens: int | None = None) -> None:
@@ -91,10 +105,12 @@ class RunViewCallback(TrainerCallback):
         self._folder = Path(args.output_dir or ".")
         self._writer = MetricsWriter(self._folder / METRICS_FILE, resumed_step=state.global_step)
         self._record = RunRecord.resumed(self._folder, state.global_step)
-        self._record.settings = _settings(args, model)
+        self._record.settings = ({RUN: self.about} if self.about else {}) | _settings(args, model)
+        self._record.max_steps = state.max_steps if state.max_steps > 0 else None
         self._record.starts.append({"step": state.global_step, "time": time.time(), "devices": []})
         self._record.write(self._folder)
-        self._state = RunState(args.run_name or _name_of(model), state.max_steps if state.max_steps > 0 else None)
+        self._state = RunState(args.run_name or self.about.get("name") or _name_of(model), self._record.max_steps)
+        self._refresh = Refresh(functools.partial(_refresh_page, self._folder))
         self._view = self._opened_view() if self._show else None
         self._write_fails = False
         self._steps_done, self._timeline_at = 0, _EARLY_STEP
@@ -154,12 +170,15 @@ class RunViewCallback(TrainerCallback):
             row = {"type": "eval", "step": state.global_step, "epoch": state.epoch, "time": time.time(), **metrics}
             self._write(row)
             self._show_state(f"eval_loss {figure(metrics.get('eval_loss'))}")
+            self._refresh.offer(is_event=True)
         self._since_s = time.perf_counter()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._write_pending()
         self._state.checkpoint, self._state.checkpoint_time = f"checkpoint-{state.global_step}", time.time()
         self._show_state(f"saved {self._state.checkpoint}")
+        if self._writer is not None:
+            self._refresh.offer(is_event=True)
         self._since_s = time.perf_counter()
 
     def on_train_end(
@@ -178,6 +197,8 @@ class RunViewCallback(TrainerCallback):
         if self._view is not None:
             self._try_view(self._view.close)
             self._view = None
+        self._refresh.close()
+        self._record.ended = time.time()
         self._write_report()
 
     def _write_report(self) -> None:
@@ -217,7 +238,8 @@ class RunViewCallback(TrainerCallback):
             "tokens": tokens,
             "tokens_per_s": None if tokens is None or step_s <= 0 else tokens / step_s,
             "step_s": step_s,
-            **_measured(stats),
+            **measured(stats),
+            **({} if stats is not None else _host_memory()),
             "time": time.time(),
         }
 
@@ -226,6 +248,7 @@ class RunViewCallback(TrainerCallback):
         if row is not None and self._writer is not None:
             self._write(row)
             self._show_state()
+            self._refresh.offer()
 
     def _write(self, row: dict[str, Any]) -> None:
         """Append a row to the metrics. A failure is logged, the first one of several: it must not fail the training."""
@@ -276,22 +299,13 @@ class RunViewCallback(TrainerCallback):
             self._record.write(self._folder)  # a report after a kill has the devices and timelines, too
 
 
-def _measured(stats: StepStats | None) -> dict[str, Any]:
-    """The fields of a row that the model has measured; with a plain model only the host's memory is known."""
-    rss_bytes, available_bytes = host_memory() if stats is None else (stats.host_rss_bytes, stats.host_available_bytes)
-    memory = {} if stats is None else stats.device_memory
-    return {
-        "optimizer_wait_s": None if stats is None else stats.optimizer_wait_s,
-        "device_share": None if stats is None else dict(stats.device_share),
-        "bytes_up": None if stats is None else stats.bytes_up,
-        "bytes_down": None if stats is None else stats.bytes_down,
-        "weights_up_bytes": None if stats is None else stats.weights_up_bytes,
-        "gradients_down_bytes": None if stats is None else stats.gradients_down_bytes,
-        "host_rss_bytes": rss_bytes,
-        "host_available_bytes": available_bytes,
-        "device_peak_bytes": {name: of.peak_bytes for name, of in memory.items()} or None,
-        "device_limit_bytes": {name: of.limit_bytes for name, of in memory.items()} or None,
-    }
+def _refresh_page(folder: Path) -> None:
+    refresh_page(folder, int(REFRESH_S))
+
+
+def _host_memory() -> dict[str, int | None]:
+    """What is known of a step of a plain model, beside the figures of its trainer."""
+    return {"host_rss_bytes": resident_bytes(), "host_available_bytes": available_host_bytes()}
 
 
 # Settings of the run.

@@ -84,6 +84,25 @@ class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             group.update(values)
 
 
+class KeepsGradients:
+    """Stands for the model in Trainer's loop: `zero_grad()` does nothing.
+
+    Steps clear the gradients they have used. The model's own zero_grad() would wait for a running step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def zero_grad(self) -> None:
+        pass
+
+
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 

@@ -14,11 +14,12 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer
@@ -32,20 +33,24 @@ from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.api.wrap import wrap_model_to_roundpipe
 from roundpipe.checkpoint import load, load_rng, save, verify
 from roundpipe.checkpoint.folders import check_parent
+from roundpipe.checkpoint.original_form import give_mode, save_model, save_tokenizer
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.context import OptimizerCtx
 from roundpipe.devices import parse_devices
 from roundpipe.errors import CheckpointError, ConfigError, NonFiniteError, OwnershipError, UsageError
 from roundpipe.integrations.host_side import keep_in_host_memory, note_made, take_over
+from roundpipe.integrations.iterable_data import IterableDataMixin
 from roundpipe.integrations.machines import MachinesMixin
+from roundpipe.integrations.optimizers import chosen_moments, class_and_arguments
+from roundpipe.integrations.options import RoundPipeOptions
 from roundpipe.integrations.run_view import RunViewCallback
-from roundpipe.integrations.stepped_optimizer import SteppedOptimizer, give_optimizer, put_masters_into
+from roundpipe.integrations.samples import SamplesCallback
+from roundpipe.integrations.stepped_optimizer import KeepsGradients, SteppedOptimizer, give_optimizer, put_masters_into
 from roundpipe.integrations.trl_side import TrlMixin, prepare_callbacks
-from roundpipe.optim import Adam, AdamW
 from roundpipe.optim.gradients import clip_grad_norm_
+from roundpipe.store.training_memory import assumed_state
 
 logger = logging.getLogger("roundpipe")
-_FAST = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
 _ARGUMENTS_NAME = "training_args.json"
 # Methods of Trainer that the mixin replaces without calling the method of the class that it is put before.
 _REPLACED = (
@@ -61,53 +66,7 @@ _REPLACED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class RoundPipeOptions:
-    """How a trainer wraps and steps its model.
-
-    devices, optim_dtype, pin_model: as for `wrap_model_to_roundpipe`.
-    num_microbatch: into how many microbatches a batch is split. Default: the number of devices + 1; in a resumed run,
-        the number of the run that wrote the checkpoint, because losses depend on it in the last bits.
-    is_async: whether steps run beside the next batch, which then computes with weights that are one step old.
-    nonfinite: "stop" raises NonFiniteError if a loss or gradient is infinite or NaN, before it reaches the weights;
-        "skip" leaves the step out and logs a warning; "off" does not check.
-    view: whether to show the run in the terminal, in place of Trainer's progress bar. `metrics.jsonl` and the report in
-        the output folder are written in any case.
-    """
-
-    devices: Sequence[str | torch.device] | str | None = None
-    num_microbatch: int | None = None
-    is_async: bool = False
-    optim_dtype: torch.dtype | None = torch.float32
-    pin_model: Literal["alloc", "register", "off"] = "alloc"
-    nonfinite: Literal["stop", "skip", "off"] = "stop"
-    view: bool = True
-
-    def __post_init__(self) -> None:
-        if self.nonfinite not in ("stop", "skip", "off"):
-            raise ConfigError(f'nonfinite must be "stop", "skip" or "off", got {self.nonfinite!r}.')
-
-
-class _KeepsGradients:
-    """Stands for the model in Trainer's loop: `zero_grad()` does nothing.
-
-    Steps clear the gradients they have used. The model's own zero_grad() would wait for a running step.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
-
-    def zero_grad(self) -> None:
-        pass
-
-
-class RoundPipeMixin(TrlMixin, MachinesMixin):
+class RoundPipeMixin(TrlMixin, MachinesMixin, IterableDataMixin):
     """Put before Trainer or a subclass of it: the model then trains through RoundPipe.
 
     The constructor takes the arguments of the other class and `roundpipe`, the options. The model may be plain or
@@ -137,6 +96,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
             self.roundpipe = dataclasses.replace(self.roundpipe, num_microbatch=number)
         self._is_wrapped = False
         self._wrapped_models: list[ModelProxy] = []
+        self._liger_kernels: bool | dict[str, bool] = False
         self._skips_step = False  # whether a loss of this step was not finite
         self._loss_sums: Mapping[str, Any] | None = None  # of a checkpoint, until the loop has begun
         self.run_view = RunViewCallback(show=self.roundpipe.view)
@@ -148,13 +108,29 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
         if self._given is not None:
             plain = self._given.original_model
             args, kwargs = ((plain, *args[1:]), kwargs) if args else (args, {**kwargs, "model": plain})
-        super().__init__(*args, **kwargs)
+        self.take_quantisation(given, kwargs)
+        with self.client_of_vllm():
+            super().__init__(*args, **kwargs)
         self.wrap_model()
         if self.roundpipe.view:
             self.remove_callback(PrinterCallback if self.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+        self._add_samples()  # before the view: its report has those of the end
         self.add_callback(self.run_view)
 
     # Construction.
+
+    def _add_samples(self) -> None:
+        options = self.roundpipe
+        if options.samples:
+            if self.args.world_size > 1:
+                raise ConfigError(
+                    f"{type(self).__name__} generates samples on one machine alone, and {self.args.world_size} "
+                    "processes were launched; leave samples out."
+                )
+            show = self.run_view.show_text
+            self.add_callback(
+                SamplesCallback(options.samples, options.sample_tokens, self.model, self.processing_class, show=show)
+            )
 
     def _warn_of_replaced_methods(self) -> None:
         """Warn if a class that the mixin is put before overrides a method that is not called here.
@@ -197,6 +173,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
                 setattr(self, name, model)
         self.callback_handler.model = model
         self.leave_margin_out(model)
+        self.hand_over_to_vllm(model)
         self.warn_of_the_host()
 
     def wrapped(self, model: nn.Module, *, trains: bool = True) -> ModelProxy:
@@ -207,14 +184,21 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
             model.disable_input_require_grads()  # type: ignore[operator]
         if not trains:
             model.requires_grad_(False).eval()
+        assumed = assumed_state(chosen_moments(self.args.optim, options.moments), is_on_disk=options.has_state_on_disk)
         try:
-            wrapper = wrap_model_to_roundpipe(
+            wrapper = assumed(wrap_model_to_roundpipe)(
                 model,
+                name=type(model).__name__ + ("" if trains else " (does not train)"),
                 optim_dtype=options.optim_dtype if trains else None,
                 devices=options.devices,
                 pin_model=options.pin_model,
                 model_run_config=RoundPipeRunConfig(num_microbatch=options.num_microbatch),
                 process_group=self.process_group if trains else None,
+                staleness=int(options.is_async),
+                compile=options.compile or False,
+                liger_kernels=trains and self._liger_kernels,
+                frozen_weights=options.frozen_weights,
+                master_bits=options.master_bits if trains else 32,
             )
         except OwnershipError as error:
             error.add_note(f"{type(self).__name__} also takes a model that you have wrapped yourself: pass the wrapper")
@@ -251,7 +235,6 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
         self.args.dataloader_pin_memory = False
         super().create_accelerator_and_postprocess()
         keep_in_host_memory(self.accelerator, functools.partial(self.wrapped, trains=False))
-        self.check_device()
 
     def _check_arguments(self) -> None:
         """Raise for arguments that do not go with RoundPipe."""
@@ -261,15 +244,23 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
             "fp16_full_eval": (args.fp16_full_eval, "a model loaded in float16"),
             "bf16_full_eval": (args.bf16_full_eval, "bf16=True, or a model loaded in bfloat16"),
             "debug": (args.debug, 'RoundPipeOptions(nonfinite="stop"), which names the module or parameter at fault'),
-            "torch_compile": (args.torch_compile, "the model as it is"),
             "deepspeed": (args.deepspeed, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
             "fsdp": (args.fsdp, "RoundPipe alone, which keeps weights and optimizer state in host memory"),
-            "use_liger_kernel": (args.use_liger_kernel, "a model wrapped with liger_kernels=True"),
             **self.refused_of_trl(),
         }
         for name, (is_set, advice) in refused.items():
             if is_set:
                 raise ConfigError(f"{type(self).__name__} does not support {name}={is_set!r}; use {advice}.")
+        self.roundpipe = self.roundpipe.completed(args)
+        if args.use_liger_kernel:
+            self._liger_kernels = dict(args.liger_kernel_config or {}) or True
+            self.args = copy.copy(args)  # the arguments are the user's
+            self.args.use_liger_kernel = False  # Trainer would patch the model that is wrapped by then
+        if self._given is not None and (self.roundpipe.compile or self._liger_kernels):
+            logger.warning(
+                "the model runs as it was wrapped: for compiled layers and Liger's kernels, give compile= and "
+                "liger_kernels= to wrap_model_to_roundpipe(), or pass the plain model"
+            )
         if args.world_size > 1:
             self.check_machines()
 
@@ -357,7 +348,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
             # A complete run is resumed. Trainer would train one more step before it looks at the number.
             self.control.should_training_stop = True
             return
-        super()._run_epoch(model=_KeepsGradients(model), **kwargs)
+        self.run_pass(super()._run_epoch, {"model": KeepsGradients(model), **kwargs})
 
     # Optimizer steps.
 
@@ -368,18 +359,11 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
             put_masters_into(optimizer, self.model)
         return optimizer
 
-    @classmethod
-    def get_optimizer_cls_and_kwargs(cls, args: Any, model: Any = None) -> tuple[Any, Any]:
-        """Trainer's choice; RoundPipe's Adam and AdamW instead of torch's."""
-        optimizer_class, kwargs = super().get_optimizer_cls_and_kwargs(args, model)
-        if {"params", "model", "optimizer_dict"} & kwargs.keys() or "bitsandbytes" in str(optimizer_class):
-            raise ConfigError(
-                f"optim={getattr(args.optim, 'value', args.optim)!r} works on the parameters of a model on a GPU, and "
-                'RoundPipe steps in host memory; use optim="adamw_torch" or another optimizer of torch.'
-            )
-        if optimizer_class in _FAST:
-            kwargs = {name: value for name, value in kwargs.items() if name != "fused"}
-        return _FAST.get(optimizer_class, optimizer_class), kwargs
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+        """Trainer's choice; RoundPipe's optimizers instead of those of torch with the same name."""
+        choice = super().get_optimizer_cls_and_kwargs
+        options = self.roundpipe
+        return class_and_arguments(args, options.moments, lambda given: choice(given, model), options.state_folder)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing: steps clip gradients."""
@@ -404,9 +388,11 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
             self.model.zero_grad()
             return
         max_norm = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
-        nonfinite = self.roundpipe.nonfinite
+        nonfinite, group = self.roundpipe.nonfinite, self.model._engine.group
+        is_measured: list[bool] = []  # not empty once the norm is known and the step goes on
 
         def step_fn() -> None:
+            is_skipped = False
             try:
                 norm.copy_(clip_grad_norm_(self.model, max_norm, error_if_nonfinite=nonfinite != "off"))
             except NonFiniteError as error:
@@ -414,11 +400,23 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
                     error.add_note(f"in step {step}; no weight was changed. {self.advice_to_skip}")
                     raise
                 logger.warning("step %d was skipped: %s", step, error)
-            else:
+                is_skipped = True
+            is_measured.append(True)
+            group.notify()
+            if not is_skipped:
                 take_step()
             self._clear_gradients()
 
-        self.model.step(step_fn, is_async=self.roundpipe.is_async)
+        # An exact step returns as early as it may: the next batch waits for the update of each layer.
+        ended = self.model._engine.step(
+            step_fn,
+            is_async=self.roundpipe.is_async or not self.reads_weights_between_steps,
+            staleness=int(self.roundpipe.is_async),
+        )
+        if not self.roundpipe.is_async:  # the norm is reported with this step, and an error of it raised here
+            group.wait_in_step(lambda: bool(is_measured), ended, "the norm of the gradients")
+            if not is_measured:
+                self.model.synchronize()  # raises why the step has not come so far
 
     def _clear_gradients(self) -> None:
         for master in self.model.optim_parameters():
@@ -505,6 +503,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
         """What the run needs to go on besides the state of Trainer, and is not in any other file."""
         return {
             "of_trl": self.values_of_trl(),
+            "of_data": self.values_of_data(),
             "num_microbatch": None if self._given is not None else self.roundpipe.num_microbatch,
             "machines": self.args.world_size,
             "loss_since_log": self._tr_loss.cpu(),
@@ -546,6 +545,7 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
         self._loss_sums = values
         self._grad_norms = values["grad_norms"]
         self.take_values_of_trl(values.get("of_trl", {}))
+        self.take_values_of_data(values.get("of_data", {}))
         if values["num_microbatch"] is not None and not self.fixes_microbatches and self._given is None:
             self.set_num_microbatch(self._number_for_machines(values["num_microbatch"], values.get("machines", 1)))
 
@@ -577,11 +577,15 @@ class RoundPipeMixin(TrlMixin, MachinesMixin):
         """Write model, tokenizer and arguments. Unlike Trainer, writes the arguments as JSON: no file is a pickle."""
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(folder, state_dict=state_dict)
+        given = {} if state_dict is None else {"state_dict": state_dict}  # not every model knows the argument
+        model = self.model
+        write = model.save_pretrained if is_peft_model(model) else functools.partial(save_model, model=model)
+        write(folder, **given)
         tokenizer = self._tokenizer_to_save()
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(folder, tokenizer)
         (folder / _ARGUMENTS_NAME).write_text(self.args.to_json_string(), encoding="utf-8")
+        give_mode(folder, like=folder / _ARGUMENTS_NAME)
 
     def _tokenizer_to_save(self) -> Any:
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)

@@ -1,4 +1,4 @@
-"""RoundPipeSFTTrainer and RoundPipeDPOTrainer: trainers of TRL over a RoundPipe.
+"""Trainers of TRL over a RoundPipe: SFT, DPO, KTO, reward models, GRPO.
 
 TRL replaces the forward of a model by one that returns log-probabilities of the labels and builds no logits. RoundPipe
 splits the model with this forward into layers, so the losses and metrics are computed by TRL's code.
@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 from roundpipe.api.roundpipe import RoundPipe
@@ -68,9 +71,23 @@ class RoundPipeDPOTrainer(RoundPipeMixin, DPOTrainer):  # type: ignore[misc]
     def _computes_loss_itself(self) -> bool:
         return True
 
-    def _computes_on_device(self) -> str | None:
-        on_device = {
-            "ld_alpha": self.args.ld_alpha is not None,
-            'loss_type="exo_pair"': "exo_pair" in self.args.loss_type,
-        }
-        return next((f"DPOTrainer with {name}" for name, is_used in on_device.items() if is_used), None)
+
+class RoundPipeGRPOTrainer(RoundPipeMixin, GRPOTrainer):  # type: ignore[misc]
+    """TRL's GRPOTrainer over a RoundPipe.
+
+    Completions come from the wrapper's generate(), which keeps the weights on a device while nothing trains. The
+    reference is the model without its adapter, or, for a full model with beta > 0, a second wrapped model without
+    optimizer state.
+    """
+
+    ref_model: Any
+
+
+class RoundPipeKTOTrainer(RoundPipeMixin, KTOTrainer):  # type: ignore[misc]
+    """TRL's KTOTrainer over a RoundPipe. The reference model is wrapped, too."""
+
+    ref_model: Any
+
+
+class RoundPipeRewardTrainer(RoundPipeMixin, RewardTrainer):  # type: ignore[misc]
+    """TRL's RewardTrainer over a RoundPipe."""

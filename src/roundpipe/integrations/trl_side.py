@@ -5,6 +5,9 @@ Knows the names of TRL's classes and arguments. Does not import TRL.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterable, Mapping
@@ -16,16 +19,25 @@ from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
 from torch import nn
 
 from roundpipe.api.proxy import ModelProxy
+from roundpipe.api.roundpipe import RoundPipe
+from roundpipe.config import RoundPipeRunConfig
+from roundpipe.devices import parse_devices
 from roundpipe.errors import ConfigError
+from roundpipe.integrations.vllm_side import HandedOver, client_on
+from roundpipe.packed import form_asked_for
 
 logger = logging.getLogger("roundpipe")
 _Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
 
 # Trainers that cannot train through RoundPipe, and trainers to use instead.
 _REFUSED = {"AsyncGRPOTrainer": "GRPOTrainer", "AsyncDistillationTrainer": "DistillationTrainer"}
-# Trainers that compute losses where the model's outputs are: in host memory.
-_FOLLOW_OUTPUTS = frozenset(("SFTTrainer", "DPOTrainer", "RewardTrainer"))
 _ENTROPY_STATE = ("entropy_coef", "_last_world_entropy")  # of GRPOTrainer with use_adaptive_entropy
+
+# Trainers that may generate with a vLLM server, and send it the weights.
+_SEND_TO_VLLM = ("GRPOTrainer",)
+
+# These trainers compute with the model's outputs alone. Others read weights of the model, or average them.
+_READ_NO_WEIGHTS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 
 
 class TrlMixin(_Base):  # type: ignore[misc]
@@ -55,24 +67,50 @@ class TrlMixin(_Base):  # type: ignore[misc]
 
     def refused_of_trl(self) -> dict[str, tuple[Any, str]]:
         """The arguments of TRL that do not go with RoundPipe: whether they are set, and what to use instead."""
-        advice = {
-            "use_vllm": "use_vllm=False, which generates on RoundPipe's devices: vLLM takes weights from GPU memory",
-            "use_transformers_continuous_batching": "the usual generate(), which runs on RoundPipe's devices",
+        usual = "the usual generate(), which runs on RoundPipe's devices"
+        uses_vllm = getattr(self.args, "use_vllm", False)
+        sends = any(cls.__name__ in _SEND_TO_VLLM for cls in type(self).__mro__)
+        mode = uses_vllm and sends and self.args.vllm_mode
+        return {
+            "use_vllm": (uses_vllm and not sends, f"use_vllm=False: {usual}"),
+            "vllm_mode": (
+                mode if mode != "server" else False,
+                f'vllm_mode="server" and `vllm serve` on other GPUs, or use_vllm=False: {usual}',
+            ),
+            "use_transformers_continuous_batching": (
+                getattr(self.args, "use_transformers_continuous_batching", False),
+                usual,
+            ),
         }
-        return {name: (getattr(self.args, name, False), instead) for name, instead in advice.items()}
 
-    def check_device(self) -> None:
-        """Raise if the trainer computes with the model's outputs on a device."""
-        name = self._computes_on_device()
-        if name is not None and self.accelerator.device.type != "cpu":
-            raise ConfigError(
-                f"{name} of TRL computes on {self.accelerator.device}, but RoundPipe's outputs are in host memory; add "
-                "use_cpu=True to the arguments: RoundPipe trains on the GPUs all the same."
-            )
+    def take_quantisation(self, model: object, arguments: dict[str, Any]) -> None:
+        """Replace a BitsAndBytesConfig by packing the frozen weights when the model is wrapped.
 
-    def _computes_on_device(self) -> str | None:
-        """What computes with the model's outputs on Trainer's device; None if the outputs decide where."""
-        return None if self._class_of_trl in _FOLLOW_OUTPUTS else self._class_of_trl
+        TRL would load the model with bitsandbytes, onto a GPU. `model`: TRL loads it only if it is a name.
+        `arguments`: of the trainer, which change.
+        """
+        if not isinstance(model, str):
+            return
+        args = arguments.get("args")
+        kwargs = getattr(args, "model_init_kwargs", None)
+        places = [arguments] + ([kwargs] if isinstance(kwargs, dict) else [])
+        for place in places:
+            form = form_asked_for(place.get("quantization_config"))
+            if form is None:
+                continue
+            if self.roundpipe.frozen_weights not in (None, form):
+                raise ConfigError(
+                    f"RoundPipeOptions has frozen_weights={self.roundpipe.frozen_weights!r}, but quantization_config "
+                    f"asks for {form!r}; give one of them."
+                )
+            rest = {name: value for name, value in place.items() if name != "quantization_config"}
+            if place is arguments:
+                arguments.pop("quantization_config")
+            else:
+                arguments["args"] = copy.copy(args)  # the arguments are the user's
+                arguments["args"].model_init_kwargs = rest
+            self.roundpipe = dataclasses.replace(self.roundpipe, frozen_weights=form)
+            logger.info("frozen weights are packed as %s, as quantization_config asks", form)
 
     def check_reference(self, model: Any) -> None:
         """Raise if the reference is the model without its prompt, for which peft replaces the model's forward."""
@@ -87,6 +125,14 @@ class TrlMixin(_Base):  # type: ignore[misc]
         if getattr(self.args, "activation_offloading", False):
             self.args.activation_offloading = False
             logger.info("activation_offloading stays off: RoundPipe keeps activations in host memory by its own plan")
+
+    @property
+    def reads_weights_between_steps(self) -> bool:
+        """Whether a trainer or callback of TRL reads weights without waiting for a step that has returned."""
+        is_known = self._class_of_trl is None or self._class_of_trl in _READ_NO_WEIGHTS
+        callbacks = self.callback_handler.callbacks
+        of_trl = any(cls.__module__.startswith("trl.") for callback in callbacks for cls in type(callback).__mro__)
+        return of_trl or not is_known
 
     def warn_of_the_host(self) -> None:
         """Say that DistillationTrainer calls submodules of the model, which then do not run on devices."""
@@ -105,6 +151,21 @@ class TrlMixin(_Base):  # type: ignore[misc]
         )
 
     # Calls of TRL, and what it saves.
+
+    @property
+    def _first_device(self) -> torch.device:
+        spec = parse_devices(self.roundpipe.devices)[0]
+        return torch.device(spec.kind, spec.index) if spec.kind == "cuda" else torch.device("cpu")
+
+    def client_of_vllm(self) -> contextlib.AbstractContextManager[None]:
+        """Make a client of vLLM that TRL constructs inside the block send weights from the first device."""
+        return client_on(self._first_device)
+
+    def hand_over_to_vllm(self, model: ModelProxy) -> None:
+        """Make TRL send the wrapper's newest weights, if it sends weights to vLLM."""
+        generation = getattr(self, "vllm_generation", None)
+        if generation is not None:
+            generation.model = HandedOver(model, self._first_device)
 
     def leave_margin_out(self, model: ModelProxy) -> None:
         """Make the model ignore `margin`, which RewardTrainer passes it with one entry for two rows of the batch."""
@@ -140,6 +201,22 @@ class TrlMixin(_Base):  # type: ignore[misc]
         self.wrap_model()  # TRL computes the log-probabilities of the reference in its constructor
         return super()._precompute_ref_logps(*args, **kwargs)
 
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
+        """TRL's log-probabilities of completions; without gradients in one call for all rows.
+
+        TRL gives a batch size where it takes no gradients, and calls the model once for each batch of that size. Here
+        each call uploads all weights, so one call takes the microbatches of all of them. It leaves the random generator
+        as it is: TRL then shuffles the completions as with the plain model.
+        """
+        size = options.get("batch_size")
+        if size is None or not isinstance(model, RoundPipe):
+            return super()._get_per_token_logps_and_entropies(model, *args, **options)
+        num_rows = len(args[0])
+        number = min(num_rows, -(-num_rows // size) * (model.model_run_config.num_microbatch or 1))
+        run = functools.partial(model, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=number))
+        with torch.random.fork_rng(devices=()):
+            return super()._get_per_token_logps_and_entropies(run, *args, **{**options, "batch_size": None})
+
     def write_model_card(self) -> None:
         """Write the card that trainers of TRL write with every checkpoint."""
         if self._class_of_trl is None:
@@ -153,7 +230,15 @@ class TrlMixin(_Base):  # type: ignore[misc]
     def values_of_trl(self) -> dict[str, Any]:
         """The attributes that a resumed run needs, by name."""
         adapts_entropy = getattr(self, "use_adaptive_entropy", False)
-        return {name: getattr(self, name) for name in _ENTROPY_STATE} if adapts_entropy else {}
+        values = {name: getattr(self, name) for name in _ENTROPY_STATE} if adapts_entropy else {}
+        return {**values, **self._completions_in_use()}
+
+    def _completions_in_use(self) -> dict[str, Any]:
+        """The completions that further batches train on, and the count of batches that says which they are."""
+        if not hasattr(self, "_buffered_inputs"):
+            return {}
+        is_used_up = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        return {"_step": self._step, "_buffered_inputs": None if is_used_up else self._buffered_inputs}
 
     def take_values_of_trl(self, saved: Mapping[str, Any]) -> None:
         for name in self.values_of_trl().keys() & saved.keys():

@@ -96,6 +96,8 @@ class _AutomaticMerge:
             shares = self._shares.of_merged(len(values))
         else:
             shares = self._shares.rows if _OTHER_LOSS.fullmatch(path) else None
+        if shares is None and self._shares.averaged is not None and any(value.requires_grad for value in values):
+            self._shares.averaged(path)
         return _mean(values, path) if shares is None else _sum(values, shares)
 
 
@@ -151,7 +153,7 @@ def with_losses(merged: Any, shares: LossShares, merge_output: Any, losses: Sequ
 def _merge(values: Sequence[Any], spec: Any, path: str, automatic: LeafMerge) -> Any:
     """Merge one value per microbatch as `spec` says; `automatic` merges leaves without a spec."""
     if spec is None:
-        return _merge_alike(values, path, automatic)
+        return _merge_alike(values, path, automatic, joins_items=True)
     if is_replicate(spec):
         return _merge_alike(values, path, _first_if_equal)
     if is_chunk(spec):
@@ -176,8 +178,13 @@ def _merge_with_tree(values: Sequence[Any], spec: Any, path: str, automatic: Lea
     return node.rebuild([_merge(column, part, path + name, automatic) for column, part, name in places])
 
 
-def _merge_alike(values: Sequence[Any], path: str, merge_leaf: LeafMerge) -> Any:
-    """Walk the outputs of all microbatches in parallel and merge each leaf with `merge_leaf`."""
+def _merge_alike(values: Sequence[Any], path: str, merge_leaf: LeafMerge, *, joins_items: bool = False) -> Any:
+    """Walk the outputs of all microbatches in parallel and merge each leaf with `merge_leaf`.
+
+    joins_items: lists of tensors of different lengths are joined instead of refused; see `_are_items`.
+    """
+    if joins_items and _are_items(values):
+        return type(values[0])(item for value in values for item in value)
     node = open_node(values[0])
     if node is None:
         for index, value in enumerate(values):
@@ -185,7 +192,20 @@ def _merge_alike(values: Sequence[Any], path: str, merge_leaf: LeafMerge) -> Any
                 raise _structure_error(values[0], value, index, path)
         return merge_leaf(values, path)
     places = zip(_columns(node, values, path), node.names, strict=True)
-    return node.rebuild([_merge_alike(column, path + name, merge_leaf) for column, name in places])
+    return node.rebuild(
+        [_merge_alike(column, path + name, merge_leaf, joins_items=joins_items) for column, name in places]
+    )
+
+
+def _are_items(values: Sequence[Any]) -> bool:
+    """Whether the microbatches return lists with one tensor for each item of their part of the batch, such as an image.
+
+    Shown by different lengths: a list with one entry per layer has the same length in all microbatches.
+    """
+    is_list = all(type(value) in (list, tuple) and type(value) is type(values[0]) for value in values)
+    if not is_list or len({len(value) for value in values}) == 1:
+        return False
+    return all(isinstance(item, torch.Tensor) for value in values for item in value)
 
 
 def _columns(node: Node, values: Sequence[Any], path: str) -> list[tuple[Any, ...]]:

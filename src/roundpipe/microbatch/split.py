@@ -59,6 +59,7 @@ class LossShares:
     merged: finds the factors of the model's own loss when outputs are merged, None if all are 1. Called only if there
         is such a loss, because finding them may run the model. None: the loss is averaged like any other number.
     place: the key or position of the model's own loss in the model's output.
+    averaged: called with the place of a number that has a gradient and is averaged, so it may be a loss.
     """
 
     own: OwnShares | None = None
@@ -67,6 +68,7 @@ class LossShares:
     covers_own: bool = False
     merged: Callable[[], OwnShares | None] | None = None
     place: str | int = "loss"
+    averaged: Callable[[str], None] | None = None
 
     def apply_to_output(self, value: Any, microbatch: int) -> Any:
         """Return a model's output with its own loss, if it has one, multiplied by the microbatch's share `own`."""
@@ -83,9 +85,7 @@ class LossShares:
 
     def of_merged(self, num_microbatch: int) -> Shares | None:
         """Return the factors of the model's own loss when outputs are merged; None if it is averaged."""
-        if self.merged is None:
-            return None
-        return _known(self.merged() or (1.0,) * num_microbatch)
+        return None if self.merged is None else _known(self.merged() or (1.0,) * num_microbatch)
 
     def of_returned(self, microbatch: int, *, is_own: bool) -> float | None:
         """Return the factor of the result of loss_fn; None if it needs no factor.
@@ -173,9 +173,10 @@ class MicrobatchInputs:
         pairs = zip(self.kwargs, more, strict=True)
         return replace(self, kwargs=tuple({**kwargs, **added} for kwargs, added in pairs))
 
-    def first(self) -> MicrobatchInputs:
-        """Return the first microbatch alone."""
-        return replace(self, args=self.args[:1], kwargs=self.kwargs[:1], labels=self.labels[:1])
+    def alone(self, microbatch: int) -> MicrobatchInputs:
+        """Return one microbatch alone."""
+        only = slice(microbatch, microbatch + 1)
+        return replace(self, args=self.args[only], kwargs=self.kwargs[only], labels=self.labels[only])
 
 
 class CountedSplit(abc.ABC):

@@ -1,5 +1,6 @@
 """Optimizers that are fast on host memory. They also replace torch's optimizers on ordinary tensors."""
 
-from roundpipe.optim.adam import Adam, AdamW
+from roundpipe.optim.adam import SGD, Adam, AdamW
+from roundpipe.optim.lion import Lion
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "Lion"]

@@ -31,12 +31,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from roundpipe.context import Iteration, OptimizerCtx, within_iteration
-from roundpipe.errors import add_note
+from roundpipe.errors import UsageError, add_note
 from roundpipe.monitor import THREAD_PREFIX, Monitor, end_threads, shielded, start_thread
 from roundpipe.stats import StepTime
 from roundpipe.store import LayerStore
 from roundpipe.store.surroundings import StepExchange
-from roundpipe.store.update import LayerUpdate, StepAbandoned
+from roundpipe.store.update import LayerUpdate, StepAbandoned, StepMode
 
 T = TypeVar("T")
 
@@ -153,7 +153,7 @@ class StepJob:
         self,
         number: int,
         step_fn: Callable[[], object],
-        is_async: bool,
+        mode: StepMode,
         may_overlap: bool,
         iteration: Iteration,
         handed: HandedStep | None = None,
@@ -162,13 +162,14 @@ class StepJob:
         self.number = number  # the first step has number 1
         self.issued_s = time.perf_counter()
         self.step_fn = step_fn
-        self.is_async = is_async
+        self.mode = mode
         self.may_overlap = may_overlap  # whether step_fn may begin before all gradients have landed
         self.iteration = iteration
         self.handed = handed
         # Of the user's thread: results on the CPU depend on it.
         self.num_threads = num_threads or torch.get_num_threads()
-        self.visible_version = number - 1 if is_async else number  # the version that calls after this step read
+        # The version that calls after this step read.
+        self.visible_version = number - 1 if mode is StepMode.STALE else number
         self.next_iteration = Iteration()  # the iteration of calls issued after this step
         self.abandoned = False  # whether a call that the step depends on failed, so that the step must not complete
         self.begun = False  # whether step_fn runs or has run
@@ -180,7 +181,7 @@ class StepJob:
     @classmethod
     def before_the_first(cls) -> StepJob:
         """A finished job with number 0, from which the state before the first step is derived."""
-        job = cls(0, _nothing, False, False, Iteration())
+        job = cls(0, _nothing, StepMode.EXACT, False, Iteration())
         job.done = True
         return job
 
@@ -207,6 +208,15 @@ class Stepper:
         self.exchange: MachineSteps | None = None  # the other machines that take part in every step
         self.reason_of_loss = ""  # why the gradients of `_lost_since` are incomplete, for the other machines
         self.done: deque[StepTime] = deque(maxlen=2)  # the latest steps that are done, the last one at the end
+        # Whether steps may publish layer by layer; None until a step has shown it.
+        self.publishes_by_layer: bool | None = None
+        self.writer_besides: str | None = None  # a parameter that step_fn writes besides the one-pass optimizer
+        # Whether the last step function has read all gradients before it updated a layer, as clipping does.
+        self.reads_gradients_first = False
+        # The first failed step of mode BY_LAYER whose error no call has raised yet, with that error.
+        self.lost_version: tuple[int, BaseException] | None = None
+        # Fails the runs that read this version or a later one; the error is None if a failed call is the cause.
+        self.fail_readers: Callable[[int, BaseException | None], None] = no_readers
         self.thread: threading.Thread | None = None
         self._closing = False
 
@@ -241,7 +251,7 @@ class Stepper:
     def issue(
         self,
         step_fn: Callable[[], object],
-        is_async: bool,
+        mode: StepMode,
         may_overlap: bool,
         handed: HandedStep | None = None,
         num_threads: int | None = None,
@@ -253,7 +263,7 @@ class Stepper:
         with self._monitor:
             self._start()
             number = self.steps_issued + 1
-            job = StepJob(number, step_fn, is_async, may_overlap, self.iteration, handed, num_threads)
+            job = StepJob(number, step_fn, mode, may_overlap, self.iteration, handed, num_threads)
             job.abandoned = self._lost_since is not None and job.number - 1 >= self._lost_since
             self._jobs.append(job)
             self._monitor.changed()
@@ -261,7 +271,7 @@ class Stepper:
 
     def hand_over(self, handed: HandedStep, num_threads: int | None = None) -> None:
         """Issue a step whose body runs on the caller's thread. The step opens when all gradients have landed."""
-        self.issue(handed.wait_for_caller, False, False, handed, num_threads)
+        self.issue(handed.wait_for_caller, StepMode.EXACT, False, handed, num_threads)
 
     def was_issued(self, handed: HandedStep) -> bool:
         """Whether `hand_over` has issued the step; an interrupt may have prevented it."""
@@ -280,6 +290,24 @@ class Stepper:
             job.is_awaited = False
             if job.error is not None and job.error not in self.errors:
                 self.errors.append(job.error)
+
+    def report(self, error: BaseException) -> None:
+        """Let the next call raise an error of the background."""
+        with self._monitor:
+            self.errors.append(error)
+
+    def take_errors(self) -> list[BaseException]:
+        """Return the errors that the next call must raise, and forget them."""
+        with self._monitor:
+            errors, self.errors, self.lost_version = self.errors, [], None
+        return errors
+
+    def was_raised(self, error: BaseException) -> None:
+        """Record that a call raises an error of a step, so that no later call does."""
+        with self._monitor:
+            self.errors = [other for other in self.errors if other is not error]
+            if self.lost_version is not None and self.lost_version[1] is error:
+                self.lost_version = None
 
     @property
     def is_idle(self) -> bool:
@@ -391,10 +419,10 @@ class Stepper:
         with self._monitor:
             if job.error is not None and not job.is_awaited:
                 self.errors.append(job.error)
-                if job.is_async:
+                if job.mode is not StepMode.EXACT:
                     job.error = None  # `_jobs` keeps the last job, which must not keep the traceback alive
             job.done = True
-            self.done.append(StepTime(job.number, job.issued_s, time.perf_counter(), job.is_async))
+            self.done.append(StepTime(job.number, job.issued_s, time.perf_counter(), job.mode is not StepMode.EXACT))
             if job.handed is not None:
                 job.handed.finished(job.error)
             job.iteration.step_finished.set()
@@ -411,7 +439,7 @@ class Stepper:
                 layer_id,
                 order,
                 step=job.number,
-                is_async=job.is_async,
+                mode=job.mode,
                 abandoned=lambda: job.abandoned,
                 caller=job.handed,
                 exchange=self.exchange,
@@ -428,23 +456,40 @@ class Stepper:
                 reason = self.reason_of_loss or "the model is being closed"
                 self.exchange.failed(reason if is_abandoned else repr(error), updates)
             self._void_versions.add(job.number)
-            num_replaced = sum(update.has_replaced_weights for update in updates)
+            is_abandoned = isinstance(error, StepAbandoned)
+            if not is_abandoned:
+                num_replaced = sum(update.has_replaced_weights for update in updates)
+                what = "running step_fn of" if job.begun else "preparing"
+                add_note(
+                    error,
+                    f"while {what} optimizer step {job.number} on the optimizer thread; {_published(num_replaced)}, "
+                    "and its gradients were dropped",
+                )
+            # Before `revoke`, which gives the version of this step to layers that it has not updated.
+            is_reported = job.mode is StepMode.BY_LAYER
+            if is_reported:
+                self._report(job, None if is_abandoned else error)
             _for_all(updates, LayerUpdate.revoke)
-            if isinstance(error, StepAbandoned):
+            if is_abandoned:
                 self._note_half_done(job, updates)
-                return
-            what = "running step_fn of" if job.begun else "preparing"
-            add_note(
-                error,
-                f"while {what} optimizer step {job.number} on the optimizer thread; {_published(num_replaced)}, and "
-                "its gradients were dropped",
-            )
-            raise
+            elif not is_reported:
+                raise
         finally:
             if self.exchange is not None:
                 self.exchange.end()
-            if not job.is_async:
+            if job.mode is not StepMode.STALE:
                 self._publish_late(job.number)
+
+    def _report(self, job: StepJob, error: BaseException | None) -> None:
+        """End the runs that read the weights of a failed step of mode BY_LAYER, and let a call raise the error.
+
+        Not left to `_finish`: a run that fails now is raised at once, on another thread.
+        """
+        with self._monitor:
+            if error is not None:
+                self.errors.append(error)
+                self.lost_version = self.lost_version or (job.number, error)
+            self.fail_readers(job.number, error)
 
     def _run(self, job: StepJob, updates: Sequence[LayerUpdate]) -> None:
         _for_all(updates, LayerUpdate.prepare)
@@ -463,10 +508,31 @@ class Stepper:
             torch.set_num_threads(job.num_threads)
         with OptimizerCtx(), within_iteration(job.iteration):
             job.step_fn()
+        self.reads_gradients_first = any(update.reads_gradients_first for update in updates)
+        self._judge(job, updates)
         _for_all(updates, LayerUpdate.end_step)
         if self.exchange is not None:
             self.exchange.meet("the end")
         _for_all(updates, LayerUpdate.publish)
+
+    def _judge(self, job: StepJob, updates: Sequence[LayerUpdate]) -> None:
+        """Learn from a step of mode EXACT whether later steps may publish by layer, and check those that do.
+
+        See [Note: publishing layer by layer].
+        """
+        if job.mode is StepMode.BY_LAYER:
+            try:
+                _for_all(updates, LayerUpdate.check_published)
+            except UsageError:
+                self.publishes_by_layer = False
+                raise
+        elif self.publishes_by_layer is None and job.mode is StepMode.EXACT and job.handed is None:
+            found = next((name for update in updates if (name := update.written_besides()) is not None), None)
+            if found is not None:
+                self.publishes_by_layer = False
+                self.writer_besides = found
+            elif any(update.updated for update in updates):
+                self.publishes_by_layer = True
 
     def _note_half_done(self, job: StepJob, updates: Sequence[LayerUpdate]) -> None:
         count = sum(bool(update.updated) for update in updates)
@@ -509,4 +575,8 @@ def _published(num_replaced: int) -> str:
 
 
 def _nothing() -> None:
+    return
+
+
+def no_readers(version: int, error: BaseException | None) -> None:
     return

@@ -14,7 +14,7 @@ layer, such as an embedding, therefore occupies its memory also while other laye
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import accumulate
 from typing import Literal, assert_never
 
@@ -61,10 +61,13 @@ class StageMemory:
         weights, grads = self.buffer_bytes(tasks, num_devices)
         return weights + grads + max(self._transient_bytes(tasks, place, num_devices) for place in range(len(tasks)))
 
-    def buffer_bytes(self, tasks: Sequence[StageTask], num_devices: int) -> tuple[int, int]:
+    def buffer_bytes(
+        self, tasks: Sequence[StageTask], num_devices: int, staying: Container[int] = ()
+    ) -> tuple[int, int]:
         """Return the bytes of all weight buffers and of all gradient buffers on one device.
 
-        For each buffer size, the device has as many buffers as are ever in use at the same time.
+        For each buffer size, the device has as many buffers as are ever in use at the same time. The weights of the
+        layers `staying` do not count.
         """
         fused = next((place for place, task in enumerate(tasks) if task.kind is TaskKind.FUSED), len(tasks))
         # The union of Counters (|=) keeps the maximum of each count.
@@ -76,7 +79,7 @@ class StageMemory:
             following = place + num_devices
             is_prefetched = following < len(tasks) or place > fused
             prefetched = tasks[following % len(tasks)].layers if is_prefetched else range(0)
-            weights |= Counter(self._weight_sizes[i] for i in (*task.layers, *prefetched))
+            weights |= Counter(self._weight_sizes[i] for i in (*task.layers, *prefetched) if i not in staying)
             if task.kind is not TaskKind.FORWARD:
                 grads |= Counter(self._grad_sizes[i] for i in task.layers)
         return (

@@ -3,24 +3,20 @@
 Knows profiles, partitions and the simulator. Memory figures are estimates, so the search never fails for memory: if
 nothing fits, it returns the plan with one layer per stage.
 
-A step is *exact* if the call waits for the optimizer's update; otherwise the update overlaps with the next call. For
-exact steps on one device this file predicts how much of the update runs beside the backward pass.
-
-[Note: gradients become final] A layer's gradients are final when its last microbatch has run backward. In a backward
-stage that is during the stage's last microbatch. The same holds for a fused stage without a tail. With a tail (last
-microbatches that run backward together, layer by layer), the gradients of the last layers are final earlier. The
-optimizer updates one layer after the other as their gradients become final.
+A step is *exact* if the next call computes with the new weights; otherwise the update runs beside the whole next call.
+For exact steps on one device `plan/overlap` predicts how much of the update runs beside the calls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import assert_never
 
-from roundpipe.plan.cost import LayerCost, ModelProfile
+from roundpipe.plan.cost import ModelProfile
 from roundpipe.plan.execute_plan import ModelExecutePlan, RunType, StageTask, TaskKind, number_tasks
+from roundpipe.plan.overlap import EXACT, Overlap, UpdateTiming, best_overlap
 from roundpipe.plan.partition import KindPacker, Partition, PassPacker, single_layers, tightest
 from roundpipe.plan.predict import Grain, StageMemory, steady_step_s
 
@@ -33,9 +29,7 @@ RUNNING_SHARES = (1 / 2, 2 / 3, 5 / 6)
 # Relative precision of balancing, far below the error of the cost estimates.
 PRECISION = 0.005
 
-_MAX_FUSED_SIZES = 32  # `fastest_exact` tries at most so many sizes of the fused stage
-_MAX_TAILS = 8  # `best_tail` tries at most so many tail lengths
-_MIN_TAIL_GAIN = 0.01  # a longer tail takes more memory, so it must shorten the step at least by this share
+_MAX_FUSED_SIZES = 32  # sizes of the fused stage that `fastest_exact` tries at most
 
 
 def choose_plan(run_type: RunType, profile: ModelProfile, grain: Grain = "stage") -> ModelExecutePlan:
@@ -58,99 +52,37 @@ def choose_plan(run_type: RunType, profile: ModelProfile, grain: Grain = "stage"
             assert_never(run_type)
 
 
-def choose_exact_plan(profile: ModelProfile, update_s: Sequence[float], grain: Grain = "stage") -> ModelExecutePlan:
+def choose_exact_plan(
+    profile: ModelProfile, update_s: Sequence[float], grain: Grain = "stage", timing: UpdateTiming = EXACT
+) -> ModelExecutePlan:
     """Return the fastest fused plan for exact steps. `update_s` has the seconds of each layer's update."""
     # With several devices, balanced stages matter more than the overlap with the update.
     if profile.num_devices > 1:
         return choose_plan(RunType.FUSED, profile, grain)
-    partition = _Search(profile, grain, tuple(TaskKind)).fastest_exact(update_s)
+    partition = _Search(profile, grain, tuple(TaskKind)).fastest_exact(update_s, timing)
     return ModelExecutePlan(partition.fwd, partition.bwd_plan)
 
 
-def exact_step_s(
+def overlap_and_step_s(
     tasks: Sequence[StageTask],
-    costs: Sequence[LayerCost],
+    profile: ModelProfile,
+    memory: StageMemory,
     update_s: Sequence[float],
-    *,
-    num_microbatch: int,
-    tail: int,
-    grain: Grain = "stage",
-) -> float:
-    """Return the seconds from the start of a call to the end of its update. [Note: gradients become final]"""
-    final, end_s = final_gradients_s(tasks, costs, num_microbatch=num_microbatch, tail=tail, grain=grain)
-    return max(end_s, updated_s(final, update_s))
-
-
-def updated_s(final: Sequence[tuple[int, float]], update_s: Sequence[float]) -> float:
-    """Return when all layers are updated, one after the other. `final`: layers and when their gradients are final."""
-    free_s = 0.0  # the time at which the optimizer is free
-    for layer_id, final_s in final:
-        free_s = max(free_s, final_s) + update_s[layer_id]
-    return free_s
-
-
-def final_gradients_s(
-    tasks: Sequence[StageTask], costs: Sequence[LayerCost], *, num_microbatch: int, tail: int, grain: Grain = "stage"
-) -> tuple[list[tuple[int, float]], float]:
-    """Return each layer with the time at which its gradients are final, in that order, and the end of the call."""
-    final: list[tuple[int, float]] = []
-    now_s = 0.0
-    for task in tasks:
-        for layer_id, seconds in _final_gradients(task, costs, num_microbatch, tail, grain):
-            now_s += seconds
-            if layer_id is not None:
-                final.append((layer_id, now_s))
-    return final, now_s
-
-
-def best_tail(
-    tasks: Sequence[StageTask],
-    costs: Sequence[LayerCost],
-    update_s: Sequence[float],
-    *,
-    num_microbatch: int,
-    longest: int,
-    grain: Grain = "stage",
-) -> tuple[int, float]:
-    """Return the tail with the shortest exact step, and that step's seconds. Among ties, the shortest tail wins."""
-    if longest <= _MAX_TAILS:
-        candidates = list(range(1, longest + 1))
-    else:
-        candidates = sorted({1 + round((longest - 1) * i / (_MAX_TAILS - 1)) for i in range(_MAX_TAILS)})
-    best, best_s = 1, float("inf")
-    for tail in candidates:
-        step_s = exact_step_s(tasks, costs, update_s, num_microbatch=num_microbatch, tail=tail, grain=grain)
-        if step_s < best_s * (1 - _MIN_TAIL_GAIN):
-            best, best_s = tail, step_s
-    return best, best_s
-
-
-def _final_gradients(
-    task: StageTask, costs: Sequence[LayerCost], num_microbatch: int, tail: int, grain: Grain
-) -> Iterator[tuple[int | None, float]]:
-    """Yield the task's time in consecutive pieces of (layer, seconds).
-
-    The gradients of the layer are final after the piece. The layer is None if no gradients become final.
-    """
-    layers = costs[task.layers.start : task.layers.stop]
-    forward_s = sum(cost.forward_s for cost in layers)
-    backward_s = sum(cost.backward_s for cost in layers)
-    recompute_s = sum(cost.recompute_s for cost in layers)
-    if task.kind is TaskKind.FORWARD:
-        yield None, num_microbatch * forward_s
-        return
-    # `together`: microbatches that run backward layer by layer at the end of the task.
-    if task.kind is TaskKind.FUSED:
-        together = min(tail, num_microbatch)
-        yield None, (num_microbatch - together) * (forward_s + backward_s) + together * forward_s
-    else:
-        together = 1
-        yield None, (num_microbatch - 1) * (recompute_s + backward_s) + (recompute_s if grain == "stage" else 0.0)
-    for layer_id in reversed(task.layers):
-        of_layer_s = costs[layer_id].backward_s
-        if task.kind is TaskKind.BACKWARD and grain == "layer":
-            of_layer_s += costs[layer_id].recompute_s
-        yield layer_id, together * of_layer_s
+    timing: UpdateTiming,
+    grain: Grain,
+) -> tuple[Overlap, float]:
+    """Return the best tail and wave that fit into memory, and the seconds of an exact step with them, on one device."""
+    limit = profile.memory_limit_bytes
+    return best_overlap(
+        tasks,
+        profile.layers,
+        update_s,
+        timing,
+        num_microbatch=profile.num_microbatch,
+        longest_tail=memory.longest_tail(tasks, profile.num_devices, limit),
+        room_bytes=None if limit is None else max(limit - memory.peak_bytes(tasks, profile.num_devices), 0),
+        grain=grain,
+    )
 
 
 class _Search:
@@ -210,7 +142,7 @@ class _Search:
                 return min(fitting, key=lambda partition: partition.num_stages)
         return self._finest
 
-    def fastest_exact(self, update_s: Sequence[float]) -> Partition:
+    def fastest_exact(self, update_s: Sequence[float], timing: UpdateTiming) -> Partition:
         """For one device: return the partition with the shortest exact step.
 
         Candidates differ in the size of the fused stage and in the size of the backward stages.
@@ -224,22 +156,12 @@ class _Search:
                 fine = _single_layers_around(fused)
                 mixed = [Partition(partition.fwd, fused, fine.bwd) for partition in coarse]
                 candidates = (*coarse, *mixed, fine)
-                step_s |= {each: self._exact_s(each, update_s) for each in candidates if self._fits(each)}
+                step_s |= {each: self._exact_s(each, update_s, timing) for each in candidates if self._fits(each)}
         return _fewest_tasks_of_fastest(step_s) if step_s else self._finest
 
-    def _exact_s(self, partition: Partition, update_s: Sequence[float]) -> float:
-        """Return the seconds of an exact step with its best tail."""
-        profile, tasks = self._profile, _tasks(partition)
-        longest = self._memory.longest_tail(tasks, profile.num_devices, profile.memory_limit_bytes)
-        _, step_s = best_tail(
-            tasks,
-            profile.layers,
-            update_s,
-            num_microbatch=profile.num_microbatch,
-            longest=longest,
-            grain=self._grain,
-        )
-        return step_s
+    def _exact_s(self, partition: Partition, update_s: Sequence[float], timing: UpdateTiming) -> float:
+        """Return the seconds of an exact step with its best tail and wave."""
+        return overlap_and_step_s(_tasks(partition), self._profile, self._memory, update_s, timing, self._grain)[1]
 
     def _balanced(self, packer: PassPacker, counts: Iterable[int]) -> list[Partition]:
         """Return, for each stage count, the partition whose slowest stage is fastest. Equal partitions appear once."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.report.live_view import figure, known, size
+from roundpipe.report.figures import NAMES, figure, known, size
 from roundpipe.report.metrics import Row
 from roundpipe.timeline import Timeline
 
@@ -54,9 +54,9 @@ _DPI = 120
 _LARGEST = 1e280  # the axes of matplotlib overflow near the largest float
 _MOST_POINTS = 1000  # of a line
 _MOST_MEANS = 250
-_MEAN_FROM = 150  # curves with so many points also show a running mean
+_MEAN_FROM = 150  # points from which a curve also shows a running mean
 _MEAN_PARTS = 50  # which is taken over this part of the points
-_MARKERS_UP_TO = 40  # curves over at most so many steps show each point
+_MARKERS_UP_TO = 40  # steps up to which a curve shows each point
 _LOG_FROM = 30  # ratio of the largest to the smallest value from which an axis that may be logarithmic is
 _MOST_DEVICES = 8  # more devices are summarised
 _MOST_BOXES = 2000  # timelines with more boxes are drawn as pixels
@@ -106,8 +106,8 @@ class Chart:
 def charts_of(rows: Sequence[Row], references: Sequence[Curve] = ()) -> list[Chart]:
     """Return the charts for which the rows have values. `references` are losses of other runs to compare with."""
     steps = [row for row in rows if row.get("type") != "eval"]
-    loss, norm = _curve(steps, "loss", "training loss"), _curve(steps, "grad_norm", "gradient norm")
-    rate, seconds = _curve(steps, "tokens_per_s", "tokens/s"), _curve(steps, "step_s", "seconds")
+    loss, norm = _curve(steps, "loss", "training loss"), _curve(steps, "grad_norm")
+    rate, seconds = _curve(steps, "tokens_per_s"), _curve(steps, "step_s")
     speed = _chart("Throughput (tokens/s)", [_dense(rate, with_mean=True)], tick="{:,.6g}".format, from_zero=True)
     losses = [_dense(loss, with_mean=True), *map(_sparse, eval_losses(rows)), *map(_reference, references)]
     memory = [_dense(_curve(steps, "host_rss_bytes", "this process"))]
@@ -121,9 +121,14 @@ def charts_of(rows: Sequence[Row], references: Sequence[Curve] = ()) -> list[Cha
         _chart("Share of time the devices compute", shares, tick="{:.0%}".format, from_zero=True),
         _chart("Bytes over the link, per step", [_dense(one) for one in link], tick=_round_size, from_zero=True),
         _chart("Gradient norm", [_dense(norm, with_mean=True)], may_be_log=True),
-        _chart("Learning rate", [_dense(_curve(steps, "lr", "learning rate"))], tick=_scientific, from_zero=True),
+        _chart("Learning rate", [_dense(_curve(steps, "lr"))], tick=_scientific, from_zero=True),
     ]
     return [chart for chart in found if chart is not None]
+
+
+def overlaid(title: str, curves: Sequence[Curve]) -> Chart | None:
+    """Return a chart with one line per curve, of which long ones are running means; None if there are no values."""
+    return _chart(title, [_smooth(curve) for curve in curves])
 
 
 def eval_losses(rows: Sequence[Row]) -> list[Curve]:
@@ -137,8 +142,8 @@ def eval_losses(rows: Sequence[Row]) -> list[Curve]:
     return [Curve(name, list(values), list(values.values())) for name, values in found.items()]
 
 
-def _curve(rows: Sequence[Row], field: str, name: str) -> Curve:
-    return Curve(name, [row["step"] for row in rows], [row.get(field) for row in rows])
+def _curve(rows: Sequence[Row], field: str, name: str | None = None) -> Curve:
+    return Curve(name or NAMES[field], [row["step"] for row in rows], [row.get(field) for row in rows])
 
 
 def _by_device(rows: Sequence[Row], field: str) -> list[_Shown]:
@@ -194,6 +199,14 @@ def _dense(curve: Curve, *, with_mean: bool = False) -> _Shown:
     window = len(drawable) // _MEAN_PARTS
     pale = Line(curve.name, shown, {"lw": 0.8, "alpha": 0.45})
     return _Shown(drawable, odd_steps, [pale, Line(f"mean of {window:,}", _means(drawable, window), {"lw": 1.8})])
+
+
+def _smooth(curve: Curve) -> _Shown:
+    """A curve among others: a long one is its running mean alone."""
+    drawable, odd_steps = _points(curve)
+    if len(drawable) < _MEAN_FROM:
+        return _dense(curve)
+    return _Shown(drawable, odd_steps, [Line(curve.name, _means(drawable, len(drawable) // _MEAN_PARTS), {"lw": 1.6})])
 
 
 def _sparse(curve: Curve) -> _Shown:
@@ -267,10 +280,14 @@ def _means(points: Sequence[_Point], window: int) -> list[_Point]:
 # Drawing.
 
 
-def chart_svg(chart: Chart, restarts: Sequence[int]) -> str:
-    """Return the chart as an SVG element for a page. `restarts`: steps after which a new process continued."""
+def chart_svg(chart: Chart, restarts: Sequence[int], *, more_height: float = 0.0) -> str:
+    """Return the chart as an SVG element for a page. `restarts`: steps after which a new process continued.
+
+    more_height: inches, for the names of many lines.
+    """
+    width, height = _CHART_INCHES
     with _style():
-        canvas = _figure(*_CHART_INCHES)
+        canvas = _figure(width, height + more_height)
         _draw_chart(canvas.add_subplot(), chart, restarts)
         return _svg_element(canvas, chart.title)
 

@@ -15,13 +15,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from roundpipe.compiled import compilations
+from roundpipe.progress import present_phase
+from roundpipe.report.figures import FIGURES, count, duration, figure, known, size
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 logger = logging.getLogger("roundpipe")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LOSSES_KEPT = 2000
-_RATE_ROWS = 20  # the rate of steps is the mean of so many steps
+_RATE_ROWS = 20  # steps over whose mean the rate of steps is taken
 _LINE_EVERY_S = 10.0
 _DRAW_EVERY_S = 1.0
 _NOTEBOOK_FORMAT = '<pre style="line-height: 1.2; font-family: Menlo, Consolas, monospace">{code}</pre>'
@@ -78,6 +82,9 @@ class View(Protocol):
     def update(self, state: RunState, event: str | None = None) -> None:
         """Show the state after a step, or after an event such as `evaluated`."""
 
+    def write(self, text: str) -> None:
+        """Write a line that stays."""
+
     def close(self) -> None:
         """Show the last state and give the terminal back. Can be repeated."""
 
@@ -114,41 +121,29 @@ class PlainLines:
 
     def update(self, state: RunState, event: str | None = None) -> None:
         if event is not None:
-            self._write(f"step {state.step}  {event}")
+            self.write(f"step {state.step}  {event}")
             return
         self._unwritten = plain_line(state)
         if time.monotonic() - self._last_s >= self._every_s or state.step == state.max_steps:
             self._last_s = time.monotonic()
-            self._write(self._unwritten)
+            self.write(self._unwritten)
             self._unwritten = ""
+
+    def write(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
 
     def close(self) -> None:
         if self._unwritten:
-            self._write(self._unwritten)
+            self.write(self._unwritten)
             self._unwritten = ""
-
-    def _write(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
 
 
 def plain_line(state: RunState) -> str:
     """One line with the figures of the last step: names and values, separated by two spaces."""
-    row = state.row
-    share = mean(row.get("device_share"))
-    device_bytes = max(known(row.get("device_peak_bytes")), default=None)
     fields = [
         f"step {state.step}" + (f"/{state.max_steps}" if state.max_steps else ""),
-        f"loss {figure(row.get('loss'))}",
-        f"grad_norm {figure(row.get('grad_norm'))}",
-        f"lr {figure(row.get('lr'))}",
-        f"tokens/s {count(row.get('tokens_per_s'))}",
-        f"step_s {figure(row.get('step_s'))}",
-        f"devices {'-' if share is None else f'{share:.0%}'}",
-        f"up {size(row.get('bytes_up'))}",
-        f"down {size(row.get('bytes_down'))}",
-        f"host {size(row.get('host_rss_bytes'))}",
-        f"device {size(device_bytes)}",
+        *(f"{each.label} {each.text(state.row.get(each.field))}" for each in FIGURES if each.label),
         f"eta {duration(state.eta_s)}",
     ]
     return "  ".join(fields)
@@ -183,6 +178,9 @@ class LiveView:
     def update(self, state: RunState, event: str | None = None) -> None:
         self._state = state
 
+    def write(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
     def close(self) -> None:
         while self._moved:
             handler, stream = self._moved.pop()
@@ -209,6 +207,11 @@ class NotebookView:
         self._state = state
         if time.monotonic() - self._last_s >= self._every_s:
             self._draw()
+
+    def write(self, text: str) -> None:
+        from IPython.display import display
+
+        display({"text/plain": text}, raw=True)
 
     def close(self) -> None:
         self._draw()
@@ -281,6 +284,9 @@ def render(state: RunState) -> RenderableType:
         _wait(row),
     )
     line("optimizer", f"lr [b]{figure(row.get('lr'))}[/b]", f"grad norm [b]{figure(row.get('grad_norm'))}[/b]")
+    compiled = compilations()  # also while layers are compiled for the first step, which no row tells of
+    if compiled.graphs:
+        line("compiled", f"[b]{compiled.graphs}[/b] graphs", f"[b]{duration(compiled.seconds)}[/b]")
     line("devices", *_shares(row.get("device_share") or {}))
     line("link", *_link(row))
     line("memory", *_memory(row))
@@ -288,6 +294,8 @@ def render(state: RunState) -> RenderableType:
     if state.checkpoint is not None:
         saved = f"[b]{escape(state.checkpoint)}[/b], {duration(time.time() - state.checkpoint_time)} ago"
     line("saved", saved)
+    if (now := present_phase()) is not None:  # until the first step, and when inputs of another form come
+        line("now", Text(now.what), duration(now.seconds))
     if state.note:
         line("note", Text(state.note, style="bold yellow"))
     title = Text(state.name, style="bold")  # not markup: a name may contain brackets
@@ -342,7 +350,7 @@ def _memory(row: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-# Figures as text.
+# Figures as signs.
 
 
 def sparkline(values: Sequence[float] | deque[float], width: int) -> str:
@@ -360,50 +368,3 @@ def sparkline(values: Sequence[float] | deque[float], width: int) -> str:
 def bar(share: float, width: int) -> str:
     full = round(min(max(share, 0.0), 1.0) * width)
     return "█" * full + "░" * (width - full)
-
-
-def size(num_bytes: float | None) -> str:
-    """Bytes with three digits and a decimal unit: `12.3 GB`."""
-    if num_bytes is None:
-        return "-"
-    units: Sequence[tuple[float, str]] = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-    for factor, unit in units:
-        if num_bytes >= 0.9995 * factor:
-            return f"{_three_digits(num_bytes / factor)} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def duration(seconds: float | None) -> str:
-    """Hours, minutes and seconds: `1:02:03`."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
-def _three_digits(value: float) -> str:
-    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{decimals}f}"
-
-
-def figure(value: float | None) -> str:
-    """A number with four digits."""
-    return "-" if value is None else f"{value:.4g}"
-
-
-def count(value: float | None) -> str:
-    """A number with at least three digits and without decimals from 100 on: `12,345`."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if value >= 100 else _three_digits(value)
-
-
-def known(values: Mapping[str, float | None] | None) -> list[float]:
-    """The values of devices that are known."""
-    return [value for value in (values or {}).values() if value is not None]
-
-
-def mean(values: Mapping[str, float | None] | None) -> float | None:
-    """The mean of the values of devices that are known; None if there are none."""
-    numbers = known(values)
-    return sum(numbers) / len(numbers) if numbers else None

@@ -22,6 +22,7 @@ from roundpipe.timeline import Span, Timeline
 logger = logging.getLogger("roundpipe")
 METRICS_FILE = "metrics.jsonl"
 RECORD_FILE = "run.json"
+RUN = "run"  # the section of the settings that says what the run is: name, base model, method, data, price per hour
 Row = dict[str, Any]
 
 
@@ -38,18 +39,51 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
 
 def _rows_and_faults(path: Path) -> tuple[list[Row], list[str]]:
     """The rows of a metrics.jsonl, and a message for each complete line that is no row."""
-    rows: list[Row] = []
-    faults = []
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline is incomplete
-    for number, line in enumerate(lines, start=1):
+    reader = MetricsReader(path)
+    reader.read()
+    return reader.rows, reader.faults
+
+
+class MetricsReader:
+    """The rows of a file that another process may be writing, and a message for each complete line that is no row."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows: list[Row] = []
+        self.faults: list[str] = []
+        self._num_lines = self._end = 0  # what was read, in lines and bytes
+        self._last_line = b""
+
+    def read(self) -> None:
+        """Read the lines that were added since the last time; all of them if the file is another one by now."""
+        try:
+            file = open(self.path, "rb")  # noqa: SIM115 - closed by the next `with`
+        except FileNotFoundError:
+            self._forget()
+            return
+        with file:
+            file.seek(self._end - len(self._last_line))
+            if file.read(len(self._last_line)) != self._last_line:
+                self._forget()
+                file.seek(0)
+            *lines, _ = file.read().split(b"\n")  # what follows the last newline is incomplete
+        for line in lines:
+            self._num_lines += 1
+            self._end += len(line) + 1
+            self._take(line)
+        self._last_line = lines[-1] + b"\n" if lines else self._last_line
+
+    def _take(self, line: bytes) -> None:
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("step", 0), int):
                 raise ValueError("it has no number of a step")
-            rows.append(row)
+            self.rows.append(row)
         except (ValueError, RecursionError) as error:
-            faults.append(f"{path}: line {number} is not a JSON object of a step: {error}")
-    return rows, faults
+            self.faults.append(f"{self.path}: line {self._num_lines} is not a JSON object of a step: {error}")
 
 
 class MetricsWriter:
@@ -87,11 +121,15 @@ class RunRecord:
     settings: sections of names and values.
     starts: one entry per process that has worked on the run: `step`, `time`, `devices`.
     timelines: by number of the step.
+    max_steps: the last step that the run is to take; None if unknown.
+    ended: when the run ended; None while it runs, and after a kill.
     """
 
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     timelines: dict[int, Timeline] = field(default_factory=dict)
+    max_steps: int | None = None
+    ended: float | None = None
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Self:
@@ -108,9 +146,12 @@ class RunRecord:
                 int(step): Timeline(tuple(Span(**span) for span in spans))
                 for step, spans in content["timelines"].items()
             }
+            max_steps, ended = content.get("max_steps"), content.get("ended")
+            if not (isinstance(max_steps, int | None) and isinstance(ended, int | float | None)):
+                raise ValueError(f"max_steps {max_steps!r} and ended {ended!r} must be numbers")
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        return cls(settings, starts, timelines)
+        return cls(settings, starts, timelines, max_steps, ended)
 
     @classmethod
     def resumed(cls, folder: str | os.PathLike[str], step: int) -> Self:
@@ -125,11 +166,18 @@ class RunRecord:
             return cls()
         record.starts = [start for start in record.starts if start["step"] <= step]
         record.timelines = {at: timeline for at, timeline in record.timelines.items() if at <= step}
+        record.max_steps = record.ended = None  # of the process before
         return record
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         timelines = {step: [asdict(span) for span in timeline.spans] for step, timeline in self.timelines.items()}
-        content = {"settings": self.settings, "starts": self.starts, "timelines": timelines}
+        content = {
+            "max_steps": self.max_steps,
+            "ended": self.ended,
+            "settings": self.settings,
+            "starts": self.starts,
+            "timelines": timelines,
+        }
         replace_file(Path(folder, RECORD_FILE), json.dumps(content, indent=1, default=str) + "\n")
 
     def keep_timeline(self, step: int, timeline: Timeline) -> None:

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from roundpipe.context import gradient_hook_context
-from roundpipe.errors import StaleGraphError, UsageError
+from roundpipe.errors import ArgumentTypeError, RecomputeError, StaleGraphError, UsageError
 from roundpipe.runtime.transfer import Bundle
 from roundpipe.store import LayerRecord, ParameterRecord
 
@@ -82,6 +82,26 @@ class Leaves:
                 "along with it; between layers each of them travels alone. Use an out-of-place operation, or clone()."
             )
         return bool(changed)
+
+
+def results_of(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the outputs of a graph and the gradients of its leaves, by name, for made-up gradients of the outputs.
+
+    Changes the `grad` of no leaf.
+    """
+    found = {f"output {i}": tensor for i, tensor in enumerate(outputs) if tensor.is_floating_point()}
+    roots = [tensor for tensor in outputs if tensor.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if roots and wanted:
+        gradients = torch.autograd.grad(roots, wanted, [_made_up(root) for root in roots], allow_unused=True)
+        found |= {f"the gradient of leaf {i}": grad for i, grad in enumerate(gradients) if grad is not None}
+    return found
+
+
+def _made_up(tensor: torch.Tensor) -> torch.Tensor:
+    """Return values of both signs that are the same for every tensor of this size."""
+    steps = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.float32)
+    return torch.sin(steps * 0.7 + 0.3).to(tensor.dtype).view(tensor.shape)
 
 
 class _Boundary(torch.autograd.Function):
@@ -318,3 +338,46 @@ def _refuse_multi_grad_hooks(hooks: ParameterHooks) -> None:
                 "go backward one by one, so it cannot wait for the gradients of several parameters. Use "
                 "Tensor.register_hook on each parameter, or look at the gradients in step_fn."
             )
+
+
+# Where a backward begins.
+
+
+def roots_of(
+    layer_id: int, outputs: Sequence[torch.Tensor], gradients: Gradients
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the outputs that a backward starts from, and their gradients."""
+    if len(outputs) != len(gradients):
+        raise RecomputeError(
+            f"layer {layer_id} returned {len(outputs)} tensors when recomputed but {len(gradients)} in the "
+            "forward pass; a layer must do the same both times (see save_for_recompute)."
+        )
+    pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None and t.requires_grad]
+    return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def checked_losses(value: Any) -> list[torch.Tensor]:
+    """Return the result of loss_fn as a list of losses; raise if backward cannot start from all of them."""
+    if isinstance(value, Mapping) and value.get("loss") is None:
+        raise ArgumentTypeError(
+            f"there is no loss in the {type(value).__name__} with {', '.join(map(str, value))}: give the model labels, "
+            "so that it computes one, or give forward_backward() a loss_fn that returns a tensor."
+        )
+    losses = [value] if isinstance(value, torch.Tensor) else value
+    is_sequence = isinstance(losses, Sequence) and not isinstance(losses, str)
+    if not is_sequence or not losses or not all(isinstance(loss, torch.Tensor) for loss in losses):
+        raise ArgumentTypeError(
+            f"loss_fn must return a tensor or a non-empty sequence of tensors, got {type(value).__name__}: {value!r}."
+        )
+    for position, loss in enumerate(losses):
+        if not loss.requires_grad:
+            raise UsageError(
+                f"loss {position} of shape {tuple(loss.shape)} does not require grad: nothing it was computed from is "
+                "trainable. Train at least one parameter the loss depends on, and do not detach() the outputs."
+            )
+        if loss.numel() != 1:
+            raise UsageError(
+                f"loss {position} has shape {tuple(loss.shape)}; loss_fn must return losses of one element each: "
+                "reduce it with .mean() or .sum()."
+            )
+    return list(losses)

@@ -17,8 +17,10 @@ import torch
 
 from roundpipe.context import LayerPhase
 from roundpipe.errors import UsageError
+from roundpipe.microbatch import LossShares
+from roundpipe.microbatch.split import own_loss, weighted
 from roundpipe.plan import StageTask
-from roundpipe.runtime.autograd import Gradients
+from roundpipe.runtime.autograd import Gradients, checked_losses
 from roundpipe.runtime.replica import Replica
 from roundpipe.runtime.run import GradientParcel, HostValues, Parcel, Place, Run
 from roundpipe.runtime.transfer import Bundle, Transfer
@@ -31,6 +33,16 @@ class Losses(NamedTuple):
 
     tensors: list[torch.Tensor]
     is_sequence: bool
+
+    @classmethod
+    def weighed(cls, value: Any, shares: LossShares, microbatch: int) -> Losses:
+        """What loss_fn has returned for a microbatch, each loss multiplied by its share."""
+        found = None if isinstance(value, torch.Tensor) else own_loss(value, shares.place)
+        losses = checked_losses(value if found is None else found)
+        share = None if shares.returned is None else shares.of_returned(microbatch, is_own=found is not None)
+        if share is not None:
+            losses = [weighted(loss, share) for loss in losses]
+        return cls(losses, is_sequence=found is None and not isinstance(value, torch.Tensor))
 
 
 class StageMail:
@@ -111,9 +123,17 @@ class StageMail:
         value: tuple[Any, ...] = self._on_device(parcel).unpack()
         return value
 
-    def forget_input(self, layer_id: int, microbatch: int) -> int:
-        """Free a saved input without reading it; returns its number of tensors."""
-        return len(self._recall.inputs.pop((layer_id, microbatch)).bundle.tensors)
+    def needs_no_gradient(self, microbatch: int) -> bool:
+        """Whether neither parameters of the task's layers nor its input need a gradient."""
+        first = self._recall.inputs[self._task.layers[0], microbatch]
+        trains = any(self._recall.settings[layer_id].trains for layer_id in self._task.layers)
+        return not trains and not any(first.requires_grad)
+
+    def pass_no_gradient_on(self, microbatch: int) -> None:
+        """Free the saved inputs without reading them, and send None as the gradients of the task's input."""
+        saved = [layer_id for layer_id in self._task.layers if layer_id in self._recall.save_points]
+        counts = [len(self._recall.inputs.pop((layer_id, microbatch)).bundle.tensors) for layer_id in saved]
+        self.send_gradients(microbatch, [None] * counts[0])
 
     # Gradients of the backward pass.
 

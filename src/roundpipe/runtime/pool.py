@@ -7,11 +7,12 @@ the worker goes on with the next task.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -78,6 +79,7 @@ class Worker:
                 self._is_to_release = False
                 self._runner.release_unused()
             if not run.failed:
+                self._read_ahead()
                 self._runner.run(run, task)
         except RunCancelled:
             pass
@@ -97,6 +99,16 @@ class Worker:
             run.fail(error)
         finally:
             run.task_done()
+
+    def _read_ahead(self) -> None:
+        """Begin to read what the next two tasks upload first, if it lies in mapped files.
+
+        This task starts the uploads of the next one; what follows is read while they run.
+        """
+        with self._queue:
+            jobs = list(itertools.islice(self._jobs, 2))
+        for job in jobs:
+            self._images.read_ahead(*job)
 
     def _prefetch_next(self, within_room: bool) -> None:
         """Start uploads for the next task; see LayerImages.prefetch. A failure fails the next task's run only."""
@@ -136,16 +148,29 @@ class DevicePool:
     def devices(self) -> list[Device]:
         return [worker.device for worker in self._opened().workers]
 
+    def devices_while_open(self) -> Callable[[], Sequence[Device]]:
+        """A function that returns the devices until the pool is closed, and does not keep it open."""
+        reference = weakref.ref(self)
+
+        def devices() -> Sequence[Device]:
+            pool = reference()
+            return () if pool is None or pool._open is None else pool.devices()
+
+        return devices
+
     def submit(self, run: Run) -> None:
         """Deal the run's tasks round-robin, starting after the device of the previous run's last task, under one lock.
+
+        Runs between which weights stay start on the first device, so that each finds the images of the one before.
 
         [Note: no deadlock] Every queue holds tasks in the order they were dealt, and a task only waits for tasks dealt
         before it. So the oldest unfinished task can always run.
         """
         opened = self._opened()
         with self._lock:
-            run.workers = deal(run.tasks, self._next_device, self.num_devices)
-            self._next_device = (self._next_device + len(run.tasks)) % self.num_devices
+            first_device = self._next_device if run.residence.scope is None else 0
+            run.workers = deal(run.tasks, first_device, self.num_devices)
+            self._next_device = (first_device + len(run.tasks)) % self.num_devices
             for task, worker in zip(run.tasks, run.workers, strict=True):
                 opened.workers[worker].submit(run, task)
 

@@ -17,6 +17,15 @@ the call returns. Attributes that a recomputation or a failed forward set are dr
 A replica has the hooks that the user's modules had when the call began, also in recomputations: the hooks may have been
 removed since. It has its own dicts of hooks, because a forward may register hooks for its duration while another device
 runs the same layer.
+
+[Note: weights that stay]
+An image may outlive its task where the planner finds memory for it (`Costs.staying`); the next task that needs it there
+uploads nothing. It must hold the bytes that an upload would bring. Version counters do not prove that: writes through
+`.data`, which is how adapters are merged, leave no trace, and comparing all weights would read as much host memory as
+an upload. So images stay only while weights are not to be written: from a task to a later one of the same run, and
+between forward passes of one WeightScope: one generate(), or one evaluation of a trainer. A device keeps images of one
+residence at a time: those of a run with another model, plan or version of the weights take their place. A failed run
+and a lack of memory drop them, too. An image into which its layer has written does not stay.
 """
 
 from __future__ import annotations
@@ -24,19 +33,21 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from roundpipe.compiled import CompiledPart, Compiling, inside_of
 from roundpipe.config import RecomputeGrain
 from roundpipe.devices import Device, Event, StreamKind
 from roundpipe.errors import UsageError
 from roundpipe.module_copy import Hooks, copy_tree, module_hooks, set_hooks
 from roundpipe.plan import StageTask, TaskKind
 from roundpipe.runtime.autograd import ParameterHooks
-from roundpipe.runtime.run import LayerSettings, Place, Run
+from roundpipe.runtime.rng import drawing_mode
+from roundpipe.runtime.run import LayerSettings, Place, Residence, Run
 from roundpipe.runtime.transfer import Bundle, DeviceBuffers, duplicate, views_of
 from roundpipe.store import LayerRecord, LayerStore, Layout
 
@@ -77,19 +88,23 @@ class Replica:
         self.module, self._pairs = copy_tree(
             record.module,
             parameter=lambda param: stand_ins.get(id(param), param),
-            unwrap=_uncompiled,
+            unwrap=inside_of,
             not_followed=frozenset({"training"}),  # `bind` sets it
             own_hooks=True,  # `bind` sets them: see [Note: hooks]
         )
-        copies = {id(pair.original): pair.copy for pair in self._pairs}
+        self._copies = {id(pair.original): pair.copy for pair in self._pairs}
+        copies = self._copies
         # The order is that of LayerSettings.training. It stays valid: the store refuses models whose modules changed.
-        self._modules = [copies[id(_uncompiled(module))] for module in record.modules]
+        self._modules = [copies[id(inside_of(module))] for module in record.modules]
+        self.parts: list[CompiledPart] | None = None  # None before the first call whose layers are compiled
         self._buffer_homes = [(copies[id(buffer.owner)], buffer.key) for buffer in record.buffers]
-        self._device_type = device.type
+        self._device = device
         self.behaviour = Behaviour()  # for the training flags of the last `bind`
         self.has_run = False  # whether it has run since attributes were last written back
         self._hooks: Mapping[int, Hooks] = {}  # of the last `bind`, by position in `_modules`
         self._image_address = 0
+        self._versions: list[int] = []  # of the parameters, after the last `bind`
+        self.has_written = False  # whether the layer has written into its weights between the last bind and unbind
         self._hook_handles: list[RemovableHandle] = []
 
     def behaviour_with(self, settings: LayerSettings) -> Behaviour:
@@ -97,7 +112,7 @@ class Replica:
 
         Two workers may write to it at the same time. Each only sets flags, so no lock is needed.
         """
-        key = self._device_type, settings.training
+        key = self._device.type, settings.training
         known: Behaviour | None = self.record.observed.get(key)
         if known is None:
             known = Behaviour(writes_buffers=None if self.record.buffers else False)
@@ -105,15 +120,23 @@ class Replica:
         return known
 
     def bind(
-        self, views: Sequence[torch.Tensor], settings: LayerSettings, hooks: Sequence[ParameterHooks] = ()
+        self,
+        views: Sequence[torch.Tensor],
+        settings: LayerSettings,
+        hooks: Sequence[ParameterHooks] = (),
+        compiling: Compiling | None = None,
     ) -> None:
-        """Point the parameters to `views` of the layer's image, with the call's settings and the user's attributes."""
+        """Point the parameters to `views` of the layer's image, with the call's settings and the user's attributes.
+
+        compiling: what is compiled in the call; None: everything runs eagerly.
+        """
         self.behaviour = self.behaviour_with(settings)
         self._image_address = views[0].untyped_storage().data_ptr() if views else 0
         for stand_in, view, trains in zip(self.parameters, views, settings.requires_grad, strict=True):
             stand_in.data = view
             if stand_in.requires_grad is not trains:
                 stand_in.requires_grad_(trains)
+        self._versions = [stand_in._version for stand_in in self.parameters]
         for of_parameter in hooks:
             self._hook_handles += of_parameter.attach(self.parameters[of_parameter.position])
         for pair in self._pairs:
@@ -124,12 +147,23 @@ class Replica:
         for position in self._hooks.keys() | settings.hooks.keys():
             set_hooks(self._modules[position], settings.hooks.get(position))
         self._hooks = settings.hooks
+        if compiling is not None and self.parts is None:
+            self.parts = [
+                CompiledPart(self._copies[id(module)], options, self._device, drawing_mode, compiling.constants)
+                for module, options in compiling.parts.of(self.record.module)
+            ]
+        for part in self.parts or ():
+            if compiling is None:
+                part.unbind()
+            else:
+                part.bind(settings.key, compiling.constants)
 
     def unbind(self) -> None:
         """Release the image, gradients, hooks and buffers.
 
         Attributes that forwards have set on the replica and that were not written to the user's modules are dropped.
         """
+        self.has_written = [stand_in._version for stand_in in self.parameters] != self._versions
         for stand_in, nothing in zip(self.parameters, self._nothing, strict=True):
             stand_in.data = nothing
             stand_in.grad = None
@@ -202,6 +236,19 @@ class Replica:
         return bundle.with_tensors([duplicate(tensor) if mine else tensor for tensor, mine in pairs]), True
 
 
+def refuse_late_gradients(replicas: Iterable[Replica]) -> None:
+    """Raise if autograd has reached a parameter after the gradients of its layer were taken as complete."""
+    for replica in replicas:
+        for record, stand_in in zip(replica.record.parameters, replica.parameters, strict=True):
+            if stand_in.grad is not None:
+                stand_in.grad = None
+                raise UsageError(
+                    f"the gradient of parameter {record.name!r} arrived after layer {replica.record.layer_id} was "
+                    "done: the layer computes partly on another device, which it had not done before. Keep a layer's "
+                    "computation on one device, or do this from the first call on."
+                )
+
+
 def _stand_in(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(0, dtype=param.dtype, device=device), requires_grad=param.requires_grad)
 
@@ -212,16 +259,11 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if is_plain else None
 
 
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module inside a torch.compile wrapper: compiled code is tied to the original's tensors."""
-    inner = module._modules.get("_orig_mod")
-    return inner if inner is not None and type(module).__name__ == "OptimizedModule" else module
-
-
 @dataclasses.dataclass
 class _Image:
     buffer: torch.Tensor
     uploaded: Event
+    is_counted: bool = True  # whether DeviceBuffers counts the buffer: not once it has stayed
 
 
 class _TaskImages:
@@ -231,6 +273,21 @@ class _TaskImages:
         by_layer = task.kind is TaskKind.BACKWARD and run.recall.grain is RecomputeGrain.LAYER
         self.to_upload = deque(reversed(task.layers) if by_layer else task.layers)
         self.images: dict[int, _Image] = {}
+        self.is_read_ahead = False  # the first of them
+        self.residence = run.residence
+        self.may_stay = run.staying  # layers whose images stay after this task
+        if run.residence.scope is None and run.staying:
+            workers = {each.index: worker for each, worker in zip(run.tasks, run.workers, strict=True)}
+            later = [t for t in run.tasks if t.index > task.index and workers[t.index] == workers[task.index]]
+            self.may_stay = run.staying & {layer_id for each in later for layer_id in each.layers}
+
+
+@dataclasses.dataclass
+class _Staying:
+    """Images that stay for runs with this residence, by layer: [Note: weights that stay]."""
+
+    residence: Residence | None = None
+    images: dict[int, _Image] = dataclasses.field(default_factory=dict)
 
 
 class LayerImages:
@@ -238,6 +295,7 @@ class LayerImages:
         self._device = device
         self._buffers = DeviceBuffers(device, StreamKind.WEIGHTS_UP, StreamKind.COMPUTE)
         self._tasks: dict[tuple[int, int], _TaskImages] = {}  # by (run number, task index)
+        self._staying = _Staying()  # changed on the worker's thread; other threads only replace it
         self._layouts: dict[Layout, Layout] = {}  # maps each layout to one object for all equal layouts
         self._replicas: weakref.WeakKeyDictionary[LayerStore, dict[int, Replica]] = weakref.WeakKeyDictionary()
 
@@ -252,7 +310,12 @@ class LayerImages:
         return known
 
     def release_unused(self) -> None:
+        self.drop_staying()
         self._buffers.release_unused()
+
+    def drop_staying(self) -> None:
+        """Let no image stay. Tasks go on using those that they have. Any thread may call this."""
+        self._staying = _Staying()
 
     def prefetch(self, run: Run, task: StageTask, place: Place, *, within_room: bool = False) -> None:
         """Start every upload of the task that need not wait for the optimizer, in the order of use.
@@ -260,14 +323,23 @@ class LayerImages:
         within_room: only while free buffers or `run.weight_room_bytes` suffice.
         """
         of_task = self._of(run, task)
-        while of_task.to_upload:
-            layer_id = of_task.to_upload[0]
+        for layer_id in tuple(of_task.to_upload):
             if run.failed or not run.store.weights.can_upload(layer_id, run.version):
                 return
+            if self._will_stay(of_task, layer_id):
+                continue
             size = run.store.layers[layer_id].image.total_bytes
-            if within_room and not self._buffers.has_one(size, run.weight_room_bytes):
+            stays = layer_id in self._staying_for(run)
+            if within_room and not stays and not self._buffers.has_one(size, self._room_bytes(run)):
                 return
             self._upload(run, of_task, layer_id, place)
+
+    def read_ahead(self, run: Run, task: StageTask) -> None:
+        """Begin to read the layer that the task uploads first, if it lies in mapped files."""
+        of_task = self._of(run, task)
+        if of_task.to_upload and not of_task.is_read_ahead:
+            of_task.is_read_ahead = True
+            run.store.read_ahead(of_task.to_upload[0])
 
     def ready(self, run: Run, task: StageTask, replica: Replica, place: Place) -> list[torch.Tensor]:
         """Return the layer's weights. Compute that is queued later waits for the upload of this layer only."""
@@ -287,12 +359,56 @@ class LayerImages:
         of_task = self._of(run, task)
         for layer_id in list(of_task.images):
             self.finish_layer(run, task, layer_id)
+        if run.failed and self._staying.residence == run.residence:
+            self.drop_staying()
         del self._tasks[run.number, task.index]
 
     def finish_layer(self, run: Run, task: StageTask, layer_id: int) -> None:
-        """Free the buffer of a layer that the task no longer needs, once the compute stream has passed this point."""
-        image = self._of(run, task).images.pop(layer_id)
+        """Free the buffer of a layer that the task no longer needs, once the compute stream has passed this point.
+
+        The image stays instead where that is planned: [Note: weights that stay].
+        """
+        of_task, staying = self._of(run, task), self._staying_for(run)
+        image = of_task.images.pop(layer_id)
+        if self._may_stay(run, of_task, layer_id):
+            staying[layer_id] = image
+            if image.is_counted:
+                image.is_counted = False
+                self._buffers.part_with(image.buffer)
+            if run.residence.scope is not None and run.residence.scope.has_ended:  # while the image was put there
+                self.drop_staying()
+            return
+        staying.pop(layer_id, None)
+        if not image.is_counted:
+            self._buffers.take_back(image.buffer)
         self._buffers.give(image.buffer, [self._device.record(StreamKind.COMPUTE), image.uploaded])
+
+    def _may_stay(self, run: Run, of_task: _TaskImages, layer_id: int) -> bool:
+        is_wanted = layer_id in of_task.may_stay and not run.failed
+        return is_wanted and not self.replica(run.store, layer_id).has_written
+
+    def _will_stay(self, of_task: _TaskImages, layer_id: int) -> bool:
+        """Whether an earlier task still uses an image that will probably stay for this task."""
+        return any(
+            each is not of_task
+            and each.residence == of_task.residence
+            and layer_id in each.images
+            and layer_id in each.may_stay
+            for each in self._tasks.values()
+        )
+
+    def _staying_for(self, run: Run) -> dict[int, _Image]:
+        """The images that stay for the run, by layer. Drops those of runs with another residence."""
+        staying = self._staying
+        if staying.residence != run.residence:
+            staying = self._staying = _Staying(run.residence)
+            if run.residence.scope is not None:
+                run.residence.scope.holders.add(self)
+        return staying.images
+
+    def _room_bytes(self, run: Run) -> int:
+        """The weight budget of the run, without the images that stay."""
+        return run.weight_room_bytes - sum(image.buffer.numel() for image in self._staying.images.values())
 
     def _of(self, run: Run, task: StageTask) -> _TaskImages:
         known = self._tasks.get((run.number, task.index))
@@ -302,12 +418,28 @@ class LayerImages:
 
     def _upload(self, run: Run, of_task: _TaskImages, layer_id: int, place: Place) -> None:
         place.layer_id, place.phase = layer_id, "weight upload"
-        layer = run.store.layers[layer_id]
-        buffer = self._buffers.take(layer.image.total_bytes, run.weight_room_bytes)
+        image = self._staying_for(run).get(layer_id)
+        if image is None:
+            if len(of_task.to_upload) > 1:  # first: a copy from pageable memory waits until it is done
+                run.store.read_ahead(of_task.to_upload[1])
+            image = self._uploaded(run, layer_id)
+        else:
+            run.trace.kept_bytes.append(image.buffer.nbytes)
+        of_task.images[layer_id] = image
+        of_task.to_upload.remove(layer_id)
+        run.store.weights.upload_issued(run, layer_id, run.version, image.uploaded)
+
+    def _uploaded(self, run: Run, layer_id: int) -> _Image:
+        """Start the upload of a layer into a buffer."""
+        size = run.store.layers[layer_id].image.total_bytes
+        try:
+            buffer = self._buffers.take(size, self._room_bytes(run))
+        except torch.OutOfMemoryError:
+            if not self._staying.images:
+                raise
+            self.drop_staying()
+            buffer = self._buffers.take(size)
         for part, host in run.store.weights.upload_pieces(layer_id, run.version, buffer):
             self._device.copy(part, host, StreamKind.WEIGHTS_UP)
             run.trace.upload_bytes.append(part.nbytes)
-        uploaded = self._device.record(StreamKind.WEIGHTS_UP)
-        of_task.images[layer_id] = _Image(buffer, uploaded)
-        of_task.to_upload.remove(layer_id)
-        run.store.weights.upload_issued(run, layer_id, run.version, uploaded)
+        return _Image(buffer, self._device.record(StreamKind.WEIGHTS_UP))

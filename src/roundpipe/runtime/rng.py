@@ -254,7 +254,7 @@ class RandomStream:
         """
         self._seed = seed
         self._on_device, self._task = on_device, task
-        self._draws = TorchDraws(self) if is_observed else None
+        self.draws = TorchDraws(self) if is_observed else None
         self._is_watched = is_watched
         self._generators: dict[str, Any] = {}
         self.drew = False  # whether an observed operation has drawn
@@ -265,14 +265,14 @@ class RandomStream:
             self._on_device.__enter__()
         self._outer = getattr(_local, "stream", None)
         _local.stream = self
-        if self._draws is not None:
-            self._draws.__enter__()
+        if self.draws is not None:
+            self.draws.__enter__()
         self._before = _use_of_shared_generators() if self._is_watched else None
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        if self._draws is not None:
-            self._draws.__exit__(*exc_info)
+        if self.draws is not None:
+            self.draws.__exit__(*exc_info)
         _local.stream = self._outer
         if self._on_device is not None:
             self._on_device.__exit__(*exc_info)
@@ -285,7 +285,7 @@ class RandomStream:
     @property
     def drew_on_host(self) -> bool | None:
         """Whether an operation has drawn on the CPU; None if operations were not observed."""
-        return None if self._draws is None else self.drew
+        return None if self.draws is None else self.drew
 
     def drawn_from(self) -> torch.Generator:
         """Return the generator for an operation of torch that draws."""
@@ -384,6 +384,12 @@ def _current_stream() -> RandomStream | None:
     if stream is None and torch._C._is_key_in_tls(_KEY):
         stream = torch._C._get_obj_in_tls(_KEY)
     return stream
+
+
+def drawing_mode() -> TorchDraws | None:
+    """The mode through which operations on this thread draw from a stream; None if they are not observed."""
+    stream: RandomStream | None = getattr(_local, "stream", None)
+    return None if stream is None else stream.draws
 
 
 def _refuse_inside_checkpoint(module: str) -> None:

@@ -11,16 +11,19 @@ LayerMeasurement measures the time and device memory of layers for the planner.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from roundpipe.compiled import Compiling, Rehearsal
 from roundpipe.config import RecomputeGrain
 from roundpipe.context import Iteration, LayerPhase
 from roundpipe.devices import Device, Event, Mark
@@ -28,6 +31,7 @@ from roundpipe.errors import UsageError
 from roundpipe.microbatch import LossShares
 from roundpipe.module_copy import Hooks, module_hooks
 from roundpipe.plan import Phase, StageTask, TaskKind
+from roundpipe.plan.overlap import Overlap
 from roundpipe.runtime.autograd import ParameterHooks, hooks_of, refuse_hooks_on_shared
 from roundpipe.runtime.rng import Ambient
 from roundpipe.runtime.transfer import Bundle, Traffic
@@ -102,6 +106,16 @@ class LayerSettings:
     def trains(self) -> bool:
         return any(self.requires_grad)
 
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Equal for equal settings."""
+        hooks = [
+            (position, name, tuple(by_id.items()))
+            for position, of_module in self.hooks.items()
+            for name, by_id in of_module.items()
+        ]
+        return self.requires_grad, self.training, tuple(hooks)
+
 
 @dataclasses.dataclass
 class Recall:
@@ -110,6 +124,7 @@ class Recall:
     seed, ambient, preserve_rng_state: decide the random numbers and the kernels of layers.
     first_microbatch: the number of microbatch 0 in the batch of all machines; random streams use this number.
     settings: per layer, the flags its parameters and modules had when the call began.
+    compiling: what of the layers runs compiled; None: nothing.
     frozen_buffers: per layer with buffers, their values when the call began.
     save_points: layers whose inputs the forward pass saves.
     inputs, layer_data: by (layer, microbatch), saved inputs and data of `save_for_recompute`.
@@ -124,6 +139,7 @@ class Recall:
     save_points: frozenset[int]
     loss_shares: LossShares
     first_microbatch: int = 0
+    compiling: Compiling | None = None
     inputs: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
     layer_data: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
     # By (layer, microbatch): the buffers before this forward, if earlier microbatches of the call have changed them.
@@ -133,18 +149,81 @@ class Recall:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The planner's decisions for one run: what it measures, its tail and its memory for weights.
+    """The planner's decisions for one run: what it measures, how it overlaps with updates, its memory for weights.
 
     load: the key under which the planner keeps the cost estimates that the run's measurements improve.
     is_measured: whether the run measures the times of its layers.
-    tail: number of microbatches at the end of a fused stage that run backward layer by layer.
+    overlap: the tail and the wave of the run, see [Note: tail] and [Note: wave].
     weight_room_bytes: device memory for weights, the schedule's own buffers included; 0 if memory is unlimited.
+    staying: layers whose images stay after a task: see [Note: weights that stay] in runtime/replica.
     """
 
     load: Hashable
     is_measured: bool
-    tail: int
+    overlap: Overlap
     weight_room_bytes: int
+    staying: frozenset[int] = frozenset()
+
+
+class WeightScope:
+    """A time in which images of weights may stay between calls: [Note: weights that stay] in runtime/replica."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self.holders: set[ImageHolder] = set()  # devices that keep images in this scope
+
+    def drop_images(self) -> None:
+        """Give back the device memory of all images that stay. Any thread may call this."""
+        for holder in tuple(self.holders):
+            holder.drop_staying()
+
+
+class ImageHolder(Protocol):
+    """Keeps images of weights on a device."""
+
+    def drop_staying(self) -> None: ...
+
+
+class HasScope(Protocol):
+    """Calls in its name read weights that stay within `scope`."""
+
+    scope: WeightScope | None
+    members: list[Any]  # the models that are called in its name
+
+
+@contextlib.contextmanager
+def weights_stay(owner: HasScope) -> Iterator[WeightScope]:
+    """Let images of weights stay between calls of `owner` inside the block, or inside the block around it.
+
+    Only if the calls are those of one model: the parts of a model would take each other's place.
+    """
+    outer, scope = owner.scope, owner.scope or WeightScope()
+    if len(owner.members) == 1:
+        owner.scope = scope
+    try:
+        yield scope
+    finally:
+        owner.scope = outer
+        if outer is None:
+            scope.has_ended = True
+            scope.drop_images()
+
+
+class Residence(NamedTuple):
+    """Images of runs with equal residences hold the same weights, and are where these runs need them.
+
+    scope: None for images that stay within one run. key: the weights, the layers and the plan.
+    """
+
+    scope: WeightScope | None
+    key: Hashable
+
+    @classmethod
+    def of(cls, scope: WeightScope | None, call: Call, weights: Hashable) -> Residence | None:
+        """The residence of a call; None if its images stay for no other run. `weights`: equal if the layers' are."""
+        if scope is None or call.is_probe or call.forward_phase is not LayerPhase.INFERENCE:
+            return None
+        return cls(scope, (weights, call.tasks, call.costs.staying))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +238,7 @@ class Call:
     wants_outputs: whether a fused task sends the model's outputs to the caller.
     signature: equal for calls that do the same work on tensors of the same shapes; None if calls are not compared.
     is_probe: the run only measures activations: it changes no gradient, buffer or attribute.
+    rehearsal: of a probe that compiles layers instead of measuring them.
     num_rows, num_tokens: sizes of the batch, for statistics; None if unknown.
     """
 
@@ -172,6 +252,7 @@ class Call:
     wants_outputs: bool = True
     signature: Hashable = None
     is_probe: bool = False
+    rehearsal: Rehearsal | None = None
     num_rows: int | None = None
     num_tokens: int | None = None
 
@@ -205,6 +286,7 @@ class Trace:
     spans: one entry per task and microbatch, in any order.
     traffic: one entry per task.
     upload_bytes: one entry per copy of weights.
+    kept_bytes: one entry per image that was still on the device, instead of an upload.
     loss: what the call has returned, unless that was a list.
     """
 
@@ -216,7 +298,15 @@ class Trace:
     spans: list[TaskSpan] = dataclasses.field(default_factory=list)
     traffic: list[Traffic] = dataclasses.field(default_factory=list)
     upload_bytes: list[int] = dataclasses.field(default_factory=list)
+    kept_bytes: list[int] = dataclasses.field(default_factory=list)
     loss: float | None = None
+
+    @contextlib.contextmanager
+    def timed(self, device: Device, task: StageTask, microbatch: int) -> Iterator[None]:
+        """Record when the device works on a microbatch of a task. Entered after the input has arrived."""
+        start = device.mark()
+        yield
+        self.spans.append(TaskSpan(device.name, task.name, microbatch, start, device.mark()))
 
 
 class Run:
@@ -237,13 +327,14 @@ class Run:
         generation: int,
         iteration: Iteration,
         on_failure: Callable[[Run], None],
+        residence: Residence | None = None,
     ) -> None:
         """version: number of the set of weights that layers read.
+        residence: if its images may stay for later runs.
         on_failure: called once if the run fails, with the monitor held.
         """
         self.number = next(_run_numbers)
-        self.store = store
-        self.monitor = store.monitor
+        self.store, self.monitor = store, store.monitor
         self.version, self.generation = version, generation
         self.iteration = iteration
         self._on_failure = on_failure
@@ -253,15 +344,14 @@ class Run:
         self.num_microbatch = len(call.inputs)
         self.recall = call.recall
         self.forward_phase = call.forward_phase
-        self.labels = call.labels
-        self.loss_fn = call.loss_fn
+        self.labels, self.loss_fn = call.labels, call.loss_fn
         self.wants_outputs = call.wants_outputs
         self.signature = call.signature
-        self.is_probe = call.is_probe
+        self.is_probe, self.rehearsal = call.is_probe, call.rehearsal
         self.load = call.costs.load
-        self.is_measured = call.costs.is_measured
-        self.tail = call.costs.tail
+        self.is_measured, self.overlap = call.costs.is_measured, call.costs.overlap
         self.weight_room_bytes = call.costs.weight_room_bytes
+        self.staying, self.residence = call.costs.staying, residence or Residence(None, self.number)
         self.workers: tuple[int, ...] = ()  # device index of each task, set when the pool deals the tasks
 
         # Layers whose parameters get gradients in this run.

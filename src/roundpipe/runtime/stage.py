@@ -11,29 +11,39 @@ once. So code that checks the grad mode (fused kernels, checkpoints) takes the s
 The last microbatches of a fused task, its tail, may run all their forwards first. Then the layers run backward from the
 last to the first, each for all microbatches of the tail. The sums of gradients and their order do not change, but the
 gradients of the last layers are complete earlier: an optimizer can update these layers during the rest of the backward.
+The first microbatches, the wave, may run forward together: see [Note: wave] in plan/overlap. Every layer sees the
+microbatches in the same order as without a wave.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from roundpipe.compiled import rehearsed
 from roundpipe.config import RecomputeGrain
 from roundpipe.context import LayerPhase, LayerRun, within_iteration
-from roundpipe.devices import Device, Mark, StreamKind
-from roundpipe.errors import ArgumentTypeError, RecomputeError, UsageError
-from roundpipe.microbatch.split import own_loss, weighted
+from roundpipe.devices import Device, StreamKind
 from roundpipe.plan import StageTask, TaskKind
-from roundpipe.runtime.autograd import Gradients, GradientWatch, Leaves, ObservedGraph, StageGraph, tensors_in
+from roundpipe.plan.overlap import Overlap
+from roundpipe.runtime.autograd import (
+    Gradients,
+    GradientWatch,
+    Leaves,
+    ObservedGraph,
+    StageGraph,
+    results_of,
+    roots_of,
+    tensors_in,
+)
 from roundpipe.runtime.gradients import Landing, LandingThread, LayerGradients
 from roundpipe.runtime.mailbox import Losses, StageBuffers, StageMail
-from roundpipe.runtime.replica import Behaviour, LayerImages, Replica
+from roundpipe.runtime.replica import Behaviour, LayerImages, Replica, refuse_late_gradients
 from roundpipe.runtime.rng import RandomStream, TaskRandom
-from roundpipe.runtime.run import SIZED_MICROBATCHES, TIMED_MICROBATCHES, LayerMeasurement, Place, Run, TaskSpan
+from roundpipe.runtime.run import SIZED_MICROBATCHES, TIMED_MICROBATCHES, LayerMeasurement, Place, Run
 from roundpipe.runtime.transfer import Bundle, DeviceBuffers, Traffic, Transfer
 
 
@@ -53,9 +63,8 @@ class StageRunner:
         self.place: Place | None = None  # position in the present task, or in the last one
 
     def release_unused(self) -> None:
-        self.images.release_unused()
-        self.gradient_buffers.release_unused()
-        self.device.release_unused()
+        for owner in (self.images, self.gradient_buffers, self.device):
+            owner.release_unused()
 
     def run(self, run: Run, task: StageTask) -> None:
         with self.device.computing(), within_iteration(run.iteration):
@@ -86,12 +95,19 @@ class _Frame(NamedTuple):
     uses_parameters: bool  # whether the layer's parameters are in its graph; False if the graph was not looked at
 
 
+class _Begun(NamedTuple):
+    """A microbatch of which the first layers of the task have run forward."""
+
+    frames: list[_Frame]
+    bundle: Bundle
+    flags: tuple[bool, ...]
+
+
 class _Task:
     """One task being carried out."""
 
     def __init__(self, runner: StageRunner, run: Run, task: StageTask) -> None:
-        self._run, self._task = run, task
-        self._recall = run.recall
+        self._run, self._recall, self._task = run, run.recall, task
         self._runner = runner
         self._device = runner.device
         self._images = runner.images
@@ -102,8 +118,8 @@ class _Task:
         self._random = TaskRandom(self._device, self._recall.seed, self._recall.first_microbatch)
         self._replicas = {i: runner.images.replica(run.store, i) for i in task.layers}
         self._layers: dict[int, _Layer] = {}  # layers whose replica is bound now, by layer_id
-        self._runs_in_one_graph = False
-        self._is_last_microbatch = False
+        self._begun: dict[int, _Begun] = {}  # microbatches of the wave that have not gone on yet
+        self._runs_in_one_graph = self._is_last_microbatch = False
         self._is_timed = self._is_sized = False  # whether the present microbatch is measured
         self._measured_backward: LayerMeasurement | None = None
         self._loss_backward_done: Callable[[], None] | None = None
@@ -112,6 +128,11 @@ class _Task:
         try:
             self._images.prefetch(self._run, self._task, self._place)
             in_tail = self._tail()
+            wave = self._wave()
+            if wave and self._task.kind is TaskKind.FORWARD:
+                return self._forward_task_together(wave)
+            if wave:
+                self._begin_wave(wave)
             for microbatch in range(in_tail.start):
                 self._begin_microbatch(microbatch)
                 self._run_microbatch(microbatch)
@@ -123,6 +144,7 @@ class _Task:
             # Break a reference cycle: the callback holds the losses, whose graph refers to this task. The garbage
             # collector never frees a cycle through an autograd graph.
             self._loss_backward_done = None
+            self._begun.clear()
             for layer in self._layers.values():
                 layer.replica.unbind()
 
@@ -141,35 +163,57 @@ class _Task:
         match self._task.kind:
             case TaskKind.FORWARD:
                 bundle, flags = self._mail.receive(microbatch)
-                with self._timed(microbatch):
+                with self._run.trace.timed(self._device, self._task, microbatch):
                     self._forward_task(microbatch, bundle, flags)
+            case TaskKind.FUSED if microbatch in self._begun:
+                with self._run.trace.timed(self._device, self._task, microbatch):
+                    self._fused_layer_by_layer(microbatch, self._begun.pop(microbatch))
             case TaskKind.FUSED:
                 bundle, flags = self._mail.receive(microbatch)
-                with self._timed(microbatch):
+                with self._run.trace.timed(self._device, self._task, microbatch):
                     if self._can_run_in_one_graph():
                         self._fused_in_one_graph(microbatch, bundle, flags)
                     else:
-                        self._fused_layer_by_layer(microbatch, bundle, flags)
+                        self._fused_layer_by_layer(microbatch, _Begun([], bundle, flags))
             case TaskKind.BACKWARD:
                 # The values that the forward saved are available before the gradients: wait only for the gradients.
                 gradients = self._mail.receive_gradients(microbatch)
-                with self._timed(microbatch):
+                with self._run.trace.timed(self._device, self._task, microbatch):
                     self._backward_task(microbatch, gradients)
 
     # One microbatch of a task, by kind of task.
 
     def _forward_task(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
         for layer_id in self._task.layers:
-            if layer_id in self._recall.save_points:
-                self._mail.save_input(layer_id, microbatch, bundle, flags)
-            frame = self._forward_layer(layer_id, microbatch, bundle, flags, self._run.forward_phase)
-            bundle, flags = frame.handed_on, frame.outputs.requires_grad
-            if self._is_last_microbatch:
-                self._release_layer(layer_id)
+            bundle, flags = self._forward_unkept(layer_id, microbatch, bundle, flags)
         self._mail.send(microbatch, bundle, flags)
 
-    def _fused_layer_by_layer(self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]) -> None:
-        frames, bundle, flags = self._forward_layers(microbatch, bundle, flags, LayerPhase.FUSED)
+    def _forward_unkept(
+        self, layer_id: int, microbatch: int, bundle: Bundle, flags: tuple[bool, ...]
+    ) -> tuple[Bundle, tuple[bool, ...]]:
+        """Run a layer of a forward task and return its outputs, which are cut from its graph."""
+        if layer_id in self._recall.save_points:
+            self._mail.save_input(layer_id, microbatch, bundle, flags)
+        args = layer_id, microbatch, bundle, flags, self._run.forward_phase
+        rehearsal = self._run.rehearsal
+        frame = self._forward_layer(*args) if rehearsal is None else self._rehearsed(rehearsal.order, *args)
+        if self._is_last_microbatch:
+            self._release_layer(layer_id)
+        return frame.handed_on, frame.outputs.requires_grad
+
+    def _rehearsed(self, order: int, layer_id: int, microbatch: int, *args: Any) -> _Frame:
+        """Compile a layer, forward and backward, and return its forward: [Note: rehearsals] in compiled/rehearsals."""
+        replica = (self._layers.get(layer_id) or self._bind(layer_id)).replica
+
+        def backward(frame: _Frame) -> dict[str, torch.Tensor]:
+            with self._random.backward(layer_id, microbatch, [replica.behaviour]):
+                return results_of(frame.outputs.tensors, [*frame.leaves.tensors, *replica.parameters])
+
+        return rehearsed(replica.parts or (), order, lambda: self._forward_layer(layer_id, microbatch, *args), backward)
+
+    def _fused_layer_by_layer(self, microbatch: int, begun: _Begun) -> None:
+        frames, bundle, flags = self._forward_rest(microbatch, begun)
+        del begun
         gradients = self._loss_and_backward(microbatch, bundle, flags)
         del bundle
         if not self._run.is_probe:
@@ -198,12 +242,13 @@ class _Task:
         self._place.layer_id, self._place.phase = None, "loss backward"
         with self._random.backward(len(self._run.store.layers), microbatch, self._behaviours()):
             graph.backward(losses.tensors)
-        self._refuse_late_gradients()
+        if self._is_last_microbatch:
+            refuse_late_gradients(self._replicas.values())
         self._mail.send_gradients(microbatch, leaves.gradients)
 
     def _backward_task(self, microbatch: int, gradients: Gradients) -> None:
-        if self._needs_no_gradient(microbatch):
-            self._pass_no_gradient_on(microbatch)
+        if self._mail.needs_no_gradient(microbatch):
+            self._mail.pass_no_gradient_on(microbatch)
             return
         if self._recall.grain is RecomputeGrain.LAYER:
             for layer_id in reversed(self._task.layers):
@@ -232,25 +277,13 @@ class _Task:
         last = self._task.layers[-1]
         self._place.layer_id, self._place.phase = last, "backward"
         self._measured_backward = self._measure()
-        roots = _roots(last, Bundle.pack(value).tensors, gradients)
+        roots = roots_of(last, Bundle.pack(value).tensors, gradients)
         del value
         with self._random.backward(last, microbatch, self._behaviours()):
             graph.backward(*roots)
-        self._refuse_late_gradients()
+        if self._is_last_microbatch:
+            refuse_late_gradients(self._replicas.values())
         return leaves.gradients
-
-    def _needs_no_gradient(self, microbatch: int) -> bool:
-        first = self._recall.inputs[self._task.layers[0], microbatch]
-        trains = any(self._recall.settings[layer_id].trains for layer_id in self._task.layers)
-        return not trains and not any(first.requires_grad)
-
-    def _pass_no_gradient_on(self, microbatch: int) -> None:
-        counts = [
-            self._mail.forget_input(layer_id, microbatch)
-            for layer_id in self._task.layers
-            if layer_id in self._recall.save_points
-        ]
-        self._mail.send_gradients(microbatch, [None] * counts[0])
 
     # Running the tail of a fused task.
 
@@ -260,20 +293,21 @@ class _Task:
         The range is empty if a layer may write buffers: one microbatch would change buffers that the graph of another
         one has saved.
         """
-        count = self._run.num_microbatch
-        has_one = self._task.kind is TaskKind.FUSED and self._run.tail > 1
-        if not has_one or any(self._known_behaviour(i).writes_buffers is not False for i in self._task.layers):
-            return range(count, count)
-        return range(max(count - self._run.tail, 0), count)
+        has_none = self._task.kind is not TaskKind.FUSED or self._may_write_buffers()
+        return (Overlap() if has_none else self._run.overlap).in_tail(self._run.num_microbatch)
+
+    def _may_write_buffers(self) -> bool:
+        return any(self._known_behaviour(i).writes_buffers is not False for i in self._task.layers)
 
     def _run_tail(self, microbatches: range) -> None:
         stacks: dict[int, list[_Frame]] = {}
         gradients: dict[int, Gradients] = {}
         for microbatch in microbatches:
             self._begin_microbatch(microbatch)
-            bundle, flags = self._mail.receive(microbatch)
-            with self._timed(microbatch):
-                frames, bundle, flags = self._forward_layers(microbatch, bundle, flags, LayerPhase.FUSED)
+            begun = self._begun.pop(microbatch, None) or _Begun([], *self._mail.receive(microbatch))
+            with self._run.trace.timed(self._device, self._task, microbatch):
+                frames, bundle, flags = self._forward_rest(microbatch, begun)
+                del begun
                 of_outputs = self._loss_and_backward(microbatch, bundle, flags)
                 del bundle
                 # The last layer runs backward at once, so that its outputs, often the largest tensors, are not kept.
@@ -281,7 +315,7 @@ class _Task:
                 stacks[microbatch] = frames
             if microbatch == microbatches.start == 0:
                 self._runner.prefetch_next(False)
-        with self._timed(microbatches[-1]):
+        with self._run.trace.timed(self._device, self._task, microbatches[-1]):
             for _ in self._task.layers[1:]:
                 self._run.check()
                 for microbatch in microbatches:
@@ -290,6 +324,39 @@ class _Task:
                     gradients[microbatch] = self._backward_layer(stacks[microbatch].pop(), gradients[microbatch])
         for microbatch in microbatches:
             self._mail.send_gradients(microbatch, gradients[microbatch])
+
+    # Running the first microbatches of a task together.
+
+    def _wave(self) -> range:
+        """Return the microbatches of the wave. Empty if a layer may write buffers, as in `_tail`."""
+        has_none = self._run.is_probe or self._task.kind is TaskKind.BACKWARD or self._may_write_buffers()
+        overlap = Overlap() if has_none else self._run.overlap
+        return overlap.in_wave(self._run.num_microbatch, is_fused=self._task.kind is TaskKind.FUSED)
+
+    def _forward_task_together(self, microbatches: range) -> None:
+        """Carry out a forward task for all microbatches, layer by layer."""
+        values = {j: self._mail.receive(j) for j in microbatches}
+        with self._run.trace.timed(self._device, self._task, microbatches[-1]):
+            for layer_id in self._task.layers:
+                for microbatch in microbatches:
+                    self._begin_microbatch(microbatch)
+                    values[microbatch] = self._forward_unkept(layer_id, microbatch, *values[microbatch])
+                self._runner.prefetch_next(False)
+            for microbatch in microbatches:
+                self._mail.send(microbatch, *values.pop(microbatch))
+
+    def _begin_wave(self, microbatches: range) -> None:
+        """Run the first layers of a fused task forward for several microbatches, layer by layer."""
+        for microbatch in microbatches:
+            self._begun[microbatch] = _Begun([], *self._mail.receive(microbatch))
+        with self._run.trace.timed(self._device, self._task, microbatches[0]):
+            for layer_id in self._task.layers[: self._run.overlap.wave.num_layers]:
+                for microbatch in microbatches:
+                    self._begin_microbatch(microbatch)
+                    frames, bundle, flags = self._begun[microbatch]
+                    frame = self._forward_layer(layer_id, microbatch, bundle, flags, LayerPhase.FUSED)
+                    frames.append(frame)
+                    self._begun[microbatch] = _Begun(frames, frame.handed_on, frame.outputs.requires_grad)
 
     # Running all layers of a stage in one autograd graph.
 
@@ -359,27 +426,25 @@ class _Task:
         if position:
             self._random.layer_in_backward = layers[position - 1]
 
-    def _refuse_late_gradients(self) -> None:
-        """Raise if autograd reached a parameter after its layer was reported as done."""
-        if not self._is_last_microbatch:
-            return
-        for layer_id, replica in self._replicas.items():
-            for record, stand_in in zip(replica.record.parameters, replica.parameters, strict=True):
-                if stand_in.grad is not None:
-                    stand_in.grad = None
-                    raise UsageError(
-                        f"the gradient of parameter {record.name!r} arrived after layer {layer_id} was done: the layer "
-                        "computes partly on another device, which it had not done before. Keep a layer's computation "
-                        "on one device, or do this from the first call on."
-                    )
-
     # Running each layer in its own autograd graph.
 
+    def _forward_rest(self, microbatch: int, begun: _Begun) -> tuple[list[_Frame], Bundle, tuple[bool, ...]]:
+        """Run the layers of a fused task that have not run forward for this microbatch yet."""
+        frames, bundle, flags = begun
+        rest = self._task.layers[len(frames) :]
+        more, bundle, flags = self._forward_layers(microbatch, bundle, flags, LayerPhase.FUSED, rest)
+        return [*frames, *more], bundle, flags
+
     def _forward_layers(
-        self, microbatch: int, bundle: Bundle, flags: tuple[bool, ...], phase: LayerPhase
+        self,
+        microbatch: int,
+        bundle: Bundle,
+        flags: tuple[bool, ...],
+        phase: LayerPhase,
+        layers: Sequence[int] | None = None,
     ) -> tuple[list[_Frame], Bundle, tuple[bool, ...]]:
         frames = []
-        for layer_id in self._task.layers:
+        for layer_id in self._task.layers if layers is None else layers:
             frame = self._forward_layer(layer_id, microbatch, bundle, flags, phase)
             bundle, flags = frame.handed_on, frame.outputs.requires_grad
             frames.append(frame)
@@ -396,10 +461,9 @@ class _Task:
             self._buffers.before_forward(replica, microbatch, phase)
         if behaviour.changes_input:
             self._runner.transfer.let_downloads_finish_first()
-        with_grad = phase is not LayerPhase.INFERENCE
+        with_grad, has_backward = phase is not LayerPhase.INFERENCE, phase is not LayerPhase.FORWARD
         measured = self._measure()
         leaves = Leaves(bundle, flags if with_grad else [False] * len(flags))
-        has_backward = phase is not LayerPhase.FORWARD
         with torch.set_grad_enabled(with_grad):
             value = leaves.value() if has_backward or behaviour.changes_input else leaves.bare_value()
             watch = None if behaviour.calls_autograd is False else GradientWatch(tensors_in(value))
@@ -436,7 +500,7 @@ class _Task:
         """Run the backward of a layer, gather the gradients of its parameters, and return those of its inputs."""
         layer_id = frame.layer.layer_id
         self._place.layer_id, self._place.phase = layer_id, "backward"
-        roots = _roots(layer_id, frame.outputs.tensors, gradients)
+        roots = roots_of(layer_id, frame.outputs.tensors, gradients)
         if roots[0]:
             if frame.uses_parameters:
                 self._run.parameters_reached()
@@ -459,7 +523,8 @@ class _Task:
         settings = self._recall.settings[layer_id]
         replica = self._replicas[layer_id]
         weights = self._images.ready(self._run, self._task, replica, self._place)
-        replica.bind(weights, settings, self._run.parameter_hooks.get(layer_id, ()))
+        hooks = () if self._run.is_probe else self._run.parameter_hooks.get(layer_id, ())
+        replica.bind(weights, settings, hooks, self._recall.compiling)
         layer = self._layers[layer_id] = _Layer(
             layer_id,
             replica,
@@ -472,8 +537,7 @@ class _Task:
 
     def _call(self, layer: _Layer, microbatch: int, phase: LayerPhase, value: Any) -> tuple[Any, RandomStream]:
         """Return what the layer returns, and its random stream, which knows what the layer has drawn."""
-        replica, recall = layer.replica, self._recall
-        is_recomputed = phase is LayerPhase.RECOMPUTE
+        replica, recall, is_recomputed = layer.replica, self._recall, phase is LayerPhase.RECOMPUTE
         # The first layer gets the call's arguments, every other one the output of the layer before it.
         args, kwargs = value if layer.layer_id == 0 else ((value,), {})
         is_new = is_recomputed and not recall.preserve_rng_state
@@ -533,58 +597,4 @@ class _Task:
         random = self._random.forward(len(self._run.store.layers), microbatch)  # the loss counts as one more layer
         with torch.enable_grad(), self._autocast, random:
             value = loss_fn(shares.apply_to_output(outputs, microbatch), label)
-            found = None if isinstance(value, torch.Tensor) else own_loss(value, shares.place)
-            losses = checked_losses(value if found is None else found)
-            share = None if shares.returned is None else shares.of_returned(microbatch, is_own=found is not None)
-            if share is not None:
-                losses = [weighted(loss, share) for loss in losses]
-        return Losses(losses, is_sequence=found is None and not isinstance(value, torch.Tensor))
-
-    @contextlib.contextmanager
-    def _timed(self, microbatch: int) -> Iterator[None]:
-        """Record for the timeline when the device works on a microbatch. Entered after the input has arrived."""
-        start: Mark = self._device.mark()
-        yield
-        self._run.trace.spans.append(
-            TaskSpan(self._device.name, self._task.name, microbatch, start, self._device.mark())
-        )
-
-
-def _roots(
-    layer_id: int, outputs: Sequence[torch.Tensor], gradients: Gradients
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the outputs that a backward starts from, and their gradients."""
-    if len(outputs) != len(gradients):
-        raise RecomputeError(
-            f"layer {layer_id} returned {len(outputs)} tensors when recomputed but {len(gradients)} in the "
-            "forward pass; a layer must do the same both times (see save_for_recompute)."
-        )
-    pairs = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None and t.requires_grad]
-    return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def checked_losses(value: Any) -> list[torch.Tensor]:
-    """Return the result of loss_fn as a list of losses; raise if backward cannot start from all of them."""
-    if isinstance(value, Mapping) and value.get("loss") is None:
-        raise ArgumentTypeError(
-            f"there is no loss in the {type(value).__name__} with {', '.join(map(str, value))}: give the model labels, "
-            "so that it computes one, or give forward_backward() a loss_fn that returns a tensor."
-        )
-    losses = [value] if isinstance(value, torch.Tensor) else value
-    is_sequence = isinstance(losses, Sequence) and not isinstance(losses, str)
-    if not is_sequence or not losses or not all(isinstance(loss, torch.Tensor) for loss in losses):
-        raise ArgumentTypeError(
-            f"loss_fn must return a tensor or a non-empty sequence of tensors, got {type(value).__name__}: {value!r}."
-        )
-    for position, loss in enumerate(losses):
-        if not loss.requires_grad:
-            raise UsageError(
-                f"loss {position} of shape {tuple(loss.shape)} does not require grad: nothing it was computed from is "
-                "trainable. Train at least one parameter the loss depends on, and do not detach() the outputs."
-            )
-        if loss.numel() != 1:
-            raise UsageError(
-                f"loss {position} has shape {tuple(loss.shape)}; loss_fn must return losses of one element each: "
-                "reduce it with .mean() or .sum()."
-            )
-    return list(losses)
+            return Losses.weighed(value, shares, microbatch)

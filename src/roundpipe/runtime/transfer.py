@@ -166,6 +166,14 @@ class DeviceBuffers:
         """Return a buffer; it may be overwritten once all events of `free_after` have passed."""
         self._free[buffer.numel()].append((buffer, free_after))
 
+    def part_with(self, buffer: torch.Tensor) -> None:
+        """Leave a buffer that was taken to the caller: it no longer counts."""
+        self._total_bytes -= buffer.numel()
+
+    def take_back(self, buffer: torch.Tensor) -> None:
+        """Count a buffer again that `part_with` has left to the caller, who then gives it back."""
+        self._total_bytes += buffer.numel()
+
     def release_unused(self) -> None:
         """Return all free buffers to the allocator."""
         for size, buffers in self._free.items():
@@ -201,6 +209,9 @@ class Traffic:
     gradients_down: int = 0
 
 
+# CUDA sends copies of pageable memory up to this size with its commands. A copy of pinned memory waits for the copy
+# engine, behind weights.
+_MOST_BYTES_WITH_COMMANDS = 64 * 1024
 _ALIGNMENT_BYTES = 64  # CPU matrix kernels depend on it; torch allocates every tensor with at least this alignment
 
 
@@ -221,6 +232,8 @@ class Transfer:
             return []
         for event in after:  # an event may belong to another device, whose download fills a tensor
             device.stream_wait(stream, event)
+        if not after:  # the caller's inputs and labels; what a download fills could not be read here yet
+            tensors = [_off_the_queue(tensor) for tensor in tensors]
         copies = [
             _copy_of(
                 tensor,
@@ -263,6 +276,12 @@ class Transfer:
     def let_downloads_finish_first(self) -> None:
         """Make later compute wait for queued downloads, because it may overwrite their sources in place."""
         self._device.stream_wait(StreamKind.COMPUTE, self._device.record(StreamKind.ACTIVATIONS_DOWN))
+
+
+def _off_the_queue(tensor: torch.Tensor) -> torch.Tensor:
+    """A pageable copy of a small pinned host tensor, whose upload waits for no copy of weights; else the tensor."""
+    is_small = tensor.device.type == "cpu" and 0 < tensor.nbytes <= _MOST_BYTES_WITH_COMMANDS
+    return duplicate(tensor) if is_small and tensor.is_pinned() else tensor
 
 
 def check_movable(tensor: torch.Tensor) -> None:

@@ -19,6 +19,7 @@ from roundpipe.module_copy import copy_tree
 from roundpipe.split.dependence import Dependence
 from roundpipe.split.determinism import WithoutDropout, fresh_generators, own_generators, refusing, state_of_generators
 from roundpipe.split.discovery import Discovery, discover, record_events
+from roundpipe.split.kernels import needs_gpu
 from roundpipe.split.layers import element_tree
 from roundpipe.split.observe import Recording
 from roundpipe.split.plan import SplitPlan
@@ -231,9 +232,14 @@ class PrivateCopy:
         self.root, self._pairs = copy_tree(model, parameter=alias, buffer=torch.Tensor.clone, own_hooks=True)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the model's forward returns for these arguments."""
+        """Return what the model's forward returns for these arguments. Raises NeedsGpu for kernels of GPUs."""
         try:
             return self.root(*args, **kwargs)
+        except Exception as error:
+            of_kernel = needs_gpu(error, self.root)
+            if of_kernel is None:
+                raise
+            raise of_kernel from error
         finally:
             adopt_capturing_hooks(self._pairs)
 
@@ -251,6 +257,14 @@ def let_change_itself(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     with torch.random.fork_rng(devices=()), own_generators(), torch.no_grad():
         args, kwargs = fresh((args, kwargs))
         model(*args, **kwargs)
+
+
+def runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Run a copy of the model once, without dropout. Returns True; the exceptions are the model's."""
+    with torch.random.fork_rng(devices=()), own_generators(), WithoutDropout():
+        args, kwargs = fresh((args, kwargs))
+        PrivateCopy(model).run(args, kwargs)
+    return True
 
 
 def _check_calls(found: Discovery, recording: Recording) -> None:

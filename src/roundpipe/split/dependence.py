@@ -131,7 +131,7 @@ class Dependence:
     def reads_of(self, point: int) -> frozenset[Key]:
         """Return the keys of earlier tensors that the results of `point` depend on. Results: see `_results`.
 
-        If the code changes a given tensor in place, `point` is added to `plan.copying`.
+        If the code changes a given tensor or a placeholder in place, `point` is added to `plan.copying`.
         """
         candidates = self._truth.candidates(point)
         found = self._traced(point, candidates)
@@ -150,7 +150,8 @@ class Dependence:
     def _traced(self, point: int, candidates: State) -> set[Key] | None:
         """Return the keys of the tensors that the results depend on, found by tracing a replay.
 
-        Returns None if the code changed a given tensor in place.
+        Returns None if the code changed a given tensor in place, or failed without copies: torch refuses to write into
+        placeholders, whose elements share their memory.
         """
         given = {key: tensor.clone() for key, tensor in (candidates | self._inputs).items()}
         versions = {key: tensor._version for key, tensor in given.items()}
@@ -160,8 +161,15 @@ class Dependence:
         taint = Taint(read.update, lambda: frozenset([("drawn", replay.num_calls)]))
         for key in candidates:
             taint.mark(given[key], frozenset([key]))
-        with taint.following():
-            results = self._results(point, replay, given)
+        try:
+            with taint.following():
+                results = self._results(point, replay, given)
+        except (ModelSplitError, *OUT_OF_MEMORY):
+            raise
+        except Exception:
+            if point in self.plan.copying:
+                raise
+            return None
         if any(tensor._version != versions[key] for key, tensor in given.items()):
             return None
         self._require(self._agree(point, results), f"the code of segment {point} gives other values when it runs again")
@@ -253,11 +261,22 @@ class Dependence:
         return expected
 
     def note_late_changes(self, point: int) -> None:
-        """Add `point` to `plan.copying` if its code changes a tensor in place after it was added to `Replay.made`."""
+        """Add `point` to `plan.copying` if its code changes a tensor in place after it was added to `Replay.made`.
+
+        Or if the code writes into a placeholder, as in `_traced`.
+        """
         replay = Replay(self._planned(), point, self._state_at(point), torch.device("cpu"))
-        with torch.no_grad():
-            replay.run(self._tree)
-        if replay.changed_what_it_made():
+        try:
+            with torch.no_grad():
+                replay.run(self._tree)
+            has_changed = replay.changed_what_it_made()
+        except (ModelSplitError, *OUT_OF_MEMORY):
+            raise
+        except Exception:
+            if point in self.plan.copying:
+                raise
+            has_changed = True
+        if has_changed:
             self.plan = dataclasses.replace(self.plan, copying=self.plan.copying | {point})
 
     # Needs: which parameters the code of a point uses.

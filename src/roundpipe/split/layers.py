@@ -65,6 +65,7 @@ class GlueLayer(nn.Module):
     """Replays the model's own code between blocks. Has several stub trees if one does not serve all plans."""
 
     trees: nn.ModuleDict
+    part_to_compile: nn.Module | None = None  # few operations between code that is not worth compiling
 
     def __init__(self, layer_id: int, finder: PlanFinder) -> None:
         super().__init__()
@@ -125,6 +126,10 @@ class BlockLayer(nn.Module):
         super().__init__()
         self.layer_id = layer_id
         self.block = block
+
+    @property
+    def part_to_compile(self) -> nn.Module:
+        return self.block
 
     def forward(self, travelling: tuple[State, Ledger]) -> tuple[State, Ledger]:
         state, ledger = travelling

@@ -259,8 +259,10 @@ class Replay:
         return made
 
     def make_marker(self, outline: Outline) -> torch.Tensor:
-        # detach() returns a new tensor object each time, because markers are identified by their ids.
-        return self._placeholder(outline).detach()
+        # A new tensor object each time, because markers are identified by their ids. The code of a point that copies
+        # may write into it, which torch refuses while all elements share their memory.
+        unused = self._placeholder(outline)
+        return unused.clone() if self._copies else unused.detach()
 
     def _placeholder(self, outline: Outline) -> torch.Tensor:
         """Return the placeholder for this outline; all uses in this replay share one tensor."""

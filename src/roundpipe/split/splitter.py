@@ -19,14 +19,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe.context import trying_out
 from roundpipe.errors import ModelSplitError
-from roundpipe.split.calibrate import ChangesItself, calibrate, let_change_itself
+from roundpipe.progress import phase
+from roundpipe.split.calibrate import ChangesItself, calibrate, let_change_itself, runs
 from roundpipe.split.determinism import OUT_OF_MEMORY, refusing, succeeds
 from roundpipe.split.discovery import block_paths
+from roundpipe.split.folded import FoldedProducts
+from roundpipe.split.kernels import GpuKernels, NeedsGpu
 from roundpipe.split.layers import GlueLayer, LayerArrangement, PlacedPlan
 from roundpipe.split.plan import Detail, SplitPlan, signature
 from roundpipe.split.stubs import StubTree
-from roundpipe.split.transformers import ConfigStates, FusedKernels, with_torch_alone
+from roundpipe.split.transformers import ConfigStates, with_torch_alone
 from roundpipe.split.verify import verify
 
 logger = logging.getLogger("roundpipe")
@@ -43,10 +47,10 @@ _BY_TOKEN = frozenset(
 class ModelSplitter:
     """The layers of one model, and the split plans for all forms of call that have occurred so far."""
 
-    def __init__(self, model: nn.Module, kernels: FusedKernels | None = None) -> None:
+    def __init__(self, model: nn.Module, kernels: GpuKernels | None = None) -> None:
         """Create the layers, without any plan yet.
 
-        kernels: GPU kernels in the model, which are disabled while the model runs on the host.
+        kernels: those for GPUs in the model, which are set aside while the model runs on the host.
         """
         if not block_paths(model):
             raise ModelSplitError(
@@ -54,7 +58,7 @@ class ModelSplitter:
                 "module without submodules, such as an nn.Linear, is no block)"
             )
         self._model = model
-        self._kernels = kernels
+        self._kernels = kernels or GpuKernels(model)
         self._configs = ConfigStates(model)
         self._arrangement = LayerArrangement(model, self)
         self._arrangement.build()  # the layers, and with them the parameters, must exist before the first plan
@@ -88,8 +92,15 @@ class ModelSplitter:
         # If the signature has more detail than usual, the plan depends on the sizes or values of the inputs. The inputs
         # must not be cut then.
         may_cut_down = signature(args, kwargs, self._model.training) not in self._details
-        with self.on_the_host():
-            plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down, may_change=not is_made_up)
+        plan: SplitPlan | None = None
+        while plan is None:
+            try:
+                with self.on_the_host():
+                    plan = self._plan(args, kwargs, with_grad, may_cut_down=may_cut_down, may_change=not is_made_up)
+            except NeedsGpu as error:
+                if not self._kernels.find(error.package):
+                    raise
+                self.refresh()  # the forward of the whole model may be another one now
         changed = self._arrangement.add(plan)
         self.refresh()  # new layers must have the model's training mode
         # The key is made now, because a first forward may complete the model's config.
@@ -109,9 +120,11 @@ class ModelSplitter:
     def learn_by_guess(self) -> bool:
         """Make a plan for the most likely form of call, from made-up inputs; returns whether the model accepted any."""
 
+        passing = ModelSplitError, NeedsGpu
+
         def learns_any() -> bool:
             return any(
-                succeeds(f"made-up inputs {sorted(kwargs)} fit", partial(learns, kwargs), passing=(ModelSplitError,))
+                succeeds(f"made-up inputs {sorted(kwargs)} fit", partial(learns, kwargs), passing=passing)
                 for kwargs in made_up(self._model)
             )
 
@@ -122,11 +135,16 @@ class ModelSplitter:
         # The outer trial is needed because `made_up` itself may raise on an unusual config.
         try:
             with self._configs.restored():
-                return succeeds("made-up inputs fit", learns_any, passing=(ModelSplitError,))
+                return succeeds("made-up inputs fit", learns_any, passing=passing)
         except ChangesItself as error:
             # Made-up inputs must not change the model, because the user's first call may not cause the same change.
             logger.debug("no plan from made-up inputs: %s", error)
             return False
+
+    def runs_on_the_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the model's own forward takes these arguments, on a copy and without gradients."""
+        with self.on_the_host(), torch.no_grad():
+            return succeeds("the forward takes these arguments", lambda: runs(self._model, args, kwargs))
 
     def distrust(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Use a more detailed signature for calls of this form, because one of them did not follow its plan.
@@ -143,10 +161,8 @@ class ModelSplitter:
         return True
 
     def take_out(self) -> None:
-        """Remove the GPU kernels from the model."""
-        if self._kernels is not None:
-            self._kernels.remove()
-            self._kernels = None
+        """Remove the GPU kernels that wrapping has put into the model."""
+        self._kernels.remove()
 
     def refresh(self) -> None:
         """Copy attributes that the user changed on the model's modules to the layers' stub trees."""
@@ -159,13 +175,19 @@ class ModelSplitter:
 
     @contextlib.contextmanager
     def on_the_host(self) -> Iterator[None]:
-        """Disable kernels that need a GPU while entered, so that the model runs on the host.
+        """While entered, the model runs trials on the host: without kernels that need a GPU, and with folded products.
 
         Leaves torch.inference_mode(), too: trials need gradients and the version counters of tensors.
         """
-        kernels = contextlib.nullcontext() if self._kernels is None else self._kernels.set_aside()
         with_grad = torch.is_grad_enabled()
-        with kernels, with_torch_alone(self._model), torch.inference_mode(False), torch.set_grad_enabled(with_grad):
+        with (
+            self._kernels.set_aside(),
+            with_torch_alone(self._model),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(with_grad),
+            FoldedProducts(),
+            trying_out(),
+        ):
             yield
 
     def _plan(
@@ -179,7 +201,7 @@ class ModelSplitter:
         if small is not None:
             try:
                 return self._best_plan((), small, with_grad)
-            except OUT_OF_MEMORY:
+            except (NeedsGpu, *OUT_OF_MEMORY):
                 raise
             except Exception as error:  # some models need more than a few tokens
                 logger.debug("no plan from inputs cut down: %r", error)
@@ -219,8 +241,10 @@ class ModelSplitter:
     def _verified_plan(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, in_one: bool = False
     ) -> SplitPlan:
-        plan = calibrate(self._model, args, kwargs, with_grad=with_grad, in_one=in_one)
-        with refusing("comparing its layers with the model"):
+        name = type(self._model).__name__
+        with phase(f"{name}: finding its layers in trial runs on the CPU"):
+            plan = calibrate(self._model, args, kwargs, with_grad=with_grad, in_one=in_one)
+        with phase(f"{name}: comparing its layers with the model"), refusing("comparing its layers with the model"):
             tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
         return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
 

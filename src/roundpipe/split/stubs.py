@@ -20,11 +20,10 @@ from torch import nn
 
 from roundpipe.errors import ModelChangedError, ModelSplitError
 from roundpipe.module_copy import ModulePair, copy_tree
+from roundpipe.module_names import PATH
 from roundpipe.split.transformers import is_pretrained
 from roundpipe.split.values import Outline, placeholder
 
-# Name of an attribute of stubs and of copied modules. Its value is the path of the module in the model.
-PATH = "stub_path"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # classes without a forward: the model's code uses only their elements
 
 

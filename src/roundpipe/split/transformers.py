@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import logging
 import sys
@@ -172,14 +171,14 @@ def is_filled(cache: Any) -> bool:
     """Whether a cache contains a tensor with elements."""
     return any(
         is_filled(value) if is_cache(value) else isinstance(value, torch.Tensor) and bool(value.numel())
-        for holder in _holders(cache)
+        for holder in holders_of(cache)
         for value in holder.values()
     )
 
 
 def move_cache(cache: Any, device: torch.device) -> None:
     """Move the tensors of a cache to a device."""
-    for holder in _holders(cache):
+    for holder in holders_of(cache):
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and value.device != device:
                 holder[name] = value.to(device)
@@ -189,7 +188,7 @@ def move_cache(cache: Any, device: torch.device) -> None:
                 move_cache(value, device)
 
 
-def _holders(cache: Any) -> list[dict[Any, Any]]:
+def holders_of(cache: Any) -> list[dict[Any, Any]]:
     """Return all dicts that may hold tensors of a cache.
 
     These are the `__dict__`s of the cache and of its layers, and all dicts among their attributes.
@@ -325,59 +324,3 @@ def stop_checkpointing(model: nn.Module) -> None:
             is_renamed = hasattr(type(module), "activation_checkpointing_disable")
             disable: Any = getattr(module, f"{'activation' if is_renamed else 'gradient'}_checkpointing_disable")
             disable()
-
-
-class FusedKernels:
-    """Fused GPU kernels of the package liger-kernel in a transformers model.
-
-    The package patches modules of the model and functions in the Python modules that define the model. The kernels run
-    on GPUs only, so the patches are removed while the model runs on the host.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Patch rotary embeddings, norms and gated feed-forward parts, but not the loss: see split/head_loss.py."""
-        try:
-            apply = importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance
-        except ImportError as error:
-            raise ConfigError(
-                "liger_kernels=True needs the package liger-kernel: pip install liger-kernel, or leave the option out."
-            ) from error
-        # liger-kernel cannot undo its patches. To find them, compare all dicts that it may change, before and after.
-        holders = [sys.modules[name].__dict__ for name in {type(m).__module__ for m in model.modules()}]
-        holders += [module.__dict__ for module in model.modules()]
-        before = [dict(holder) for holder in holders]
-        inner = next((module for module in model.modules() if is_pretrained(module)), model)
-        apply(model=inner, fused_linear_cross_entropy=False, cross_entropy=False)
-        # Each patch is (changed dict, key, value before, value after).
-        self._patches = [
-            (holder, name, old.get(name, _MISSING), value)
-            for holder, old in zip(holders, before, strict=True)
-            for name, value in holder.items()
-            if old.get(name, _MISSING) is not value
-        ]
-        if not self._patches:
-            raise ConfigError(
-                f"liger_kernels=True: liger-kernel has no kernels for {type(inner).__name__}; leave the option out."
-            )
-
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Undo the patches while entered. No other thread may run the model meanwhile."""
-        self.remove()
-        try:
-            yield
-        finally:
-            for holder, name, _, new in self._patches:
-                _put(holder, name, new)
-
-    def remove(self) -> None:
-        """Undo the patches."""
-        for holder, name, old, _ in self._patches:
-            _put(holder, name, old)
-
-
-def _put(holder: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
-        holder.pop(name, None)
-    else:
-        holder[name] = value

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe.errors import ModelSplitError
+from roundpipe.fingerprints import TOLERANCE, differing, fingerprint
 from roundpipe.split.calibrate import PrivateCopy, fresh
 from roundpipe.split.determinism import Forward, WithoutDropout, other_forwards, own_generators, succeeds
 from roundpipe.split.layers import LayerArrangement, PlacedPlan
@@ -28,14 +29,7 @@ from roundpipe.split.plan import KeepLogits, SplitPlan
 from roundpipe.split.tiling import TokenwiseSearch
 from roundpipe.split.values import equal, leaves_of, tensors_of
 
-# Accepted relative differences, by dtype. The layers may add numbers in another order than the model, for example the
-# gradients of a parameter that several layers use.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-# Accepted differences of gradients relative to the largest gradient of the model, by dtype: a small gradient may
-# consist of rounding errors only.
-_NOISE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 _LARGE = 2**16  # elements; gradients of larger weights in blocks are not computed
-_NUM_CHUNKS, _NUM_SAMPLES = 64, 1024  # numbers of chunk means and of samples in the fingerprint of a gradient
 _PART = 2**24  # number of elements of a matrix that FloatProducts converts to float32 at a time
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -212,7 +206,7 @@ def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or not a.is_floating_point():
         return False
     a, b = a.detach(), b.detach()
-    return bool((a.double() - b.double()).abs().max() <= _TOLERANCE.get(a.dtype, 0.0) * a.double().abs().max())
+    return bool((a.double() - b.double()).abs().max() <= TOLERANCE.get(a.dtype, 0.0) * a.double().abs().max())
 
 
 def _chained(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -252,15 +246,10 @@ def _compare_gradients(
     expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], how: str
 ) -> None:
     """Raise ModelSplitError if the fingerprints of gradients differ. how: says how `got` was computed, for messages."""
-    if expected.keys() != got.keys():
-        name = min(expected.keys() ^ got.keys())
-        raise ModelSplitError(f"{how}, {name} has {'no' if name in expected else 'a'} gradient")
-    # Gradients that are inf or NaN in the plain model are not compared.
-    largest = max((float(found.norm()) for found in expected.values() if found.isfinite().all()), default=0.0)
-    for name, found in expected.items():
-        tolerance = _TOLERANCE.get(dtypes[name], 1e-1) * float(found.norm()) + _NOISE.get(dtypes[name], 1e-2) * largest
-        if found.isfinite().all() and not float((found - got[name]).norm()) <= tolerance:
-            raise ModelSplitError(f"{how}, {name} has another gradient")
+    name = differing(expected, got, dtypes)
+    if name is not None:
+        what = "no" if name not in got else "another" if name in expected else "a"
+        raise ModelSplitError(f"{how}, {name} has {what} gradient")
 
 
 class _Gradients:
@@ -289,12 +278,8 @@ class _Gradients:
     def _note(self, name: str, param: torch.Tensor) -> None:
         """Add the fingerprint of a parameter's gradient. Runs as a hook when the gradient is complete."""
         assert param.grad is not None
-        gradient, param.grad = param.grad.detach(), None
-        gradient = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
-        means = [chunk.mean(dtype=torch.float32) for chunk in gradient.chunk(_NUM_CHUNKS) if chunk.numel()]
-        samples = gradient[:: max(1, gradient.numel() // _NUM_SAMPLES)]
-        fingerprint = torch.cat([torch.stack(means), samples.float()]).double() if means else torch.zeros(0)
-        self._found[name] = self._found[name] + fingerprint if name in self._found else fingerprint
+        found, param.grad = fingerprint(param.grad), None
+        self._found[name] = self._found[name] + found if name in self._found else found
 
 
 def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Tensor:

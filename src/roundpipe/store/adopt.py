@@ -1,25 +1,17 @@
 """Takes a model into the store when it is wrapped, and checks later that its modules have not changed.
 
-Wrapping has four steps: refuse tensors that cannot be kept or trained, check that training fits into host memory, move
-the parameters into memory of the store, and record which store owns which parameter. Parameters remain the same
-objects: only their memory changes. Knows no device beyond the pinner of host memory.
-
-[Note: training memory] The table of training memory counts memory that is still to be allocated, not weights that are
-in memory already. It needs sizes only, so that a model on the meta device can be checked before it is loaded. The
-optimizer is not known yet, so the table assumes Adam's state: two moments in the dtype of the masters. The
-optimizer checks the memory for its actual state before it allocates any.
+Wrapping refuses tensors that cannot be kept or trained, moves the parameters into memory of the store, and records
+which store owns which parameter. Parameters remain the same objects: only their memory changes. Knows no device beyond
+the pinner of host memory.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import enum
 import operator
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +20,10 @@ from torch.nn.parameter import is_lazy
 
 from roundpipe.devices import HostPinner
 from roundpipe.errors import ConfigError, ModelChangedError, OwnershipError
+from roundpipe.module_names import joined, path_of
 from roundpipe.store.host_memory import HostBuffer, lay_out, require_host_memory
-from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord, joined, path_of
-
-
-class PinMode(enum.Enum):
-    """Whether and how the weights are pinned when a model is wrapped."""
-
-    ALLOC = "alloc"  # weights are moved into new, pinned memory
-    REGISTER = "register"  # weights stay in their memory, which is pinned
-    OFF = "off"  # weights stay in their memory, which is not pinned
-
+from roundpipe.store.records import BufferRecord, LayerRecord, ParameterRecord
+from roundpipe.store.training_memory import PinMode
 
 # Checks that tensors can be kept and trained.
 
@@ -150,147 +135,6 @@ def _refuse_shared_memory(params: Iterable[nn.Parameter], names: Mapping[int, st
                 "memory and would be trained separately; before wrapping, assign the same nn.Parameter in both places, "
                 "or clone() the second."
             )
-
-
-# Check of the memory for training, see [Note: training memory].
-
-SECOND_WEIGHTS = "second weights of asynchronous steps"
-_NUM_MOMENTS = 2
-_MEMORY_ADVICE = (
-    "Weights that are in memory already are not counted, and the optimizer's state is that of Adam. Free memory, train "
-    "fewer parameters (requires_grad_(False) before wrapping: a frozen parameter takes its weight only), use a lower "
-    'precision, pass pin_model="off" for memory-mapped weights, or wrap inside torch.no_grad() for inference alone.'
-)
-_ASYNC_ADVICE = "Step with is_async=False: exact steps fit."
-
-
-def training_memory(
-    layers: Sequence[nn.Module],
-    optim_dtype: torch.dtype | None,
-    mode: PinMode,
-    *,
-    trains: bool = True,
-    num_machines: int = 1,
-) -> dict[str, int]:
-    """Bytes that training will still allocate, by purpose. Only asynchronous steps need the row SECOND_WEIGHTS.
-
-    `trains`: False for inference, which needs weights and buffers only. `num_machines`: so many machines divide the
-    optimizer's copies and state between them.
-    """
-    params = list({id(p): p for layer in layers for p in layer.parameters()}.values())
-    buffers = list({id(b): b for layer in layers for b in layer.buffers()}.values())
-    trainable = [p for p in params if p.requires_grad] if trains else []
-    sizes = [p.numel() * (optim_dtype or p.dtype).itemsize for p in trainable]
-    files = _MappedFiles()
-    # Weights in memory-mapped files take memory only when they are moved, pinned or written.
-    is_written = {id(p) for p in trainable}
-    new = [p for p in (*params, *buffers) if p.is_meta]
-    new += [p for p in params if files.hold(p) and (mode is not PinMode.OFF or id(p) in is_written)]
-    rows = {
-        "weights": sum(p.nbytes for p in new),
-        "buffers, as calls read them": sum(b.nbytes for b in buffers),
-        "gradients": sum(p.nbytes for p in trainable),
-        "optimizer copies": sum(_copy_bytes(p, optim_dtype or p.dtype) for p in trainable) // num_machines,
-        "optimizer state (Adam)": _NUM_MOMENTS * sum(sizes) // num_machines,
-    }
-    # Weights are moved before anything else is allocated. So the extra memory for moving, which is free again
-    # afterwards, counts only as far as it exceeds the memory that is allocated later.
-    later = sum(rows.values()) - rows["weights"]
-    rows["weights while they move"] = max(0, _moving_bytes(layers, files) - later) if mode is PinMode.ALLOC else 0
-    rows[SECOND_WEIGHTS] = sum(p.nbytes for p in trainable)
-    return rows
-
-
-def require_training_memory(
-    layers: Sequence[nn.Module],
-    optim_dtype: torch.dtype | None,
-    mode: PinMode,
-    *,
-    trains: bool = True,
-    warns_of_async: bool = True,
-    is_async: bool = False,
-    available: int | None = None,
-    num_machines: int = 1,
-) -> None:
-    """Raise HostMemoryError with a table if synchronous steps do not fit; warn if only asynchronous steps do not.
-
-    `is_async`: raise also if only asynchronous steps do not fit. `available`: bytes of host memory; by default those
-    of this machine. `num_machines`: see `training_memory`.
-    """
-    needs = training_memory(layers, optim_dtype, mode, trains=trains, num_machines=num_machines)
-    second = 0 if is_async else needs.pop(SECOND_WEIGHTS)
-    require_host_memory(
-        needs,
-        "training this model" if trains else "this model",
-        _MEMORY_ADVICE,
-        async_needs={SECOND_WEIGHTS: second} if warns_of_async and second else {},
-        async_advice=_ASYNC_ADVICE,
-        available=available,
-    )
-
-
-def _copy_bytes(param: nn.Parameter, dtype: torch.dtype) -> int:
-    """Bytes of a parameter's master. A float32 copy shares its high halves with a bfloat16 weight."""
-    shared = param.nbytes if param.dtype is torch.bfloat16 and dtype is torch.float32 else 0
-    return param.numel() * dtype.itemsize - shared
-
-
-def _moving_bytes(layers: Sequence[nn.Module], files: _MappedFiles) -> int:
-    """Peak of the extra bytes that exist while weights are moved layer by layer, because some weights exist twice.
-
-    Old memory that several layers share is freed when the last of these layers was moved. Weights in mapped files are
-    not counted, because the files take no memory.
-    """
-    last_use: dict[int, int] = {}
-    layer_params: list[list[nn.Parameter]] = []
-    seen: set[int] = set()
-    for layer_id, layer in enumerate(layers):
-        layer_params.append([p for p in layer.parameters() if id(p) not in seen and not files.hold(p)])
-        for param in layer_params[-1]:
-            seen.add(id(param))
-            last_use[_memory(param)] = layer_id
-    waiting: dict[int, int] = {}  # bytes moved out of old memory that is not freed yet, by that memory
-    extra = most = 0
-    for layer_id, params in enumerate(layer_params):
-        extra += sum(p.nbytes for p in params)
-        most = max(most, extra)
-        for param in params:
-            waiting[_memory(param)] = waiting.get(_memory(param), 0) + param.nbytes
-        extra -= sum(waiting.pop(memory) for memory in list(waiting) if last_use[memory] == layer_id)
-    return most
-
-
-def _memory(param: nn.Parameter) -> int:
-    """A number that identifies a parameter's memory. Each parameter on the meta device will get separate memory."""
-    return id(param) if param.is_meta else param.untyped_storage().data_ptr()
-
-
-class _MappedFiles:
-    """The address ranges of mapped files. Tensors in mapped files take no memory until they are copied or written."""
-
-    def __init__(self) -> None:
-        ranges = sorted(_mapped_files())
-        self._starts, self._ends = [start for start, _ in ranges], [end for _, end in ranges]
-
-    def hold(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in a mapped file."""
-        if tensor.is_meta or tensor.device.type != "cpu" or not tensor.nbytes:
-            return False
-        place = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
-        return place >= 0 and tensor.data_ptr() < self._ends[place]
-
-
-def _mapped_files() -> Iterator[tuple[int, int]]:
-    """Yield (start, end) addresses of every mapped file of this process; nothing if the system does not list them."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        addresses, _, _, _, inode, *path = line.split(maxsplit=5)
-        if inode != "0" and path and not path[0].startswith(("/dev/", "/memfd:")):
-            start, end = addresses.split("-")
-            yield int(start, 16), int(end, 16)
 
 
 # Moving the weights into the store and making the records.

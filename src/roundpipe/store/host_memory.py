@@ -1,6 +1,6 @@
-"""Host memory: how much is available, buffers of exact size, the layout of tensors in a buffer, pinned pages.
+"""Host memory: whether it suffices, buffers of exact size, the layout of tensors in a buffer, pinned pages.
 
-Reads /proc and the control group. Knows byte sizes and layouts, never layers or optimizers. The code that allocates a
+Knows byte sizes and layouts, never layers or optimizers. The code that allocates a
 buffer or registers pages must also close them. Closing only unpins, because tensors may still use the memory.
 
 [Note: one storage per tensor] A layer's weights lie in one buffer, so that one copy moves all of them. Each tensor of
@@ -19,6 +19,7 @@ weights, gradients and their images on a device use layouts.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -28,7 +29,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ import torch
 
 from roundpipe.devices import HostPinner
 from roundpipe.errors import ConfigError, HostMemoryError
+from roundpipe.host_facts import available_host_bytes
+from roundpipe.monitor import THREAD_PREFIX, start_thread
 
 ALIGNMENT_BYTES = 256  # the alignment of device allocators: kernels take the same path as for a separate tensor
 
@@ -121,16 +124,9 @@ def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
 logger = logging.getLogger("roundpipe")
 CHECK_VARIABLE = "ROUNDPIPE_HOST_MEMORY_CHECK"
 _REFUSE, _WARN, _OFF = _POLICIES = ("refuse", "warn", "off")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
-# How much memory is available.
-
-
-def available_host_bytes() -> int | None:
-    """Bytes that this process can still allocate without being killed; None if the system does not report them."""
-    limits = [value for value in (_meminfo_available(), _cgroup_available()) if value is not None]
-    return min(limits) if limits else None
+# Whether memory suffices.
 
 
 def require_host_memory(
@@ -188,50 +184,10 @@ def _policy() -> str:
     return policy
 
 
-def _meminfo_available() -> int | None:
-    """Bytes available on the machine."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def _cgroup_available() -> int | None:
-    """Bytes available in the control group (version 2 or 1); None if the group has no limit."""
-    for limit_name, usage_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = (_CGROUP / limit_name).read_text().strip()
-            if limit == "max":
-                return None
-            return max(int(limit) - int((_CGROUP / usage_name).read_text()) + _reclaimable_bytes(), 0)
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _reclaimable_bytes() -> int:
-    """Bytes of cached file pages. The control group counts them as used, but the system frees them when needed."""
-    for name in ("memory.stat", "memory/memory.stat"):
-        try:
-            pairs = dict(line.split() for line in (_CGROUP / name).read_text().splitlines())
-            return int(pairs.get("inactive_file", 0)) + int(pairs.get("active_file", 0))
-        except (OSError, ValueError):
-            continue
-    return 0
-
-
 # Buffers in host memory.
 
 HUGE_PAGE_BYTES = 2 << 20
+_MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; older systems reject the call and create pages at the first write
 
 
@@ -265,23 +221,60 @@ class HostBuffer:
 
 
 def host_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros with the shape, dtype and strides of a dense tensor.
+    """Zeros in host memory with the shape, dtype and strides of a dense tensor.
 
-    Large tensors use huge pages if the system has any, which reduces TLB misses.
+    Large tensors use huge pages if the system has any, which reduces TLB misses, and their memory goes back to the
+    system when they are freed: malloc may keep it.
     """
     if tensor.nbytes < HUGE_PAGE_BYTES:
-        return torch.zeros_like(tensor, memory_format=torch.preserve_format)
+        return torch.zeros_like(tensor, memory_format=torch.preserve_format, device="cpu")
     flat = HostBuffer(tensor.nbytes, None).tensor.view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride())
 
 
 def make_pages_ready(tensor: torch.Tensor) -> None:
     """Create the memory pages of a dense tensor now. Values do not change, and other threads may use the tensor."""
-    if sys.platform != "linux" or not tensor.nbytes:
+    _advise(tensor, _MADV_POPULATE_WRITE)
+
+
+def read_pages_ahead(tensor: torch.Tensor) -> None:
+    """Let the system read a dense tensor that lies in a mapped file. Values do not change."""
+    _advise(tensor, getattr(mmap, "MADV_WILLNEED", None))
+
+
+def read_ahead(tensors: Sequence[torch.Tensor]) -> None:
+    """Begin to read dense tensors that lie in mapped files. Does not wait."""
+
+    def read() -> None:
+        for tensor in tensors:
+            read_pages_ahead(tensor)
+
+    if tensors:
+        # On another thread: the system may wait for the disk before it takes more requests.
+        thread = threading.Thread(target=read, name=f"{THREAD_PREFIX}read-ahead", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the system has no more threads: who needs the tensors reads them
+            start_thread(thread)
+
+
+def _advise(tensor: torch.Tensor, advice: int | None) -> None:
+    """Tell the system how the memory of a dense tensor will be used. It may ignore it."""
+    if sys.platform != "linux" or not tensor.nbytes or advice is None:
         return
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     length = tensor.data_ptr() + tensor.nbytes - start
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)
+
+
+def forget_file_pages(tensor: torch.Tensor) -> None:
+    """Give the pages of a tensor over a mapped file back to the system. Its values are read from the file when needed.
+
+    Pages that the tensor does not fill stay: other tensors may lie in them.
+    """
+    if sys.platform != "linux":
+        return
+    pages = _pages_inside(tensor)
+    if pages:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(pages.start), ctypes.c_size_t(len(pages)), _MADV_DONTNEED)
 
 
 def _map_pages(num_bytes: int) -> Any:
@@ -398,3 +391,54 @@ def _pages_inside(tensor: torch.Tensor) -> range:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return dense_stride(tensor) == tuple(tensor.stride())
+
+
+# The memory of tensors.
+
+
+def without_memory(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, dtype and strides whose storage has no bytes."""
+    made = torch.empty_like(like, requires_grad=False, memory_format=torch.preserve_format)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def memory_users(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Two reference counts that grow with the tensors, arrays and storages that share a tensor's memory.
+
+    None if this version of torch does not provide them.
+    """
+    storage = tensor.untyped_storage()
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else (count(storage._cdata), sys.getrefcount(storage))
+
+
+# Memory-mapped files.
+
+
+class MappedFiles:
+    """The address ranges of mapped files. Tensors in mapped files take no memory until they are copied or written."""
+
+    def __init__(self) -> None:
+        ranges = sorted(_mapped_files())
+        self._starts, self._ends = [start for start, _ in ranges], [end for _, end in ranges]
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a mapped file."""
+        if tensor.is_meta or tensor.device.type != "cpu" or not tensor.nbytes:
+            return False
+        place = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
+        return place >= 0 and tensor.data_ptr() < self._ends[place]
+
+
+def _mapped_files() -> Iterator[tuple[int, int]]:
+    """Yield (start, end) addresses of every mapped file of this process; nothing if the system does not list them."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        addresses, _, _, _, inode, *path = line.split(maxsplit=5)
+        if inode != "0" and path and not path[0].startswith(("/dev/", "/memfd:")):
+            start, end = addresses.split("-")
+            yield int(start, 16), int(end, 16)

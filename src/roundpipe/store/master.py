@@ -1,4 +1,4 @@
-"""The master of a parameter (its master), a tensor subclass that users get from `optim_parameters()`.
+"""The master of a parameter, a tensor subclass that users get from `optim_parameters()`.
 
 Two properties save memory. The gradient of a copy stays in host memory in the dtype in which a device computed it;
 reading `.grad` converts the gradient, and inside a step first waits until it has landed. A float32 copy of a bfloat16
@@ -9,7 +9,9 @@ stores one range of the values.
 [Note: values without memory] A float32 copy of a bfloat16 weight begins as a HalvedMaster: the weight is the high half
 of each value, and only the low halves take memory. An operation that needs the values makes the copy allocate memory
 and join the halves in it; an operation that asks only for shape or dtype does not. The one-pass optimizer works on the
-two halves and holds `lock`, so that no other thread joins them at the same time.
+two halves and holds `lock`, so that no other thread joins them at the same time. A copy with a Rounding has values of
+24 bits ([Note: masters of 24 bits] in values) and begins as a ShortMaster. Other code than the one-pass optimizer may
+write any values; they are rounded when they are published.
 
 [Note: giving memory back] A copy gives its memory back by becoming a HalvedMaster again. It can do so only when no
 operation runs on it, no other tensor or array shares its memory, and its weight equals its rounded values, so that no
@@ -26,9 +28,8 @@ backward pass through an older graph raises, as after an in-place update.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ from torch.utils._pytree import tree_leaves
 from roundpipe.context import current_iteration
 from roundpipe.errors import UsageError
 from roundpipe.monitor import process_rlock
-from roundpipe.store.host_memory import dense_stride, host_zeros_like
-from roundpipe.store.surroundings import CopyHome, GradientSource
-from roundpipe.store.values import HalvedMaster, ShardedMaster, Share, can_be_sharded
+from roundpipe.store.host_memory import dense_stride, host_zeros_like, memory_users, without_memory
+from roundpipe.store.surroundings import CopyHome, GradientOwner, GradientSource
+from roundpipe.store.values import HalvedMaster, Rounding, ShardedMaster, Share, can_be_sharded, master_of
 
 _HABIT = 8  # a copy keeps its memory after this many consecutive intervals in which its values were read
 # The attributes of torch.Tensor as descriptors. OptimizerCopy overrides both attributes by properties that use these.
@@ -81,6 +82,7 @@ class OptimizerCopy(nn.Parameter):
     # Holds the values while the copy has no memory for all of them, else None.
     halves: HalvedMaster | ShardedMaster | None = None
     share: Share | None = None  # the range of this machine; None if it is alone or the copy cannot be divided
+    rounding: Rounding | None = None  # given if the values have 24 bits, however they are stored
     lock = process_rlock()  # guards `halves` and the memory; each copy that can be halved has its own lock
     _weight: torch.Tensor | None = None  # the weight last written from the values; None if the copy cannot be halved
     _uses: list[None]  # one entry for each operation that runs on the memory; only if the copy can be halved
@@ -90,27 +92,34 @@ class OptimizerCopy(nn.Parameter):
     _may_be_in_graph = False  # whether autograd may have recorded an operation on the copy in this interval
     _address_is_known = False  # whether data_ptr() was called: native code may use the memory, so it must stay
     _seen_version = 0  # `_version` when `forget_touches` was last called
+    _own_versions = 0  # by how much giving memory back has changed `_version`
     _data_was_handed_out = False  # whether code may write values without changing `_version`
+    is_wider = False  # whether the copy is in float32 and its gradients land in half precision
     may_be_ahead = False  # whether a step that failed may have changed the values; the next step publishes them
     when_training: Callable[[], None] | None = None  # called once, when the model begins to train
 
     @classmethod
-    def of_weight(cls, weight: torch.Tensor, dtype: torch.dtype, share: Share | None = None) -> OptimizerCopy:
+    def of_weight(
+        cls, weight: torch.Tensor, dtype: torch.dtype, share: Share | None = None, bits: int = 32
+    ) -> OptimizerCopy:
         """Make a copy of `weight` in `dtype`. A float32 copy of a dense bfloat16 weight starts without memory.
 
         `share`: given if several machines divide the copy between them; it then starts without memory, too.
+        bits: 24 for values of 24 bits, if the copy starts without memory and the weight is bfloat16.
         """
         is_halved = weight.dtype is torch.bfloat16 and dtype is torch.float32 and weight.numel() > 0
         is_halved = is_halved and dense_stride(weight) == tuple(weight.stride())
         is_sharded = share is not None and can_be_sharded(weight, dtype)
         memory = torch.empty_like(weight, dtype=dtype, memory_format=torch.preserve_format)
-        copy = cls(_without_memory(memory) if is_halved or is_sharded else memory.copy_(weight))
+        copy = cls(without_memory(memory) if is_halved or is_sharded else memory.copy_(weight))
+        copy.rounding = Rounding() if is_halved and bits == 24 else None
         if share is not None and is_sharded:
-            copy.share, copy.halves = share, ShardedMaster(weight, share)
+            copy.share, copy.halves = share, ShardedMaster(weight, share, copy.rounding)
         elif is_halved:
-            copy.halves = HalvedMaster(weight)
+            copy.halves = master_of(weight, copy.rounding)
         if copy.halves is not None:
             copy.lock, copy._weight, copy._uses = process_rlock(), weight, []
+        copy.is_wider = dtype is torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
         copy.forget_touches()
         return copy
 
@@ -175,7 +184,7 @@ class OptimizerCopy(nn.Parameter):
         `_end_use` may come as soon as the operation has returned: a result that still needs the memory shares it.
         Waits for a checkpoint that reads the values: the operation may write them.
         """
-        if self.home is not None and (home := self.home()) is not None and home.held:
+        if self.home is not None and (home := self.home()) is not None:
             home.wait_until_written(self)
         if self._weight is not None:
             with self.lock:
@@ -196,7 +205,7 @@ class OptimizerCopy(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 assert self._weight is not None
                 if self.halves is None and not self._uses and self._could_be_halved(self._weight):
-                    halves = HalvedMaster(self._weight)
+                    halves = master_of(self._weight, self.rounding)
                     if halves.take(_DATA.__get__(self)):
                         self._become_halved(halves)
         finally:
@@ -204,7 +213,7 @@ class OptimizerCopy(nn.Parameter):
 
     def _could_be_halved(self, weight: torch.Tensor) -> bool:
         fits = self.dtype is torch.float32 and self.shape == weight.shape and self.stride() == weight.stride()
-        return fits and not self._address_is_known and _memory_users(self) == _memory_users_of_one_tensor()
+        return fits and not self._address_is_known and memory_users(self) == _memory_users_of_one_tensor()
 
     def sharded(self) -> ShardedMaster:
         """The values as this machine's range of them; the caller holds `lock`.
@@ -215,13 +224,13 @@ class OptimizerCopy(nn.Parameter):
             return self.halves
         assert self.share is not None
         assert self._weight is not None
-        if self._uses or _memory_users(self) not in (_memory_users_of_one_tensor(), None):
+        if self._uses or memory_users(self) not in (_memory_users_of_one_tensor(), None):
             raise UsageError(
                 f"another tensor or array shares the memory of an optimizer's copy of shape {tuple(self.shape)}. The "
                 f"{self.share.size} machines of the process group divide the copies between them, so the tensor would "
                 "not follow the training any more. Delete it before the step, or clone what you need."
             )
-        mine = ShardedMaster(self._weight, self.share)
+        mine = ShardedMaster(self._weight, self.share, self.rounding)
         mine.take(_DATA.__get__(self))
         self._become_halved(mine)
         return mine
@@ -229,9 +238,10 @@ class OptimizerCopy(nn.Parameter):
     def _become_halved(self, halves: HalvedMaster | ShardedMaster) -> None:
         was_touched = self.was_touched()
         self.halves = halves
-        _DATA.__set__(self, _without_memory(self))
+        _DATA.__set__(self, without_memory(self))
         # If an autograd graph has saved the values, its backward pass must raise instead of reading freed memory.
         torch.autograd.graph.increment_version(self)
+        self._own_versions += 1
         if not was_touched:
             self.forget_touches()
 
@@ -241,10 +251,28 @@ class OptimizerCopy(nn.Parameter):
         """Write the values, rounded, into the weight `to`."""
         with self.lock, torch.no_grad():
             if self.halves is None:
+                if self._round_values() and self.rounding is not None:
+                    self.rounding.count += 1
                 to.copy_(self.values())
             elif to is not self.halves.weight:
                 to.copy_(self.halves.weight)
             self.weight_was_written(to)
+
+    def round_update(self) -> None:
+        """Round the values to 24 bits, if the copy has so many, after an update that the one-pass kernel has not made.
+
+        Counts as one rounding, as the kernel's do, even if no value has changed.
+        """
+        if self.rounding is not None:
+            with self.lock, torch.no_grad():
+                self._round_values()
+                self.rounding.count += 1
+
+    def _round_values(self) -> bool:
+        """Round values in memory to 24 bits, if the copy has so many. Returns whether one has changed."""
+        if self.rounding is None or self._weight is None:
+            return False
+        return self.rounding.round_like(self._weight, self.values())
 
     def weight_was_written(self, weight: torch.Tensor) -> None:
         """Record that `weight` holds the rounded values now. The caller holds `lock`."""
@@ -347,6 +375,11 @@ class OptimizerCopy(nn.Parameter):
     # Access to pending gradients and to values, for clipping, unscaling and the one-pass optimizer.
 
     @property
+    def has_own_gradient(self) -> bool:
+        """Whether `.grad` holds a tensor, besides a pending gradient. Converts nothing."""
+        return _GRAD.__get__(self) is not None
+
+    @property
     def has_only_low_gradient(self) -> bool:
         """Whether the whole gradient is pending: `.grad` holds no tensor to which it would be added."""
         self.see_gradients()
@@ -397,6 +430,15 @@ class OptimizerCopy(nn.Parameter):
 
     # Writes to the values by code that RoundPipe does not control.
 
+    @property
+    def version(self) -> int:
+        """The version counter, which most writes to the values change, but not the one-pass optimizer.
+
+        Reading does not change it, although memory that was given to a reader is taken back afterwards.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._version - self._own_versions
+
     def was_touched(self) -> bool:
         """Whether values may have been written since `forget_touches`."""
         if self._data_was_handed_out:
@@ -421,7 +463,7 @@ class OptimizerCopy(nn.Parameter):
     def has_other_users(self) -> bool:
         """Whether another tensor or array, which code may write later, shares the memory of the values."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.halves is None and _memory_users(self) not in (_memory_users_of_one_tensor(), None)
+            return self.halves is None and memory_users(self) not in (_memory_users_of_one_tensor(), None)
 
     def mark_touched(self) -> None:
         """Make `was_touched` return True, because code that RoundPipe does not control may have written values."""
@@ -505,6 +547,20 @@ class OptimizerCopy(nn.Parameter):
 
 def _announce_use(masters: Sequence[OptimizerCopy]) -> None:
     """Tell the models that code may be about to read or write the values of masters; see GradientOwner."""
+    for owner, own in _owners_outside_steps(masters):
+        owner.values_wanted(own)
+
+
+def wait_for_steps(masters: Sequence[OptimizerCopy]) -> None:
+    """Wait for all steps of the models of these masters. Does nothing in a step."""
+    for owner, _ in _owners_outside_steps(masters):
+        owner.wait_for_steps()
+
+
+def _owners_outside_steps(
+    masters: Sequence[OptimizerCopy],
+) -> Iterator[tuple[GradientOwner, Sequence[OptimizerCopy]]]:
+    """The models of masters, with their masters, unless this is code of a step."""
     for home in {master.home for master in masters}:
         store = None if home is None else home()
         if store is None or store.gradient_owner is None:
@@ -513,38 +569,21 @@ def _announce_use(masters: Sequence[OptimizerCopy]) -> None:
         # An optimizer's step() on this thread: nothing of ours may run between its operations, where a Ctrl-C may come.
         is_inside = step is not None and step.is_open and step.thread == threading.get_ident()
         if not is_inside and current_iteration() is None:  # in step_fn masters may be used, too
-            store.gradient_owner.values_wanted([master for master in masters if master.home is home])
-
-
-def _without_memory(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, dtype and strides whose storage has no bytes."""
-    made = torch.empty_like(like, requires_grad=False, memory_format=torch.preserve_format)
-    made.untyped_storage().resize_(0)
-    return made
+            yield store.gradient_owner, [master for master in masters if master.home is home]
 
 
 def _has_graph(result: Any) -> bool:
     return any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in tree_leaves(result))
 
 
-def _memory_users(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Two reference counts that grow with the tensors, arrays and storages that share a tensor's memory.
-
-    None if this version of torch does not provide them.
-    """
-    storage = tensor.untyped_storage()
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return None if count is None else (count(storage._cdata), sys.getrefcount(storage))
-
-
 @functools.cache
 def _memory_users_of_one_tensor() -> tuple[int, int] | str:
-    """The result of `_memory_users` for memory that only one tensor uses.
+    """The result of `memory_users` for memory that only one tensor uses.
 
     "unknown" if torch provides no counts; this differs from every result, so no copy gives its memory back.
     """
     with torch._C.DisableTorchFunctionSubclass():
         alone = OptimizerCopy(torch.empty(1))
         # The first access may create a Python object that torch keeps and counts: only later results are comparable.
-        _memory_users(alone)
-        return _memory_users(alone) or "unknown"
+        memory_users(alone)
+        return memory_users(alone) or "unknown"

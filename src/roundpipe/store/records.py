@@ -1,7 +1,6 @@
 """Records of the wrapped model: its layers, their parameters and buffers, and gradients in host memory.
 
-Plain data without threads or devices. The functions in the last section find the names of parameters and modules in the
-user's model, for messages: in a layer of a split or converted model the same objects have other names.
+Plain data without threads or devices.
 """
 
 from __future__ import annotations
@@ -9,13 +8,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from roundpipe.split.stubs import PATH
 from roundpipe.store.host_memory import HostBuffer, LandingBuffer, Layout
 from roundpipe.store.master import OptimizerCopy
 
@@ -156,27 +153,3 @@ class LayerRecord:
     @property
     def trainable(self) -> list[ParameterRecord]:
         return [record for record in self.parameters if record.param.requires_grad]
-
-
-# Names in the user's model, for messages.
-
-
-def user_names(model: nn.Module) -> dict[int, str]:
-    """The name of every parameter and the path of every module in the user's model, by the id of the object."""
-    names = {id(module): path for path, module in model.named_modules()}
-    return names | {id(param): name for name, param in model.named_parameters()}
-
-
-def path_of(module: nn.Module, names: Mapping[int, str], local_path: str) -> str:
-    """The path of a module in the user's model.
-
-    A copy or stub that splitting made has the path of the module it was made from. For other modules that are not part
-    of the user's model this is `local_path`, the path of the module in its layer.
-    """
-    path: str = module.__dict__.get(PATH, local_path)
-    return names.get(id(module), path)
-
-
-def joined(path: str, key: str) -> str:
-    """The path of member `key` of the module at `path`. An empty `path` is the model itself."""
-    return f"{path}.{key}" if path else key

@@ -7,6 +7,7 @@ until a LayerSlot, which implements the rules, allows the access. Knows no sched
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -15,14 +16,16 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from roundpipe.devices import HostPinner
+from roundpipe.devices import Device, HostPinner
 from roundpipe.errors import ModelChangedError, UsageError
 from roundpipe.monitor import Monitor
+from roundpipe.progress import phase
 from roundpipe.store import adopt as adoption
-from roundpipe.store.adopt import Composition, PinMode, refuse_unusable, require_training_memory
-from roundpipe.store.host_memory import LandingBuffers, RegisteredPages
+from roundpipe.store.adopt import Composition, refuse_unusable
+from roundpipe.store.host_memory import LandingBuffers, MappedFiles, RegisteredPages, read_ahead
 from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord
 from roundpipe.store.surroundings import GradientOwner, OpenStep, StepExchange
+from roundpipe.store.training_memory import PinMode, assumed_optimizer, require_training_memory
 from roundpipe.store.values import Share
 from roundpipe.store.weights import LayerSlot, LayerWeights, Masters
 
@@ -61,10 +64,6 @@ class HostGradients:
                     gradient.record.gathered = gradients.pop()
                 else:
                     gradients.pop().release()
-
-    def has_any(self) -> bool:
-        """Whether any gradient has landed since the last step."""
-        return any(record.gathered is not None for record in self._parameters)
 
     def take(self, records: Sequence[ParameterRecord]) -> dict[ParameterRecord, HostGradient]:
         """Return the sums of `records` and forget them: the caller releases them, and new gradients start new sums."""
@@ -148,6 +147,13 @@ class HostGradients:
         """As `gradient_of`, in a list."""
         return None if record.gathered is None else [record.gathered.tensor]
 
+    def known_squares(self) -> dict[ParameterRecord, float]:
+        """Nothing: sums change until a step takes them."""
+        return {}
+
+    def note_reading(self) -> None:
+        """Do nothing: this is not a step."""
+
     def release(self, record: ParameterRecord) -> None:
         """Drop the sum of one parameter, because `.grad` of its master has replaced the sum."""
         with self._lock:
@@ -166,8 +172,18 @@ def _conceal(record: ParameterRecord) -> None:
         record.param.grad, record.exposed = None, False
 
 
+def _adopted(
+    layers: Sequence[nn.Module], names: Mapping[int, str], mode: PinMode, pinner: HostPinner
+) -> list[LayerRecord]:
+    size_bytes = sum(param.nbytes for param in nn.ModuleList(layers).parameters())
+    with phase(f"moving {size_bytes / 1e9:.3g} GB of weights into the host memory of {len(layers)} layers"):
+        return adoption.adopt(layers, names, mode, pinner)
+
+
 class LayerStore:
     """The layers of one model in host memory, from wrapping to closing."""
+
+    devices: Callable[[], Sequence[Device]] = tuple  # returns those of the model's pool, which it does not keep open
 
     def __init__(
         self,
@@ -179,42 +195,50 @@ class LayerStore:
         pinner: HostPinner,
         monitor: Monitor,
         share: Share | None = None,
+        staleness: int = 1,
+        master_bits: int = 32,
     ) -> None:
-        """`share`: this machine's part of every parameter, if several machines train the model together."""
+        """`share`: this machine's part of every parameter, if several machines train the model together.
+
+        staleness: if it is 0, no step keeps the weights twice, and their memory is not counted.
+        master_bits: 24 for masters of 24 bits where weights are bfloat16 and `optim_dtype` is float32.
+        """
         self.pid = os.getpid()
         # All checks that can refuse the model run before the first weight moves.
         refuse_unusable(layers, names)
         # A model wrapped under no_grad is for inference. Memory for training is checked when a call first trains.
         self._training_fits = torch.is_grad_enabled()
         self.share = share
-        num_machines = 1 if share is None else share.size
-        require_training_memory(layers, optim_dtype, pin_mode, trains=self._training_fits, num_machines=num_machines)
+        self._require_memory = functools.partial(
+            require_training_memory,
+            num_machines=1 if share is None else share.size,
+            warns_of_async=staleness > 0,
+            optimizer=assumed_optimizer(),
+            master_bits=master_bits,
+        )
+        self._require_memory(layers, optim_dtype, pin_mode, trains=self._training_fits)
         self.monitor = monitor
-        self.layers = adoption.adopt(layers, names, pin_mode, pinner)
+        self.layers = _adopted(layers, names, pin_mode, pinner)
         self.parameters: list[ParameterRecord] = list(
             {id(record.param): record for layer in self.layers for record in layer.parameters}.values()
         )
         self._by_param = {id(record.param): record for record in self.parameters}
         adoption.claim(self.parameters, self)
-        self._registered = None
-        if pin_mode is PinMode.REGISTER:
-            # A copy must not cross the edge of registered memory: `cuts` says where to divide copies of a parameter.
-            self._registered = RegisteredPages([record.weights for record in self.parameters], pinner)
-            for record in self.parameters:
-                record.cuts = self._registered.cuts(record.weights)
+        self._mapped = self._in_mapped_files()
+        self._registered = self._register_pages(pinner) if pin_mode is PinMode.REGISTER else None
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
-        self.masters = Masters(self.layers, optim_dtype, weakref.ref(self))
+        self.masters = Masters(self.layers, optim_dtype, weakref.ref(self), master_bits)
         self.gradient_owner: GradientOwner | None = None  # makes masters show gradients outside steps
         self.open_step: OpenStep | None = None  # the last step of an optimizer outside of step_fn
-        is_pinned = pin_mode is not PinMode.OFF
-        self.weights = LayerWeights(self.layers, self.slots, monitor, pinner if is_pinned else None)
-        self.landing_buffers = LandingBuffers(pinner if is_pinned else None)
+        self.pinner = None if pin_mode is PinMode.OFF else pinner
+        self.weights = LayerWeights(self.layers, self.slots, monitor, self.pinner)
+        self.landing_buffers = LandingBuffers(self.pinner)
         self._takers: dict[tuple[int, int], Callable[[], None]] = {}  # `take` of `when_landed`, by layer and generation
         # Set before the first master is made: several machines do not divide the masters of such a model.
         self.is_read_on_host: bool = False  # whether calls also compute with the user's parameters on the host
         self.graphs_version = 0  # version of the weights that autograd graphs on the host have saved
-        self.held: set[int] = set()  # layers that a checkpoint still reads; a step must not change them yet
+        self._held: set[int] = set()  # layers that a checkpoint still reads; a step must not change them yet
         self._names = names
         self._compositions = [Composition(layer, names) for layer in self.layers]
 
@@ -234,10 +258,37 @@ class LayerStore:
         """
         self.weights.bring_to_back(newest)
         self.layers = adoption.rearrange(layers, self._names, self.parameters, self.layers)
+        self._mapped = self._in_mapped_files()
         self.slots = [self._slot_of(layer, visible, newest) for layer in self.layers]
         self.weights.rearrange(self.layers, self.slots)
         self.masters.rearrange(self.layers)
         self._compositions = [Composition(layer, self._names) for layer in self.layers]
+
+    def _register_pages(self, pinner: HostPinner) -> RegisteredPages:
+        """Pin the weights where they are, and note in the records where copies must be divided.
+
+        A copy must not cross the edge of pinned memory.
+        """
+        registered = RegisteredPages([record.weights for record in self.parameters], pinner)
+        for record in self.parameters:
+            record.cuts = registered.cuts(record.weights)
+        return registered
+
+    def _in_mapped_files(self) -> dict[int, list[torch.Tensor]]:
+        """By layer: the weights that do not train and lie in mapped files."""
+        files = MappedFiles()
+        return {
+            layer.layer_id: [
+                record.weights
+                for record in layer.parameters
+                if not record.param.requires_grad and files.hold(record.weights)
+            ]
+            for layer in self.layers
+        }
+
+    def read_ahead(self, layer_id: int) -> None:
+        """Begin to read what a layer has in mapped files, because its upload comes next. Does not wait."""
+        read_ahead(self._mapped[layer_id])
 
     @staticmethod
     def _slot_of(layer: LayerRecord, visible: int, newest: int) -> LayerSlot:
@@ -273,11 +324,26 @@ class LayerStore:
                     "`self`, or through the closure of a function that was set as `forward` before wrapping."
                 )
 
+    def hold(self, layer_id: int) -> None:
+        """Let no step or write change the layer until `let_go`: a checkpoint reads it. The caller holds the monitor."""
+        self._held.add(layer_id)
+
+    def let_go(self, layer_id: int) -> None:
+        """End what `hold` began. Does nothing for a layer that is not held. The caller holds the monitor."""
+        self._held.discard(layer_id)
+        self.monitor.changed()
+
+    def is_held(self, layer_id: int | None) -> bool:
+        """Whether a checkpoint still reads the layer."""
+        return layer_id in self._held
+
     def wait_until_written(self, master: torch.Tensor) -> None:
         """Block until no checkpoint reads a master any more."""
+        if not self._held:
+            return
         layer_id = next((record.home for record in self.parameters if record.master is master), None)
         with self.monitor:
-            self.monitor.wait_until(lambda: layer_id not in self.held, f"a checkpoint to read layer {layer_id}")
+            self.monitor.wait_until(lambda: not self.is_held(layer_id), f"a checkpoint to read layer {layer_id}")
 
     def check_training_memory(self) -> None:
         """Raise HostMemoryError if training does not fit into host memory.
@@ -285,9 +351,8 @@ class LayerStore:
         Does nothing if an earlier check has passed. If gradients were enabled while wrapping, wrapping has checked it.
         """
         if not self._training_fits:
-            num_machines = 1 if self.share is None else self.share.size
             modules = [layer.module for layer in self.layers]
-            require_training_memory(modules, self.masters.optim_dtype, PinMode.OFF, num_machines=num_machines)
+            self._require_memory(modules, self.masters.optim_dtype, PinMode.OFF)
             self._training_fits = True
 
     # Announcements of uploads and landings. A call is announced before it starts, so that steps and later calls wait
@@ -343,6 +408,11 @@ class LayerStore:
         with self.monitor:
             self._takers[layer_id, generation] = take
             self._let_take(layer_id)
+
+    def has_gradients(self, generation: int) -> bool:
+        """Whether gradients of a generation have landed. Those that an earlier step has yet to take do not count."""
+        landed = [record.home for record in self.parameters if record.gathered is not None]
+        return any(self.slots[home].open_generation >= generation for home in landed)
 
     def _let_take(self, layer_id: int) -> None:
         """Call `take` for each generation of a layer whose gradients have all landed. The caller holds the monitor."""

@@ -39,6 +39,12 @@ class GradientSource(Protocol):
         flat and covers this machine's range (Share). All machines must ask for it.
         """
 
+    def known_squares(self) -> dict[Any, float]:
+        """The sums of squares of gradients, by record, to look up and to add to; empty if gradients may change."""
+
+    def note_reading(self) -> None:
+        """Called before code reads all gradients, as for a norm."""
+
     def release(self, record: Any) -> None:
         """Called when the copy does not need the gradient any more."""
 
@@ -87,6 +93,9 @@ class GradientOwner(Protocol):
         Waits until no step writes them. The next call publishes what was written. Does nothing inside a step.
         """
 
+    def wait_for_steps(self) -> bool:
+        """Wait until all steps that were issued are done. Inside a step does nothing and returns False."""
+
 
 class OpenStep(Protocol):
     """A step whose body runs on a thread of the user."""
@@ -100,8 +109,8 @@ class CopyHome(Protocol):
 
     gradient_owner: GradientOwner | None
     open_step: OpenStep | None  # the last step of an optimizer outside of step_fn, which may be open
-    held: set[int]  # not empty while a checkpoint reads the values of copies
     share: Share | None  # this machine's part of every copy, with several machines
     is_read_on_host: bool  # whether code on the host computes with the model's parameters
 
-    def wait_until_written(self, master: torch.Tensor) -> None: ...
+    def wait_until_written(self, master: torch.Tensor) -> None:
+        """Block until no checkpoint reads the values of the copy any more."""

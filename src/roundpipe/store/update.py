@@ -11,12 +11,15 @@ the same order, because they run the same step function.
 
 from __future__ import annotations
 
+import enum
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from roundpipe.devices import Device, HostPinner
+from roundpipe.errors import UsageError
 from roundpipe.store.host_memory import dense_stride
 from roundpipe.store.records import HostGradient, ParameterRecord, WeightBuffer
 
@@ -26,6 +29,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+
+class StepMode(enum.Enum):
+    """When the call after a step may begin, and which weights it reads.
+
+    [Note: publishing layer by layer] A step of mode BY_LAYER publishes each layer as soon as the one-pass optimizer has
+    updated all of its masters that have a gradient. The uploads of the next call wait for their layer and for no other.
+    So step_fn must not write masters afterwards. A first step of mode EXACT shows whether it does
+    (`written_besides`); the masters of a layer that was published are compared again when step_fn has returned.
+    """
+
+    STALE = "stale"  # at once; the call reads the weights before the step
+    EXACT = "exact"  # when the step is done
+    BY_LAYER = "by layer"  # at once; the call reads the new weights, layer by layer
 
 
 class Caller(Protocol):
@@ -55,7 +72,7 @@ class LayerUpdate:
         order: int,
         *,
         step: int,
-        is_async: bool,
+        mode: StepMode,
         abandoned: Callable[[], bool],
         caller: Caller | None = None,
         exchange: StepExchange | None = None,
@@ -69,10 +86,10 @@ class LayerUpdate:
         self.order = order
         # If the host also computes with the user's parameters, they are the only buffer, and after an asynchronous step
         # calls still read the old weights there. The new weights stay in the masters until the next step writes them.
-        self.publishes_late: bool = is_async and store.is_read_on_host
+        self.publishes_late: bool = mode is StepMode.STALE and store.is_read_on_host
         self._store, self._layer_id = store, layer_id
         self._generation, self._version = step - 1, step
-        self._is_async = is_async
+        self._mode = mode
         self._abandoned = abandoned
         self._thread = threading.get_ident()
         self._caller = caller
@@ -87,8 +104,13 @@ class LayerUpdate:
         self._gradients: dict[ParameterRecord, HostGradient] | None = None  # None until all of them have landed
         self._unwanted: list[ParameterRecord] = []  # parameters whose gradient was released before it landed
         self._settled = False  # whether the update was published or revoked
+        self._is_published = False  # whether calls may read the new weights
         self._target: WeightBuffer | None = None  # the buffer for the new weights; None until writing begins
+        self.reads_gradients_first = False  # whether step_fn has read gradients, as for a norm, before the update
+        self.squares: dict[ParameterRecord, float] = {}  # of gradients, see `known_squares`
+        self._versions: dict[ParameterRecord, int] = {}  # of masters when the step began
         self.updated: set[ParameterRecord] = set()  # parameters that the one-pass optimizer has updated
+        self._updated_again: ParameterRecord | None = None  # a parameter that it has updated more than once
 
     # The step's gradients.
 
@@ -101,8 +123,11 @@ class LayerUpdate:
             if not self.publishes_late:
                 master.rest_between_steps()
             master.begin_step(self, record)
-        if self._is_async and not self.publishes_late:
+            self._versions[record] = master.version
+        if self._mode is StepMode.STALE and not self.publishes_late:
             self._store.weights.keep_two(self._layer_id)
+        if self._mode is StepMode.BY_LAYER and not self._records:
+            self._complete_weights()  # nothing of this layer can change
 
     def _take(self) -> None:
         """Take the landed sums, and release those that the step does not need any more.
@@ -116,7 +141,7 @@ class LayerUpdate:
     @property
     def may_be_changed(self) -> bool:
         """Whether the layer's gradients have all landed and no checkpoint still reads the layer. Does not wait."""
-        return self._gradients is not None and self._layer_id not in self._store.held
+        return self._gradients is not None and not self._store.is_held(self._layer_id)
 
     def wait_until_landed(self) -> None:
         """Block until the layer's gradients have landed; raises StepAbandoned if they never will."""
@@ -129,8 +154,7 @@ class LayerUpdate:
         """
         if not self.may_be_changed:
             self.wait_until_landed()
-            held = self._store.held
-            self.wait_until(lambda: self._layer_id not in held, f"a checkpoint to read layer {self._layer_id}")
+            self.wait_until(lambda: self.may_be_changed, f"a checkpoint to read layer {self._layer_id}")
         if self._abandoned():
             raise StepAbandoned
 
@@ -160,6 +184,14 @@ class LayerUpdate:
         gradient = self._gradients.get(record)
         return None if gradient is None else gradient.tensor
 
+    def known_squares(self) -> dict[ParameterRecord, float]:
+        """The sums of squares that this step has computed: its gradients have landed and do not change any more."""
+        return self.squares
+
+    def note_reading(self) -> None:
+        """Note that step_fn reads all gradients, as for a norm."""
+        self.reads_gradients_first = not self.updated
+
     def release(self, record: ParameterRecord) -> None:
         """Release a gradient that the step does not need any more, now or as soon as it has landed."""
         with self._store.monitor:  # the gradient may be landing on another thread right now
@@ -175,6 +207,11 @@ class LayerUpdate:
         if self.exchange is not None and self._fetched is None:
             what = f"gradients of layer {self._layer_id}"
             self._fetched = self.exchange.fetch(what, self._records, self._landed, may_overwrite=True)
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether the exchange of the layer's gradients has begun."""
+        return self._fetched is not None
 
     def _landed(self) -> Mapping[ParameterRecord, HostGradient]:
         self.wait_until_landed()
@@ -222,6 +259,16 @@ class LayerUpdate:
 
     # The new weights.
 
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The devices of the model, which may take a share of the update."""
+        return self._store.devices()
+
+    @property
+    def pinner(self) -> HostPinner | None:
+        """Pins host memory for copies of these devices; None if the model's memory is not pinned."""
+        return self._store.pinner
+
     def carry_out(self, work: Callable[[], T]) -> T:
         """Run `work`, which writes weights, on the optimizer thread: no signal handler can interrupt it there."""
         if self._caller is None or threading.get_ident() == self._thread:
@@ -237,6 +284,12 @@ class LayerUpdate:
 
     def _begun(self) -> WeightBuffer:
         """The buffer for the new weights. The first call waits for uploads that still read this buffer."""
+        if self._is_published:
+            raise UsageError(
+                f"an optimizer has updated layer {self._layer_id} a second time in one step, after the next call could "
+                "read its new weights; the steps before did not do that. Update a parameter twice in every step from "
+                "the first one on, or call step() with is_async=False."
+            )
         if self._target is None:
             self._target = self._store.weights.begin(self._layer_id, self._version)
         return self._target
@@ -244,7 +297,8 @@ class LayerUpdate:
     @property
     def target(self) -> WeightBuffer:
         """The buffer for the new weights, as `new_weight_of` has chosen it."""
-        return self._begun()
+        assert self._target is not None
+        return self._target
 
     @property
     def has_replaced_weights(self) -> bool:
@@ -261,9 +315,75 @@ class LayerUpdate:
         for record in self._records:
             self._store.masters.of(record).end_step(keeps_source=self._caller is not None)
 
+    def publish_if_complete(self) -> None:
+        """Allow calls to read the new weights now, if the step publishes by layer and the layer is updated.
+
+        Called when the one-pass optimizer has updated parameters of the layer, and by the step's later layers while
+        other machines still send their ranges. See [Note: publishing layer by layer].
+        """
+        if self._mode is not StepMode.BY_LAYER or self._is_published or not self._is_updated():
+            return
+        if not self.waits_for_machines:
+            self._complete_weights()
+
+    @property
+    def waits_for_machines(self) -> bool:
+        """Whether the new weights still lack ranges that other machines send."""
+        return not all(pending.has_succeeded for _, pending in self._gathers)
+
+    def _is_updated(self) -> bool:
+        """Whether the one-pass optimizer has updated every master of the layer that this step may change."""
+        with self._store.monitor:
+            waiting = [record for record in self._gradients or () if record not in self.updated]
+        others = [self._store.masters.of(record) for record in self._records if record not in self.updated]
+        return bool(self.updated) and not waiting and not any(m.was_touched() or m.has_own_gradient for m in others)
+
+    def mark_updated(self, record: ParameterRecord) -> None:
+        """Record that the one-pass optimizer has updated a parameter."""
+        if record in self.updated:
+            self._updated_again = record
+        self.updated.add(record)
+
+    def written_besides(self) -> str | None:
+        """The name of a parameter whose master was written other than by one update in one pass; None if none was.
+
+        Called when step_fn has returned.
+        """
+        if self._updated_again is not None:
+            return self._updated_again.name
+        return next((record.name for record in self._records if self._was_written(record)), None)
+
+    def _was_written(self, record: ParameterRecord) -> bool:
+        """Whether a master was written in this step other than by the one-pass optimizer.
+
+        A write counts even if it has changed no value: a clamp may change one in a later step. After the layer was
+        published only changed values count.
+        """
+        master = self._store.masters.of(record)
+        if not self._is_published and master.version != self._versions.get(record, master.version):
+            return True
+        return master.was_touched() and self._is_ahead(record)
+
+    def _is_ahead(self, record: ParameterRecord) -> bool:
+        """Whether the values of a master differ from the newest weight that was written from it."""
+        is_written = record in self.updated or self._is_published
+        newest = None if is_written else self._store.slots[self._layer_id].buffer_of(self._version - 1)
+        buffer = next((found for found in (newest, self._target) if found is not None), WeightBuffer.FRONT)
+        return self._store.masters.of(record).is_ahead_of(record.memory(buffer))
+
+    def check_published(self) -> None:
+        """Raise UsageError if code has written a master after the layer was published, so that weights differ."""
+        name = self.written_besides() if self._is_published else None
+        if name is not None:
+            raise UsageError(
+                f"step_fn has written the optimizer's master of {name!r} after the optimizer had updated it, and the "
+                "next call has already read the weight without what was written; the steps before did not do that. "
+                "Write masters in every step from the first one on, or call step() with is_async=False."
+            )
+
     def publish(self) -> None:
         """Complete the new weights and allow calls to read them. Called when the step has succeeded in all layers."""
-        if not self.publishes_late:
+        if not self.publishes_late and not self._is_published:
             self._complete_weights()
         self._settled = True
 
@@ -284,7 +404,7 @@ class LayerUpdate:
                 record.master.may_be_ahead = True
         for record in list(self._gradients or ()):
             self.release(record)
-        if self.publishes_late:
+        if self.publishes_late or self._is_published:
             return
         if self._target is None:
             self._store.weights.unchanged(self._layer_id, self._version)
@@ -296,9 +416,11 @@ class LayerUpdate:
     def _complete_weights(self) -> None:
         """Write the weights that the one-pass optimizer has not written, and allow calls to read the new version."""
         if not self._records:
+            self._is_published = True
             self._store.weights.unchanged(self._layer_id, self._version)
             return
         target = self._begun()
+        self._is_published = True
         try:
             for _, pending in self._gathers:
                 pending.wait()
@@ -315,18 +437,42 @@ class LayerUpdate:
             self._store.weights.end(self._layer_id, self._version, target)
 
 
-def next_to_change(updates: Sequence[LayerUpdate]) -> LayerUpdate:
-    """The update, of those that are left, that a step carries out next. They are in the order of landing.
+def in_order_of_change(updates: Sequence[LayerUpdate]) -> Iterator[tuple[LayerUpdate, LayerUpdate | None]]:
+    """Yield updates, which are in the order of landing, in the order in which a step carries them out.
 
-    While some layers wait for gradients or for a checkpoint, this is the first that waits for neither. Once all may be
-    changed, it is the last: the next call needs its weights first.
+    With each comes the one that probably follows, so that its state can be read ahead; None with the last one. With
+    several machines, all of them carry out the updates in one order, and the gradients of the next layer are exchanged
+    while a layer is updated.
+    """
+    left = list(updates)
+    if left and left[0].exchange is not None:
+        if all(update.is_fetched for update in left):  # by all machines: the next call needs the first layers first
+            left.reverse()
+        for position, update in enumerate(left):
+            pair = left[position : position + 2]
+            for each in pair:
+                each.fetch()
+            yield update, (*pair, None)[1]
+        return
+    while left:
+        update = _next_to_change(left)
+        left.remove(update)
+        ready = [each for each in left if each.may_be_changed]
+        yield update, ready[-1] if ready else next(iter(left), None)
+
+
+def _next_to_change(updates: Sequence[LayerUpdate]) -> LayerUpdate:
+    """The update that a step carries out next, of those that are left in the order of landing.
+
+    Of the layers that wait neither for gradients nor for a checkpoint, this is the one that the next call needs first:
+    the last to land.
     """
     while not (ready := [update for update in updates if update.may_be_changed]):
         first = updates[0]
         first.wait_until_landed()
         what = f"a checkpoint to read layer {first._layer_id}"
         first.wait_until(lambda: any(update.may_be_changed for update in updates), what)
-    return updates[-1] if len(ready) == len(updates) else ready[0]
+    return ready[-1]
 
 
 # Several machines.
@@ -379,6 +525,13 @@ class SharedSums:
         except BaseException as error:
             self._failed(error)
             raise
+
+    def known_squares(self) -> dict[ParameterRecord, float]:
+        """Nothing: sums change until a step takes them."""
+        return {}
+
+    def note_reading(self) -> None:
+        """Do nothing: this is not a step."""
 
     def release(self, record: ParameterRecord) -> None:
         """Drop this machine's sum, because `.grad` of the master has replaced the sum of all machines."""

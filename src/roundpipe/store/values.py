@@ -1,31 +1,94 @@
 """The values of masters that have no float32 tensor of their own: halved, or divided between several machines.
 
-A HalvedMaster stores float32 values as a bfloat16 weight and the missing 16 bits. With a process group, a ShardedMaster
-stores the values of one range of a parameter, halved if possible; the other machines store the other ranges. A Share
-says which range. Knows neither optimizers nor steps, and sends nothing.
+A HalvedMaster stores float32 values as a bfloat16 weight and the missing 16 bits, a ShortMaster values of 24 bits as
+the weight and one byte. With a process group, a ShardedMaster stores the values of one range of a parameter, in one of
+these forms if possible; the other machines store the other ranges. A Share says which range. Knows neither optimizers
+nor steps, and sends nothing.
+
+[Note: masters of 24 bits] The values are float32 numbers whose low 8 bits are 0. The weight W is the value rounded to
+bfloat16, and a signed byte holds the rest, in units of 1/256 of the distance between two bfloat16 numbers. The byte is
+never -128: a value half way between two bfloat16 numbers is not used, so W and the byte determine each other and the
+value, W is the value's bfloat16 rounding by any rule for ties, and no bits for ties are stored. What an optimizer
+computes is rounded (Rounding) to one of the two nearest values of this kind, stochastically: a change smaller than the
+last bit is made with the probability that keeps the mean. native/blocks.h computes the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import torch
 
 from roundpipe.errors import UsageError
+from roundpipe.store.forms import random_bits, seed_of
 from roundpipe.store.host_memory import HostBuffer, dense_stride
 
 _HALF = 0x8000
 _CHUNK = 1 << 20  # number of elements converted at a time, so that intermediate results stay small
+BLOCK = 2048  # elements; the ranges of machines begin at multiples of it
+MASTER_BITS = (32, 24)
+_NUMBER_OF_MASTER = 3  # among the seeds of a step, behind those of the optimizer's states
+_MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 _SHARDED_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Rounding:
+    """Rounds the values of one master to 24 bits; see [Note: masters of 24 bits].
+
+    The random bits depend on the number of the element in the whole parameter and on how often the master was rounded,
+    so neither on threads nor on the ranges of machines, and a resumed run has the same.
+    """
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count  # how often the master was rounded after an update
+
+    @property
+    def seed(self) -> int:
+        """The seed of the next rounding."""
+        return seed_of(self.count + 1, _NUMBER_OF_MASTER)
+
+    def round(self, values: torch.Tensor, first: int = 0) -> bool:
+        """Round a flat float32 tensor in place. Returns whether any value has changed.
+
+        `first`: the number of its first element in the whole parameter.
+        """
+        bits, has_changed = values.view(torch.int32), False
+        for start in range(0, len(values), _CHUNK):
+            old = bits[start : start + _CHUNK].long() & 0xFFFFFFFF
+            draws = random_bits(self.seed, first + start, len(old))
+            up = (old + (draws >> 24)) & ~0xFF
+            # Around the half way point the two nearest values are 512 apart.
+            above = (old & 0xFFFF) - 0x7F00
+            around = old - above + ((above + (draws >> 23)) & 0x200)
+            new = torch.where((above >= 0) & (above < 0x200), around, up)
+            new = torch.where((old & _MAGNITUDE) > _INFINITY, _NAN, new)
+            has_changed |= not torch.equal(new, old)
+            bits[start : start + _CHUNK] = new.to(torch.int32)
+        return has_changed
+
+    def round_like(self, weight: torch.Tensor, values: torch.Tensor) -> bool:
+        """Round a tensor of the weight's shape in place, as `round`. Its elements are numbered in the weight's order.
+
+        The values may have another dtype or memory order, if the user has given the master another tensor.
+        """
+        if values.dtype is torch.float32 and values.stride() == weight.stride() == dense_stride(values):
+            return self.round(flat(values))
+        ordered = torch.empty_like(weight, dtype=torch.float32, memory_format=torch.preserve_format).copy_(values)
+        has_changed = self.round(flat(ordered))
+        values.copy_(ordered)
+        return has_changed
 
 
 class HalvedMaster:
     """float32 values stored as two halves: the bfloat16 weight to which each value rounds, and its low 16 bits.
 
     Devices need the bfloat16 weight anyway, so the values cost only half the memory of a float32 tensor. Joining the
-    halves restores every bit. [Note: halved masters] in one_pass_adam.c explains how; the C code computes the same.
+    halves restores every bit. [Note: halved masters] in one_pass.c explains how; the C code computes the same.
     """
+
+    low_dtype: ClassVar[torch.dtype] = torch.int16
 
     def __init__(self, weight: torch.Tensor, low: torch.Tensor | None = None, ties: torch.Tensor | None = None) -> None:
         """Make halves from a bfloat16 `weight`. Without `low` the values equal `weight` exactly."""
@@ -37,8 +100,8 @@ class HalvedMaster:
 
     @functools.cached_property
     def low(self) -> torch.Tensor:
-        """The low 16 bits of each value, flat, in the order of the weight's memory. Allocated when first used."""
-        return HostBuffer(2 * self.weight.numel(), None).tensor.view(torch.int16)
+        """The low bits of each value, flat, in the order of the weight's memory. Allocated when first used."""
+        return HostBuffer(self.low_dtype.itemsize * self.weight.numel(), None).tensor.view(self.low_dtype)
 
     @functools.cached_property
     def ties(self) -> torch.Tensor:
@@ -48,7 +111,7 @@ class HalvedMaster:
     @property
     def low_bytes_to_come(self) -> int:
         """Bytes that `low` will allocate when it is first used; 0 if it is allocated already."""
-        return 0 if "low" in vars(self) else 2 * self.weight.numel()
+        return 0 if "low" in vars(self) else self.low_dtype.itemsize * self.weight.numel()
 
     def become(self, weight: torch.Tensor) -> None:
         """Set the values to exactly those of `weight`: drop the low halves."""
@@ -77,11 +140,11 @@ class HalvedMaster:
             upper = (weight[piece].to(torch.int32) & 0xFFFF) - went_up.to(torch.int32)
             torch.bitwise_or(upper << 16, lower, out=bits[piece])
 
-    def take(self, values: torch.Tensor) -> bool:
+    def take(self, values: torch.Tensor, *, rounds: bool = False) -> bool:
         """Set the low halves so that joining gives `values`, a float32 tensor of the weight's shape and strides.
 
         The weight is read and stays unchanged. Returns False and changes nothing if joining would not restore every
-        bit: the weight must equal `values` rounded, and no value may be NaN.
+        bit: the weight must equal `values` rounded, and no value may be NaN. `rounds`: see ShortMaster.
         """
         other = HalvedMaster(self.weight)
         weight, bits = flat(self.weight).view(torch.int16), flat(values).view(torch.int32)
@@ -99,16 +162,60 @@ class HalvedMaster:
         return True
 
 
+class ShortMaster(HalvedMaster):
+    """float32 values of 24 bits stored as the bfloat16 weight to which each value rounds, and a signed byte.
+
+    See [Note: masters of 24 bits].
+    """
+
+    low_dtype = torch.int8
+
+    def join_into(self, to: torch.Tensor) -> None:
+        """Write the values into a float32 tensor of the weight's shape and strides."""
+        if "low" not in vars(self):
+            to.copy_(self.weight)
+            return
+        weight, bits = flat(self.weight).view(torch.int16), flat(to).view(torch.int32)
+        for start in range(0, self.weight.numel(), _CHUNK):
+            piece = slice(start, start + _CHUNK)
+            torch.add(weight[piece].to(torch.int32) << 16, self.low[piece].to(torch.int32) << 8, out=bits[piece])
+
+    def take(self, values: torch.Tensor, *, rounds: bool = False) -> bool:
+        """Set the bytes so that joining gives `values`, a float32 tensor of the weight's shape and strides.
+
+        The weight is read and stays unchanged. Returns False and changes nothing if `values` rounded are not the
+        weight, or if they need more than 24 bits, unless `rounds`: then the bytes give the nearest values.
+        """
+        other = ShortMaster(self.weight)
+        weight, bits = flat(self.weight).view(torch.int16), flat(values).view(torch.int32)
+        for start in range(0, self.weight.numel(), _CHUNK):
+            piece = slice(start, start + _CHUNK)
+            rest = bits[piece] - (weight[piece].to(torch.int32) << 16)
+            low = ((rest + 0x80) >> 8).clamp(-127, 127)
+            other.low[piece] = low.to(torch.int8)
+            is_near = (rest >= -_HALF) & (rest <= _HALF) if rounds else rest == low << 8
+            if not is_near.all():
+                return False
+        self.become(self.weight)
+        vars(self).update(vars(other))
+        return True
+
+
+def master_of(weight: torch.Tensor, rounding: Rounding | None) -> HalvedMaster:
+    """The values of a bfloat16 weight as those of its master: of 24 bits if it has a `rounding`, else of 32."""
+    return HalvedMaster(weight) if rounding is None else ShortMaster(weight)
+
+
 def unpacked_bits(packed: torch.Tensor) -> torch.Tensor:
     """The bits of a uint8 tensor as booleans, the lowest bit of each byte first."""
-    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
+    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).flatten().bool()
 
 
 def packed_bits(flags: torch.Tensor) -> torch.Tensor:
     """Booleans as bits of a uint8 tensor, the lowest bit of each byte first."""
-    whole = torch.zeros(-(-len(flags) // 8) * 8, dtype=torch.uint8)
+    whole = torch.zeros(-(-len(flags) // 8) * 8, dtype=torch.uint8, device=flags.device)
     whole[: len(flags)] = flags
-    return (whole.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+    return (whole.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=flags.device)).sum(1, dtype=torch.uint8)
 
 
 def flat(dense: torch.Tensor) -> torch.Tensor:
@@ -121,7 +228,9 @@ class Share:
     """This machine's part of every parameter: one range of its elements, in the order of memory.
 
     The ranges of a parameter depend on its size and on the number of machines alone, so they stay what they are when
-    the model is divided into other layers.
+    the model is divided into other layers. They begin at multiples of BLOCK elements, so that values which are stored
+    block by block never belong to two machines; the last machine has the incomplete block. A machine may have no
+    element of a parameter with fewer blocks than there are machines.
     """
 
     rank: int
@@ -130,11 +239,13 @@ class Share:
     def range_of(self, count: int, rank: int | None = None) -> slice:
         """The range of a parameter with `count` elements that belongs to this machine, or to the machine `rank`."""
         rank = self.rank if rank is None else rank
-        return slice(count * rank // self.size, count * (rank + 1) // self.size)
+        blocks = -(-count // BLOCK)
+        start, stop = (min(count, blocks * at // self.size * BLOCK) for at in (rank, rank + 1))
+        return slice(start, stop)
 
     def count_of(self, count: int) -> int:
         """The number of elements in this machine's range of a parameter with `count` elements."""
-        return count * (self.rank + 1) // self.size - count * self.rank // self.size
+        return len(range(count)[self.range_of(count)])
 
 
 def can_be_sharded(weight: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -150,8 +261,9 @@ class ShardedMaster:
     rounded, is complete on every machine.
     """
 
-    def __init__(self, weight: torch.Tensor, share: Share) -> None:
-        self.share = share
+    def __init__(self, weight: torch.Tensor, share: Share, rounding: Rounding | None = None) -> None:
+        """`rounding`: that of the master; only a bfloat16 weight has one."""
+        self.share, self.rounding = share, rounding
         self._range = share.range_of(weight.numel())
         self._own: HalvedMaster | torch.Tensor | None = None  # None: the values equal the weight
         self.weight = weight
@@ -176,14 +288,18 @@ class ShardedMaster:
         """The values of this machine's range, flat: in halves if the weight is bfloat16. The first call makes them."""
         if self._own is None:
             mine = flat(self._weight)[self._range]
-            self._own = HalvedMaster(mine) if mine.dtype is torch.bfloat16 else mine.to(torch.float32, copy=True)
+            is_halved = mine.dtype is torch.bfloat16
+            self._own = master_of(mine, self.rounding) if is_halved else mine.to(torch.float32, copy=True)
         return self._own
 
-    def take(self, values: torch.Tensor) -> None:
-        """Set the values of this machine's range to those in `values`, a float32 tensor of the whole parameter."""
+    def take(self, values: torch.Tensor, *, rounds: bool = False) -> None:
+        """Set the values of this machine's range to those in `values`, a float32 tensor of the whole parameter.
+
+        `rounds`: see ShortMaster.
+        """
         mine = flat(values)[self._range]
-        halves = HalvedMaster(flat(self._weight)[self._range])
-        is_halved = self._weight.dtype is torch.bfloat16 and halves.take(mine)
+        halves = master_of(flat(self._weight)[self._range], self.rounding)
+        is_halved = self._weight.dtype is torch.bfloat16 and halves.take(mine, rounds=rounds)
         self._own = halves if is_halved else mine.clone()
 
     @property
@@ -194,7 +310,9 @@ class ShardedMaster:
             return self._own.low_bytes_to_come
         if self._own is not None:
             return 0
-        return (2 if self._weight.dtype is torch.bfloat16 else 4) * count
+        if self._weight.dtype is not torch.bfloat16:
+            return 4 * count
+        return master_of(self._weight, self.rounding).low_dtype.itemsize * count
 
     def become(self, weight: torch.Tensor) -> None:
         """Set the values to exactly those of `weight`."""

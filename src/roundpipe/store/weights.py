@@ -395,7 +395,7 @@ class LayerWeights:
             layer.back = flat
 
     def _require_second_memory(self) -> None:
-        """Raise HostMemoryError if second buffer for all parameters that still lack it does not fit.
+        """Raise HostMemoryError if the second buffers that parameters still lack do not fit.
 
         Counts all layers at once: the system counts memory that is allocated but not yet written as free, so a check
         layer by layer would miss what earlier layers have allocated.
@@ -456,18 +456,22 @@ def _parameter_pieces(
 
 
 class Masters:
-    """The masters (masters) of one model; `of` makes each when it is first needed."""
+    """The masters of one model; `of` makes each when it is first needed."""
 
     def __init__(
-        self, layers: Sequence[LayerRecord], optim_dtype: torch.dtype | None, home: Callable[[], CopyHome | None]
+        self,
+        layers: Sequence[LayerRecord],
+        optim_dtype: torch.dtype | None,
+        home: Callable[[], CopyHome | None],
+        bits: int = 32,
     ) -> None:
         """Copies are made later, by `of`.
 
         `optim_dtype`: the dtype of all copies; None gives each the dtype of its parameter. `home`: returns the store
-        of the copies, or None once the store is gone.
+        of the copies, or None once the store is gone. `bits`: of the values of float32 masters of bfloat16 weights.
         """
         self._layers = layers
-        self.optim_dtype = optim_dtype
+        self.optim_dtype, self.bits = optim_dtype, bits
         self._home = home
         # Masters that code outside of steps has used since the last call, by id. The value is the version counter of a
         # master with changes of a failed step, which only a write may publish, else None.
@@ -486,7 +490,8 @@ class Masters:
         if record.master is None:
             home = self._home()
             share = None if home is None or home.is_read_on_host else home.share
-            record.master = OptimizerCopy.of_weight(record.weights, self.optim_dtype or record.weights.dtype, share)
+            dtype = self.optim_dtype or record.weights.dtype
+            record.master = OptimizerCopy.of_weight(record.weights, dtype, share, self.bits)
             record.master.home = self._home
         return record.master
 

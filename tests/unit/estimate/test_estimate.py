@@ -19,6 +19,7 @@ from roundpipe.plan import RunType, TaskKind, build_schedule
 from roundpipe.plan.forecast import Network
 from roundpipe.plan.predict import StageMemory
 from roundpipe.store import host_memory
+from roundpipe.store.training_memory import PaperOptimizer
 
 WORDS, WIDTH = 1024, 512
 MACHINE = Machine(GPUS["RTX4090"], 1, 10**12, 4e9)
@@ -201,7 +202,7 @@ def test_the_plan_is_a_legal_plan_and_its_memory_that_of_the_planner() -> None:
     found = estimate(paper, work, with_memory(0.745))
     found.forecast.plan.check_valid(len(paper.layers), RunType.FUSED)
     assert build_schedule(found.forecast.plan, RunType.FUSED) == found.forecast.tasks
-    assert found.forecast.tail >= 1
+    assert found.forecast.overlap.tail >= 1
     profile_bytes = StageMemory(layer_costs(paper, MACHINE.gpu, 4, 512), "stage", 4).peak_bytes(found.forecast.tasks, 1)
     assert found.forecast.peak_bytes >= profile_bytes
 
@@ -224,3 +225,29 @@ def test_descriptions_of_gpus() -> None:
     for wrong in ("24TB", "0xRTX4090", "2xGTX", "2xGTX:24GB", "H200:much", ""):
         with pytest.raises(ConfigError, match="--devices"):
             parse_gpus(wrong)
+
+
+@pytest.mark.parametrize(("moments", "num_bytes"), [("float32", 8), ("bfloat16", 4)])
+def test_state_on_disk_leaves_host_memory_and_bounds_the_step(moments: str, num_bytes: int) -> None:
+    paper = paper_model()
+    kept = PaperOptimizer("Adam", 2, moments)
+    on_disk = dataclasses.replace(kept, is_on_disk=True)
+    memory = estimate(paper, Work(16, 512, num_microbatch=4, optimizer=kept), MACHINE)
+    slow, fast = (
+        estimate(
+            paper,
+            Work(16, 512, num_microbatch=4, optimizer=on_disk),
+            dataclasses.replace(MACHINE, disk_bytes_per_s=rate),
+        )
+        for rate in (1e8, 1e15)
+    )
+    count = sum(param.numel() for param in paper.model.parameters())
+    row = kept.row
+    assert memory.host[row] == memory.state_bytes == slow.state_bytes
+    assert slow.state_bytes == pytest.approx(num_bytes * count, rel=0.01)
+    assert memory.host == {**slow.host, row: memory.host[row]}
+    assert slow.disk_s == pytest.approx(2 * slow.state_bytes / 1e8)
+    assert slow.bound is Bound.DISK
+    assert slow.step_s > slow.disk_s * 0.9
+    assert slow.optimizer_s == memory.optimizer_s == fast.optimizer_s
+    assert fast.step_s == memory.step_s

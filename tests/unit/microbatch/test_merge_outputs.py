@@ -226,6 +226,32 @@ def test_spec_of_a_different_structure_is_refused() -> None:
         merge_outputs([torch.zeros(2)], {"x": Chunk(0)})
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_with_one_tensor_per_item_are_joined(kind: type) -> None:
+    """As transformers returns the features of images: the plain model gives one entry per image of the whole batch."""
+    images = [torch.full((size, 3), float(size)) for size in (4, 2, 5)]
+    outputs = [
+        {"features": kind(images[:2]), "deep": [kind(images[:2]), kind(images[:2])]},
+        {"features": kind(images[2:]), "deep": [kind(images[2:]), kind(images[2:])]},
+    ]
+    merged = merge_outputs(outputs)
+    for joined in (merged["features"], *merged["deep"]):
+        assert type(joined) is kind
+        assert all(found is image for found, image in zip(joined, images, strict=True))
+    assert merge_outputs([[], images])[2] is images[2]  # a microbatch without images
+
+
+def test_lists_per_layer_are_merged_layer_by_layer() -> None:
+    merged = merge_outputs([[torch.zeros(1), torch.ones(1)], [torch.zeros(2), torch.ones(2)]])
+    assert [layer.tolist() for layer in merged] == [[0.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("other", [[torch.zeros(1), None], [torch.zeros(1), 3], (torch.zeros(1),) * 2])
+def test_lists_of_anything_but_tensors_are_not_joined(other: object) -> None:
+    with pytest.raises(MergeError, match="different structures at output"):
+        merge_outputs([[torch.zeros(1)], other])
+
+
 def test_chunk_needs_tensors_of_that_dimension() -> None:
     with pytest.raises(MergeError, match=r"Chunk\(0\) for output, which is no tensor but str"):
         merge_outputs(["a", "b"], Chunk(0))

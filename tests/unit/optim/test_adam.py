@@ -44,12 +44,16 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
 
 
 def test_only_the_optimizers_are_public() -> None:
-    assert optim.__all__ == ["Adam", "AdamW"]
+    assert optim.__all__ == ["SGD", "Adam", "AdamW", "Lion"]
 
 
 @both
 def test_signature_is_torchs(ours: Any, torchs: Any) -> None:
-    assert inspect.signature(ours) == inspect.signature(torchs)
+    *parameters, moments, state_folder, on_devices = inspect.signature(ours).parameters.values()
+    assert parameters == list(inspect.signature(torchs).parameters.values())
+    assert (moments.name, moments.default) == ("moments", "float32")
+    assert (state_folder.name, state_folder.default) == ("state_folder", None)
+    assert (on_devices.name, on_devices.default) == ("on_devices", False)
     assert issubclass(ours, torchs)
 
 

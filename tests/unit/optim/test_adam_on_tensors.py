@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from helpers_adam import NumpyAdam, NumpyAdamW
 from roundpipe import RoundPipe, optim
 from roundpipe.errors import RoundPipeError
-from roundpipe.optim import adam as one_pass
+from roundpipe.optim import one_pass
 from roundpipe.optim.native.kernel import KernelParameter
 
 KINDS = [(optim.Adam, NumpyAdam, torch.optim.Adam), (optim.AdamW, NumpyAdamW, torch.optim.AdamW)]

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers_adam import adam_numbers
 from roundpipe import RoundPipe, optim
-from roundpipe.optim.native.kernel import AdamRule, KernelParameter, OnePassKernel, one_pass_kernel
+from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel, one_pass_kernel
 
 WIDTH, NUM_STEPS = 16, 6
 
@@ -142,10 +143,6 @@ def tensors(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def rule(step: int) -> AdamRule:
-    return AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, is_decoupled=True, step=step)
-
-
 def test_a_renewed_kernel_parameter_updates_as_a_new_one(kernel: OnePassKernel) -> None:
     results: list[list[Tensor]] = []
     for is_renewed in (False, True):
@@ -155,10 +152,10 @@ def test_a_renewed_kernel_parameter_updates_as_a_new_one(kernel: OnePassKernel) 
         for step in range(1, 5):
             args: Any = (masters[step % 2], tensors(step, torch.bfloat16))
             if parameter is None or not is_renewed:
-                parameter = KernelParameter(*args, *moments, None, weights[step % 2], rule(step))
+                parameter = KernelParameter(*args, moments, weights[step % 2], adam_numbers(step))
             else:
-                assert parameter.renew(*args, weights[step % 2], rule(step))
-            kernel.adam([parameter])
+                assert parameter.renew(*args, weights[step % 2], adam_numbers(step))
+            kernel.update([parameter])
             parameter.forget_memory()
         results.append([*masters, *moments, *weights])
     assert all(map(torch.equal, *results))
@@ -182,12 +179,14 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 def test_other_forms_take_a_new_kernel_parameter(kernel: OnePassKernel, other: str) -> None:
     moments = [torch.zeros(4, 6) for _ in range(2)]
     parameter = KernelParameter(
-        tensors(0), tensors(1, torch.bfloat16), *moments, None, tensors(2, torch.bfloat16), rule(1)
+        tensors(0), tensors(1, torch.bfloat16), moments, tensors(2, torch.bfloat16), adam_numbers(1)
     )
-    assert not parameter.renew(tensors(0), tensors(1, torch.bfloat16), tensors(2, torch.bfloat16), rule(2)), "unchecked"
-    kernel.adam([parameter])
-    assert not parameter.renew(*OTHERS[other], rule(2))
-    assert parameter.renew(tensors(3), tensors(4, torch.bfloat16), tensors(5, torch.bfloat16), rule(2))
+    assert not parameter.renew(tensors(0), tensors(1, torch.bfloat16), tensors(2, torch.bfloat16), adam_numbers(2)), (
+        "unchecked"
+    )
+    kernel.update([parameter])
+    assert not parameter.renew(*OTHERS[other], adam_numbers(2))
+    assert parameter.renew(tensors(3), tensors(4, torch.bfloat16), tensors(5, torch.bfloat16), adam_numbers(2))
 
 
 def test_torch_updates_copies_whose_gradients_the_kernel_cannot_read() -> None:

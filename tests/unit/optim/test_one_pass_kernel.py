@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers_adam import NumpyAdam, NumpyAdamW
+from helpers_adam import NumpyAdam, NumpyAdamW, adam_numbers
 from roundpipe.optim.native import library
-from roundpipe.optim.native.kernel import AdamRule, KernelParameter, OnePassKernel, one_pass_kernel
+from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel, one_pass_kernel
 from roundpipe.store import HalvedMaster
 
 LENGTH = 3 * 65536 + 64  # several pieces for threads; torch's own kernel treats a remainder of a vector differently
 LOW = (torch.bfloat16, torch.float16)
-PROCESSORS = {"any": 0, "avx2": 1, "avx512": 2}
 # Every remainder of vectors of 4, 8 and 16 elements and of their unrolled loops; blocks of 1024, chunks of 65536.
 SIZES = (*range(0, 70), *range(127, 131), *range(1020, 1030), 2047, 65535, 65537, 2 * 65536 + 13)
 
@@ -30,25 +29,8 @@ def kernel() -> OnePassKernel:
     return made
 
 
-def rule(step: int, **options: Any) -> AdamRule:
-    defaults: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-    return AdamRule(**{**defaults, "is_decoupled": True, **options}, step=step)
-
-
 def randn(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(LENGTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.fixture(params=PROCESSORS)
-def processor(request: pytest.FixtureRequest) -> Iterator[str]:
-    loaded = library.load()
-    assert loaded is not None, "the tests need a C compiler"
-    try:
-        if loaded.roundpipe_use_processor(PROCESSORS[request.param]) != PROCESSORS[request.param]:
-            pytest.skip(f"this processor has no {request.param}")
-        yield request.param
-    finally:
-        loaded.roundpipe_use_processor(max(PROCESSORS.values()))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -67,11 +49,10 @@ def test_every_size_has_the_same_arithmetic(processor: str, num_threads: int, is
         given = []
         for param, master, (first, second, largest) in zip(plain, masters, moments, strict=True):
             param.grad = randn(step + len(param))[: len(param)].clone()
-            numbers = rule(step, is_decoupled=is_decoupled)
-            given.append(
-                KernelParameter(master, param.grad, first, second, largest if amsgrad else None, None, numbers)
-            )
-        team.adam(given)
+            numbers = adam_numbers(step, is_decoupled=is_decoupled, amsgrad=amsgrad)
+            states = [first, second, largest] if amsgrad else [first, second]
+            given.append(KernelParameter(master, param.grad, states, None, numbers))
+        team.update(given)
         reference.step()
     for param, master, (first, second, largest) in zip(plain, masters, moments, strict=True):
         state = reference.state[param]
@@ -90,7 +71,9 @@ def test_every_size_and_processor_rounds_weights_and_gradients_alike(
         param = master.clone().requires_grad_()
         param.grad = gradient.float()
         NumpyAdamW([param], lr=1e-3, weight_decay=0.1).step()
-        kernel.adam([KernelParameter(master, gradient, torch.zeros(size), torch.zeros(size), None, weight, rule(1))])
+        kernel.update(
+            [KernelParameter(master, gradient, [torch.zeros(size), torch.zeros(size)], weight, adam_numbers(1))]
+        )
         assert torch.equal(master, param)
         assert torch.equal(weight, param.detach().to(dtype))
 
@@ -107,7 +90,7 @@ def test_denormal_numbers_are_flushed_by_all_threads_or_by_none(num_threads: int
         try:
             first, second = torch.zeros(LENGTH), torch.zeros(LENGTH)
             gradient = torch.full((LENGTH,), 1e-39)
-            team.adam([KernelParameter(torch.zeros(LENGTH), gradient, first, second, None, None, rule(1))])
+            team.update([KernelParameter(torch.zeros(LENGTH), gradient, [first, second], None, adam_numbers(1))])
         finally:
             torch.set_flush_denormal(False)
         assert len(first.unique()) == 1
@@ -127,13 +110,12 @@ def test_results_are_torchs_fused_ones(
     kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     reference = kind([theirs], lr=1e-3, weight_decay=0.1, amsgrad=amsgrad, fused=True)
     first, second, weight = torch.zeros(LENGTH), torch.zeros(LENGTH), torch.empty(LENGTH, dtype=dtype)
-    largest = torch.zeros(LENGTH) if amsgrad else None
+    states = [first, second, torch.zeros(LENGTH)] if amsgrad else [first, second]
     for step in range(1, 6):
         gradient = randn(step, dtype)
-        parameter = KernelParameter(
-            ours, gradient, first, second, largest, weight, rule(step, is_decoupled=is_decoupled)
-        )
-        kernel.adam([parameter])
+        numbers = adam_numbers(step, is_decoupled=is_decoupled, amsgrad=amsgrad)
+        parameter = KernelParameter(ours, gradient, states, weight, numbers)
+        kernel.update([parameter])
         theirs.grad = gradient.float()
         reference.step()
         assert torch.equal(ours, theirs)
@@ -151,7 +133,7 @@ def test_factors_are_rounded_one_by_one(kernel: OnePassKernel) -> None:
     results = []
     for given, applied in ((gradient, factors), (scaled, ())):
         master, first, second = randn(0), torch.zeros(LENGTH), torch.zeros(LENGTH)
-        kernel.adam([KernelParameter(master, given, first, second, None, None, rule(1, gradient_factors=applied))])
+        kernel.update([KernelParameter(master, given, [first, second], None, adam_numbers(1, factors=applied))])
         results.append(torch.stack([master, first, second]))
     assert torch.equal(*results)
 
@@ -165,8 +147,8 @@ def test_every_low_precision_number_is_read_and_written_right(kernel: OnePassKer
     master, weight = between.clone(), torch.empty_like(between, dtype=dtype)
     gradient = every.repeat(len(between) // len(every))
     first, second = torch.zeros_like(between), torch.zeros_like(between)
-    options = {"lr": 0.0, "beta1": 0.0, "weight_decay": 0.0}
-    kernel.adam([KernelParameter(master, gradient, first, second, None, weight, rule(1, **options))])
+    numbers = adam_numbers(1, lr=0.0, betas=(0.0, 0.999), weight_decay=0.0)
+    kernel.update([KernelParameter(master, gradient, [first, second], weight, numbers)])
     finite = gradient.float().isfinite()
     assert torch.equal(first[finite], gradient.float()[finite])
     assert first[~finite].isnan().all() or not first[~finite].isfinite().any()
@@ -181,8 +163,8 @@ def test_a_halved_master_is_the_whole_one(kernel: OnePassKernel) -> None:
     moments = [[torch.zeros(LENGTH) for _ in range(2)] for _ in range(2)]
     for step in range(1, 20):
         gradient = randn(step, torch.bfloat16)
-        kernel.adam([KernelParameter(whole, gradient, *moments[0], None, weight, rule(step))])
-        kernel.adam([KernelParameter(HalvedMaster(old, low, ties), gradient, *moments[1], None, new, rule(step))])
+        kernel.update([KernelParameter(whole, gradient, moments[0], weight, adam_numbers(step))])
+        kernel.update([KernelParameter(HalvedMaster(old, low, ties), gradient, moments[1], new, adam_numbers(step))])
         joined = torch.empty(LENGTH)
         kernel.join(HalvedMaster(new, low, ties), joined)
         assert torch.equal(joined, whole)
@@ -213,17 +195,29 @@ def test_threads_change_nothing(kernel: OnePassKernel, num_threads: int) -> None
         tensors = [[randn(seed)[:n] for seed in range(2)] + [torch.zeros(n)] * 0 for n in (5, 70000, LENGTH)]
         moments = [[torch.zeros(len(pair[0])) for _ in range(2)] for pair in tensors]
         given = [
-            KernelParameter(pair[0], pair[1], *both, None, None, rule(1))
+            KernelParameter(pair[0], pair[1], both, None, adam_numbers(1))
             for pair, both in zip(tensors, moments, strict=True)
         ]
         for _ in range(3):
-            team.adam(given)
+            team.update(given)
         results.append(torch.cat([pair[0] for pair in tensors]))
     assert torch.equal(*results)
 
 
 def good_parameter() -> KernelParameter:
-    return KernelParameter(*(torch.zeros(4, 6) for _ in range(5)), torch.zeros(4, 6, dtype=torch.bfloat16), rule(1))
+    master, gradient, *states = (torch.zeros(4, 6) for _ in range(5))
+    weight = torch.zeros(4, 6, dtype=torch.bfloat16)
+    return KernelParameter(master, gradient, states, weight, adam_numbers(1, amsgrad=True))
+
+
+def with_wrong(field: str, wrong: Tensor) -> KernelParameter:
+    """A good parameter with one wrong tensor; "state 1" is the second state."""
+    good = good_parameter()
+    if not field.startswith("state"):
+        return dataclasses.replace(good, **{field: wrong})  # type: ignore[arg-type]
+    states = list(good.states)
+    states[int(field[-1])] = wrong
+    return dataclasses.replace(good, states=states)
 
 
 def good_halves(**others: Tensor) -> HalvedMaster:
@@ -246,24 +240,50 @@ WRONG: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("field", ["master", "gradient", "first", "second", "largest", "weight"])
+@pytest.mark.parametrize("field", ["master", "gradient", "state 0", "state 1", "state 2", "weight"])
 def test_a_tensor_that_does_not_match_is_refused_before_any_update(
     kernel: OnePassKernel, field: str, wrong: str
 ) -> None:
     good = good_parameter()
     untouched = copy.deepcopy(good)
-    bad = dataclasses.replace(good_parameter(), **{field: WRONG[wrong]()})
-    with pytest.raises(RuntimeError, match="Adam kernel"):
-        kernel.adam([good, bad])
-    for name in ("master", "first", "second", "largest", "weight"):
-        assert torch.equal(getattr(good, name), getattr(untouched, name))
+    bad = with_wrong(field, WRONG[wrong]())
+    with pytest.raises(RuntimeError, match="optimizer kernel"):
+        kernel.update([good, bad])
+    for one, before in zip(tensors_of(good), tensors_of(untouched), strict=True):
+        assert torch.equal(one, before)
 
 
-@pytest.mark.parametrize("field", ["master", "first", "second", "largest"])
-def test_moments_in_low_precision_are_refused(kernel: OnePassKernel, field: str) -> None:
-    bad = dataclasses.replace(good_parameter(), **{field: torch.zeros(4, 6, dtype=torch.bfloat16)})
-    with pytest.raises(RuntimeError, match=r"torch\.float32, got torch\.bfloat16"):
-        kernel.adam([bad])
+def tensors_of(parameter: KernelParameter) -> list[Tensor]:
+    assert isinstance(parameter.master, Tensor)
+    assert parameter.weight is not None
+    return [parameter.master, *parameter.states, parameter.weight]
+
+
+def test_another_number_of_states_is_refused(kernel: OnePassKernel) -> None:
+    good = good_parameter()
+    with pytest.raises(RuntimeError, match="needs 3 states for AMSGRAD, got 2"):
+        kernel.update([dataclasses.replace(good, states=good.states[:2])])
+
+
+@pytest.mark.parametrize("field", ["master", "state 0", "state 1", "state 2"])
+def test_masters_and_moments_in_half_precision_are_refused(kernel: OnePassKernel, field: str) -> None:
+    bad = with_wrong(field, torch.zeros(4, 6, dtype=torch.float16))
+    with pytest.raises(RuntimeError, match=r"torch\.float32.*, got torch\.float16"):
+        kernel.update([bad])
+
+
+@pytest.mark.parametrize("scales", [[], [torch.zeros(2)], [torch.zeros(1, dtype=torch.float64)]], ids=str)
+def test_codes_without_their_scales_are_refused(kernel: OnePassKernel, scales: list[Tensor]) -> None:
+    bad = dataclasses.replace(with_wrong("state 0", torch.zeros(4, 6, dtype=torch.int8)), scales=scales)
+    with pytest.raises(RuntimeError, match="optimizer kernel needs scale"):
+        kernel.update([bad])
+
+
+def test_codes_in_another_memory_order_are_refused(kernel: OnePassKernel) -> None:
+    turned, codes = torch.zeros(6, 4).t(), torch.zeros(6, 4, dtype=torch.uint8).t()
+    bad = KernelParameter(turned, turned.clone(), [turned.clone(), codes], None, adam_numbers(1), (), [torch.zeros(1)])
+    with pytest.raises(RuntimeError, match="row-major order"):
+        kernel.update([bad])
 
 
 BAD_HALVES: dict[str, dict[str, Tensor]] = {
@@ -284,12 +304,12 @@ def test_parts_of_a_halved_master_that_do_not_match_are_refused(kernel: OnePassK
     with pytest.raises(RuntimeError):
         kernel.halve(torch.zeros(4, 6), master)
     with pytest.raises(RuntimeError):
-        kernel.adam([dataclasses.replace(good_parameter(), master=master)])
+        kernel.update([dataclasses.replace(good_parameter(), master=master)])
 
 
 def test_a_halved_master_needs_somewhere_to_put_its_weight(kernel: OnePassKernel) -> None:
     with pytest.raises(RuntimeError, match="weight"):
-        kernel.adam([dataclasses.replace(good_parameter(), master=good_halves(), weight=None)])
+        kernel.update([dataclasses.replace(good_parameter(), master=good_halves(), weight=None)])
 
 
 @pytest.mark.parametrize("values", [torch.zeros(4, 5), torch.zeros(4, 6, dtype=torch.float64), torch.zeros(6, 4).t()])
@@ -304,5 +324,60 @@ def test_strides_of_single_elements_do_not_matter(kernel: OnePassKernel) -> None
     master = torch.randn(5, 1, 3, generator=torch.Generator().manual_seed(0)).transpose(0, 2)
     gradient = torch.ones(3, 1, 5).as_strided((3, 1, 5), (1, 77, 3))
     moments = [torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2)]
-    kernel.adam([KernelParameter(master, gradient, *moments, None, None, rule(1))])
+    kernel.update([KernelParameter(master, gradient, moments, None, adam_numbers(1))])
     assert (moments[0] != 0).all()
+
+
+# Sums of squares.
+
+
+def in_fixed_order(values: Tensor) -> float:
+    """The order of additions that the kernel promises: lanes of 16 in blocks of 1024, in chunks of 65536."""
+    total = 0.0
+    for chunk in values.double().split(65536):
+        of_chunk = 0.0
+        for block in chunk.split(1024):
+            lanes = torch.zeros(16, dtype=torch.float64)
+            for row in block.square().split(16):
+                lanes[: len(row)] += row
+            while len(lanes) > 1:
+                lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+            of_chunk += float(lanes)
+        total += of_chunk
+    return total
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_sums_of_squares_have_one_order(processor: str, num_threads: int, dtype: torch.dtype) -> None:
+    loaded = library.load()
+    assert loaded is not None
+    gradients = [randn(size, dtype)[:size] for size in SIZES]
+    sums = OnePassKernel(loaded, num_threads).squares([[gradient] for gradient in gradients])
+    assert sums == [in_fixed_order(gradient) for gradient in gradients]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_sums_of_squares_of_several_machines_add_as_the_update_does(kernel: OnePassKernel, dtype: torch.dtype) -> None:
+    parts = [randn(seed, dtype) for seed in range(3)]
+    added = (parts[0].float() + parts[1].float()) + parts[2].float()
+    assert kernel.squares([parts, parts[:1]]) == [in_fixed_order(added), in_fixed_order(parts[0])]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+@pytest.mark.parametrize("at", [0, 1023, 65536, LENGTH - 1])
+def test_a_sum_of_squares_is_finite_if_every_element_is(
+    kernel: OnePassKernel, value: float, dtype: torch.dtype, at: int
+) -> None:
+    largest = torch.full((LENGTH,), torch.finfo(dtype).max, dtype=dtype)
+    assert math.isfinite(kernel.squares([[largest]])[0])
+    largest[at] = value
+    assert not math.isfinite(kernel.squares([[largest]])[0])
+
+
+def test_sums_of_squares_refuse_what_they_cannot_read(kernel: OnePassKernel) -> None:
+    assert kernel.squares([]) == []
+    for parts in ([torch.zeros(3, dtype=torch.float64)], [torch.zeros(4)[::2]], [torch.zeros(3), torch.zeros(4)]):
+        with pytest.raises(RuntimeError, match="the optimizer kernel needs"):
+            kernel.squares([parts])

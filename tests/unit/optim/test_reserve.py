@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import RoundPipe, optim
-from roundpipe.optim import adam
+from roundpipe.optim import one_pass
 from roundpipe.optim import state_memory as reserve
 from roundpipe.optim.state_memory import Reserve
 from roundpipe.store import OptimizerCopy
+from roundpipe.store.forms import PLAIN
 from roundpipe.store.host_memory import HUGE_PAGE_BYTES, make_pages_ready
 
 WIDTH = 1024  # a float32 copy of a WIDTH x WIDTH weight has two huge pages
@@ -93,7 +94,7 @@ def test_it_happens_once_and_changes_nothing(model: RoundPipe, made_ready: list[
 
 def test_states_are_in_the_order_of_parameters(model: RoundPipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although layers are updated as their gradients land, the last one first."""
-    monkeypatch.setattr(adam, "next_to_change", lambda updates: updates[0])
+    monkeypatch.setattr(one_pass, "in_order_of_change", lambda updates: ((update, None) for update in updates))
     optimizer = optim.Adam(list(model.optim_parameters()), lr=1e-3)
     step(model, optimizer)
     assert list(optimizer.state_dict()["state"]) == [0, 1, 2, 3]
@@ -126,9 +127,9 @@ def test_what_does_not_fit_or_has_no_cores_is_not_tried(
     monkeypatch.setattr(reserve, found, lambda: value)
     made = Reserve()
     copies = [param for param in model.optim_parameters() if isinstance(param, OptimizerCopy)]
-    made.fill(copies, 2)
+    made.fill(copies, lambda copy: [PLAIN, PLAIN])
     assert not made_ready
-    assert made.moment_for(copies[0]).shape == copies[0].shape
+    assert made.parts_for(PLAIN, copies[0])[0].shape == copies[0].shape
 
 
 def test_making_pages_ready_leaves_values_alone() -> None:

@@ -51,23 +51,33 @@ def refused(model: RoundPipe, optimizer: Any, *fragments: str) -> None:
     assert all(torch.equal(one, two) for one, two in zip(values(model), before, strict=True))
 
 
-@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_our_adam_makes_no_moment_unless_all_fit(
-    model: RoundPipe, kind: Any, amsgrad: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "options", "num_states"),
+    [
+        (optim.Adam, {}, 2),
+        (optim.AdamW, {}, 2),
+        (optim.Adam, {"amsgrad": True}, 3),
+        (optim.Lion, {}, 1),
+        (optim.SGD, {"momentum": 0.9}, 1),
+        (optim.SGD, {}, 0),
+    ],
+)
+def test_our_optimizers_make_no_state_unless_all_fits(
+    model: RoundPipe, kind: Any, options: dict[str, Any], num_states: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    optimizer = kind(model.optim_parameters(), lr=1e-2, amsgrad=amsgrad)
-    needed = (COPIES + MOMENTS + (4 if amsgrad else 0)) * NUM_PARAMETERS
+    optimizer = kind(model.optim_parameters(), lr=1e-2, **options)
+    needed = (COPIES + 4 * num_states) * NUM_PARAMETERS
     let_be_available(monkeypatch, needed - 1)
     train(model)
-    refused(model, optimizer, "optimizer state", "optimizer copies", kind.__name__)
+    refused(model, optimizer, *(["optimizer state"] if num_states else []), "master weights", kind.__name__)
     train(model)
     refused(model, optimizer)
     before = values(model)
     let_be_available(monkeypatch, needed)
     train(model)
     model.step(lambda: optimizer.step(), is_async=False)
-    assert all(len(state) == (4 if amsgrad else 3) for state in optimizer.state.values())
+    counts = [sum(bool(value.dim()) for value in state.values()) for state in optimizer.state.values()]
+    assert counts == [num_states] * (3 if num_states else 0)
     assert not any(torch.equal(one, two) for one, two in zip(values(model), before, strict=True))
 
 
@@ -125,7 +135,7 @@ def test_optimizers_of_torch_are_checked_before_their_first_step(
     optimizer = make(model.optim_parameters())
     let_be_available(monkeypatch, per_parameter * NUM_PARAMETERS - 1)
     train(model)
-    refused(model, optimizer, "optimizer copies", "gradients in the copies' precision", type(optimizer).__name__)
+    refused(model, optimizer, "master weights", "gradients in the masters' precision", type(optimizer).__name__)
     let_be_available(monkeypatch, per_parameter * NUM_PARAMETERS)
     train(model)
     before = values(model)

@@ -23,8 +23,8 @@ from roundpipe.runtime.replica import LayerImages, Replica
 from roundpipe.runtime.run import LayerSettings
 from roundpipe.runtime.transfer import DeviceBuffers, Transfer
 from roundpipe.store import LayerStore
-from roundpipe.store.adopt import PinMode
 from roundpipe.store.host_memory import LandingBuffers
+from roundpipe.store.training_memory import PinMode
 
 WEIGHT, BIAS = 0, 1
 

@@ -12,6 +12,7 @@ from recorded_runs import NUM_MICROBATCH, Recorder, TaskRunner, batch, held_call
 
 from helpers_parity import assert_same, call_reference
 from roundpipe import ModelExecutePlan, RoundPipe
+from roundpipe.plan.overlap import Overlap
 from roundpipe.runtime.run import RunCancelled
 
 MakeModel = Callable[..., RoundPipe]
@@ -62,7 +63,7 @@ def test_the_tail_goes_backward_layer_by_layer(
 ) -> None:
     model, runner = make_model(plan=ALL_FUSED), TaskRunner()
     with held_call(monkeypatch, lambda: train(model)) as run:
-        run.tail = 2
+        run.overlap = Overlap(tail=2)
         (task,) = run.tasks
         recorder.clear()
         runner.run(run, task)

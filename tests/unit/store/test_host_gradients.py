@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from roundpipe.devices.virtual import NoPinner
+from roundpipe.module_names import user_names
 from roundpipe.monitor import Monitor
 from roundpipe.store import HostGradient, LayerStore, PinMode
 from roundpipe.store.host_memory import LandingBuffer, lay_out
-from roundpipe.store.records import user_names
 
 
 def make_store() -> LayerStore:
@@ -63,7 +63,7 @@ def test_gradients_of_a_cancelled_run_stay_with_their_landing() -> None:
     gradients = landed(store, 1.0)
     store.gradients.add(gradients, lambda: True)
     assert len(gradients) == len(store.parameters)
-    assert not store.gradients.has_any()
+    assert all(record.gathered is None for record in store.parameters)
 
 
 def test_dropped_sums_are_released() -> None:

@@ -13,7 +13,6 @@ from roundpipe import HostMemoryError, RoundPipe
 from roundpipe.devices import HostPinner
 from roundpipe.monitor import Monitor
 from roundpipe.store import host_memory
-from roundpipe.store.adopt import PinMode
 from roundpipe.store.host_memory import (
     ALIGNMENT_BYTES,
     HostBuffer,
@@ -24,6 +23,7 @@ from roundpipe.store.host_memory import (
     span_elements,
 )
 from roundpipe.store.store import LayerStore
+from roundpipe.store.training_memory import PinMode
 
 
 class RecordingPinner(HostPinner):
@@ -185,7 +185,7 @@ def test_a_model_that_cannot_fit_is_refused_with_a_table_and_left_alone(monkeypa
     addresses = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(HostMemoryError) as caught:
         RoundPipe(model, optim_dtype=torch.float32, devices=["cpu"])
-    for row in ("gradients", "optimizer copies", "needed in all", "available", "missing", "requires_grad_(False)"):
+    for row in ("gradients", "master weights", "needed in all", "available", "missing", "requires_grad_(False)"):
         assert row in str(caught.value)
     assert [p.data_ptr() for p in model.parameters()] == addresses
     monkeypatch.undo()

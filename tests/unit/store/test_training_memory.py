@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from roundpipe import AutoRoundPipe, HostMemoryError, RoundPipe, optim, wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe.store import PinMode, host_memory
-from roundpipe.store.adopt import SECOND_WEIGHTS, require_training_memory, training_memory
+from roundpipe.store.training_memory import SECOND_WEIGHTS, require_training_memory, training_memory
 
 DEVICES = ["cpu"] * 3
 WIDTH, NUM_LAYERS = 64, 4
@@ -59,7 +59,7 @@ def test_bytes_per_parameter(
         "weights": dtype.itemsize if device == "meta" else 0,
         "buffers, as calls read them": 0,
         "gradients": gradients,
-        "optimizer copies": copies,
+        "master weights": copies,
         "optimizer state (Adam)": state,
         "weights while they move": 0,  # less than what training allocates later
         SECOND_WEIGHTS: second,
@@ -129,7 +129,7 @@ def test_a_model_is_refused_if_its_moments_do_not_fit(monkeypatch: pytest.Monkey
         RoundPipe(model, optim_dtype=F32, devices=DEVICES)
     message = str(caught.value)
     for fragment in (
-        *("gradients", "optimizer copies", "optimizer state (Adam)", "second weights of asynchronous steps"),
+        *("gradients", "master weights", "optimizer state (Adam)", "second weights of asynchronous steps"),
         *("needed in all", "available", "missing", "requires_grad_(False)", "ROUNDPIPE_HOST_MEMORY_CHECK"),
     ):
         assert fragment in message
@@ -147,6 +147,8 @@ def test_async_steps_that_do_not_fit_are_warned_of(
     for fragment in ("asynchronous steps", "second weights", "needed in all", "missing", "is_async=False"):
         assert fragment in warning
     caplog.clear()
+    RoundPipe(network(), optim_dtype=F32, devices=DEVICES, staleness=0).close()
+    assert not caplog.records, "no step keeps the weights twice"
     let_be_available(monkeypatch, ALL_ASYNC * NUM_PARAMETERS)
     RoundPipe(network(), optim_dtype=F32, devices=DEVICES).close()
     assert not caplog.records

@@ -29,8 +29,8 @@ from pathlib import Path
 
 logger = logging.getLogger("roundpipe")
 
-SOURCE = Path(__file__).with_name("one_pass_adam.c")
-_SOURCES = (SOURCE, SOURCE.with_name("adam_block.h"))
+SOURCE = Path(__file__).with_name("one_pass.c")
+_SOURCES = (SOURCE, SOURCE.with_name("blocks.h"), SOURCE.with_name("rules.h"))
 # The flags optimize without changing results: -ffp-contract=off makes the compiler round every operation separately.
 COMPILE_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -49,7 +49,7 @@ def load() -> ctypes.CDLL | None:
         return _cached_or_compiled()
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
-            "Adam runs without its one-pass kernel, about half as fast and with more memory: %s. "
+            "roundpipe.optim runs without its one-pass kernel, about half as fast and with more memory: %s. "
             "To compile it, install gcc or clang, or name a compiler in CC.",
             reason(error),
         )
@@ -61,7 +61,7 @@ def built_name() -> str:
 
     The name contains a digest of the source, so that a library built from other source is not found.
     """
-    return f"_one_pass_adam_{_digest()}.so"
+    return f"_one_pass_{_digest()}.so"
 
 
 def is_built_with_the_package(loaded: ctypes.CDLL) -> bool:
@@ -93,7 +93,7 @@ def _cached_or_compiled() -> ctypes.CDLL:
 
 
 def _name_without_checksum() -> str:
-    return f"one_pass_adam-{_digest()}-{sys.platform}-{platform.machine()}"
+    return f"one_pass-{_digest()}-{sys.platform}-{platform.machine()}"
 
 
 def _cached(cache: Path) -> ctypes.CDLL | None:
