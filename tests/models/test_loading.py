@@ -178,8 +178,8 @@ def test_a_loaded_and_wrapped_model_is_never_in_memory_twice(tmp_path: Path) -> 
     """Loading takes the model, packed or not, and its largest tensor."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "vocab_size": 8192}
-    config = LlamaConfig(**sizes, num_attention_heads=8, tie_word_embeddings=True, dtype=torch.bfloat16)
+    sizes = {"hidden_size": 1536, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 2048}
+    config = LlamaConfig(**sizes, num_attention_heads=12, tie_word_embeddings=True, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.to_empty(device="cpu")

@@ -23,7 +23,7 @@ from roundpipe.packed import FORMS, PackedWeight, checked_form, form_asked_for, 
 from roundpipe.packed.choice import Place, pack_on_paper, places_to_pack, warn_of_unpacked
 from roundpipe.packed.forms import BlockForm
 from roundpipe.packed.module import install
-from roundpipe.store.host_memory import host_zeros_like, require_host_memory
+from roundpipe.store.host_memory import forget_freed_memory, host_zeros_like, require_host_memory
 
 logger = logging.getLogger("roundpipe")
 _NEEDED = ("*.safetensors", "*.json", "*.py", "*.jinja")  # of a repository of the hub
@@ -270,6 +270,7 @@ def _read_all(
                 _put(holders.pop(id(old)), old, keep(value if name in taken else host_zeros_like(old).copy_(value)))
             del value
         folder.release(each.tensors)
+        forget_freed_memory()
 
 
 def _keep_float32(model: Any) -> None:
