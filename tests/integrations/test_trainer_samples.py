@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -89,9 +90,13 @@ def samples_of(folder: Path) -> list[tuple[int, int, str, int, bool]]:
     return [tuple(row[name] for name in ("step", "number", "answer", "tokens", "is_complete")) for row in rows]
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "stale"])
-@pytest.mark.parametrize("num_devices", [1, 3])
-@pytest.mark.parametrize("evaluates", [False, True], ids=["at checkpoints", "at evaluations"])
+@pytest.mark.parametrize(
+    ("evaluates", "num_devices", "is_async"),
+    [
+        pytest.param(*each, marks=[] if each in {(True, 1, False), (False, 3, True)} else pytest.mark.slow)
+        for each in itertools.product([True, False], [1, 3], [False, True])
+    ],
+)
 def test_samples_change_no_bit_of_the_training(
     evaluates: bool, num_devices: int, is_async: bool, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
 
 from roundpipe.plan.cost import LayerCost
@@ -166,17 +167,22 @@ def _pieces(
 
 
 def _updated_s(final: Sequence[tuple[int, float]], update_s: Sequence[float]) -> dict[int, float]:
-    """Return when each layer is updated. `final`: layers and when their gradients are final.
+    """Return when each layer is updated. `final`: layers and when their gradients are final, in that order.
 
     Of the layers whose gradients are final, the optimizer takes the one that the next call needs first.
     """
-    waiting, updated, free_s = list(final), {}, 0.0
-    while waiting:
-        free_s = max(free_s, min(at_s for _, at_s in waiting))
-        chosen = min((layer_id, at_s) for layer_id, at_s in waiting if at_s <= free_s)
-        waiting.remove(chosen)
-        free_s += update_s[chosen[0]]
-        updated[chosen[0]] = free_s
+    ready: list[int] = []  # a heap
+    updated: dict[int, float] = {}
+    free_s, position = 0.0, 0
+    while ready or position < len(final):
+        if not ready:
+            free_s = max(free_s, final[position][1])
+        while position < len(final) and final[position][1] <= free_s:
+            heappush(ready, final[position][0])
+            position += 1
+        layer_id = heappop(ready)
+        free_s += update_s[layer_id]
+        updated[layer_id] = free_s
     return updated
 
 

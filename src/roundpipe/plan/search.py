@@ -155,8 +155,9 @@ class _Search:
                 coarse = [self._around(fused, packer) for packer in packers]
                 fine = _single_layers_around(fused)
                 mixed = [Partition(partition.fwd, fused, fine.bwd) for partition in coarse]
-                candidates = (*coarse, *mixed, fine)
-                step_s |= {each: self._exact_s(each, update_s, timing) for each in candidates if self._fits(each)}
+                for each in dict.fromkeys([*coarse, *mixed, fine]):  # many are equal
+                    if self._fits(each):
+                        step_s[each] = self._exact_s(each, update_s, timing)
         return _fewest_tasks_of_fastest(step_s) if step_s else self._finest
 
     def _exact_s(self, partition: Partition, update_s: Sequence[float], timing: UpdateTiming) -> float:
