@@ -169,6 +169,7 @@ def test_resume_takes_a_folder_or_none() -> None:
         ),
         (["--optim", "paged_ademamix_32bit"], ["--optim paged_ademamix_32bit cannot be used here"]),
         (["--moments", "4bit"], ["--moments", "invalid choice: '4bit'"]),
+        (["--on-devices", "--state-folder", "state"], ["--state-folder and --on-devices exclude each other"]),
         (["--master-bits", "16"], ["--master-bits", "invalid choice: 16"]),
         (["--master-bits", "24", "--optim-dtype", "bfloat16"], ["--master-bits 24 needs --optim-dtype float32"]),
         (["--moments", "8bit", "--optim-dtype", "bfloat16"], ["moments in low bits (8bit) need --optim-dtype float32"]),

@@ -33,7 +33,7 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_mode
 from roundpipe.devices.virtual import VirtualDevice
 from roundpipe.errors import ConfigError
 from roundpipe.integrations import RoundPipeMixin, RoundPipeOptions, RoundPipeTrainer
-from roundpipe.optim import AdamW, Lion, rules
+from roundpipe.optim import AdamW, Lion, device_share, rules
 from roundpipe.optim.stepper import Stepper
 from roundpipe.store import training_memory
 from roundpipe.store.update import StepMode
@@ -695,6 +695,31 @@ def test_moments_are_counted_when_the_model_is_wrapped(tmp_path: Path, monkeypat
     monkeypatch.setattr(training_memory, "require_host_memory", real)
     assert any("optimizer state (Adam)" in rows for rows in needs)
     assert any("optimizer state (Adam, 8bit)" in rows for rows in needs)
+
+
+def test_devices_share_the_update_by_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_share, "PIECE", 64)
+    monkeypatch.setattr(device_share, "_SMALLEST", 64)
+    monkeypatch.setattr(device_share._Helper, "_is_worth", lambda self, num_left, count: True)
+    found, num_elements = [], []
+    for on_devices in (False, True):
+        chosen = dataclasses.replace(options(2), on_devices=on_devices)
+        args = arguments(tmp_path, max_steps=NUM_STEPS, max_grad_norm=0.1)
+        trainer = RoundPipeTrainer(tiny_model(), args, train_dataset=token_rows(), roundpipe=chosen)
+        trainer.train()
+        found.append([param.detach().clone() for param in trainer.model.optim_parameters()])
+        share = trainer.optimizer.optimizer.device_share
+        num_elements.append(0 if share is None else share.num_elements)
+        close(trainer)
+    assert all(map(torch.equal, *found))
+    assert num_elements[0] == 0 < num_elements[1]
+    with pytest.raises(ConfigError, match="on_devices and state_folder exclude each other"):
+        RoundPipeOptions(on_devices=True, state_folder=tmp_path)
+    of_torch = arguments(tmp_path, optim="rmsprop")
+    trainer = RoundPipeTrainer(tiny_model(), of_torch, roundpipe=dataclasses.replace(options(2), on_devices=True))
+    with pytest.raises(ConfigError, match='on_devices is for optim="adamw_torch"'):
+        trainer.create_optimizer()
+    close(trainer)
 
 
 def test_masters_of_24_bits_by_the_options(tmp_path: Path) -> None:

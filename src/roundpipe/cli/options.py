@@ -499,6 +499,16 @@ _DEVICES = _under(
         on_resume=OnResume.ACCEPT,
     ),
     Option(
+        name="on_devices",
+        reading=_FLAG,
+        help="let devices share the update of each layer while their links are idle",
+        default=False,
+        receiver=Receiver.ROUNDPIPE,
+        excludes="state_folder",
+        may_differ=True,
+        on_resume=OnResume.ACCEPT,
+    ),
+    Option(
         name="weights_folder",
         reading={"metavar": "DIR"},
         help="with --frozen-weights: keep them in a mapped file on this fast disk",

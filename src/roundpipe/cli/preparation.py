@@ -317,7 +317,11 @@ def _check_optimizer(config: Any, settings: TrainSettings, total_steps: int) -> 
     what = f"--optim {getattr(config.optim, 'value', config.optim)}"
     try:
         optimizer_class, options = class_and_arguments(
-            config, settings.roundpipe.get("moments"), Trainer.get_optimizer_cls_and_kwargs, state_folder_of(settings)
+            config,
+            settings.roundpipe.get("moments"),
+            Trainer.get_optimizer_cls_and_kwargs,
+            state_folder=state_folder_of(settings),
+            on_devices=settings.roundpipe.get("on_devices"),
         )
         options.pop("state_folder", None)  # an optimizer makes its folder, and a dry run makes nothing
         optimizer = optimizer_class([nn.Parameter(torch.zeros(1))], **options)

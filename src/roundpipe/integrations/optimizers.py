@@ -61,9 +61,12 @@ def class_and_arguments(
     args: Any,
     moments: str | None,
     chosen_by: Callable[[Any], tuple[Any, dict[str, Any]]],
-    state_folder: Folder | None = None,
+    **more: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """The class of the optimizer and its arguments. `chosen_by`: Trainer's own choice by its arguments."""
+    """The class of the optimizer and its arguments. `chosen_by`: Trainer's own choice by its arguments.
+
+    more: arguments that the optimizers of `roundpipe.optim` alone have, by name. None and False ask for nothing.
+    """
     name = getattr(args.optim, "value", args.optim)
     if name in _REPLACED:
         kind, _ = _REPLACED[name]
@@ -90,11 +93,10 @@ def class_and_arguments(
         )
     if chosen != "float32":
         arguments = {**arguments, "moments": chosen}
-    if state_folder is not None:
-        if kind not in (*_OURS.values(), Lion):
-            raise ConfigError(
-                f'state_folder is for optim="adamw_torch", "sgd", "lion_32bit" and their relatives, not for '
-                f"optim={name!r}."
-            )
-        arguments = {**arguments, "state_folder": state_folder}
-    return kind, arguments
+    asked = {argument: value for argument, value in more.items() if value is not None and value is not False}
+    if asked and kind not in (*_OURS.values(), Lion):
+        raise ConfigError(
+            f'{next(iter(asked))} is for optim="adamw_torch", "sgd", "lion_32bit" and their relatives, not for '
+            f"optim={name!r}."
+        )
+    return kind, {**arguments, **asked}

@@ -33,6 +33,7 @@ class RoundPipeOptions:
     moments: "float32", "bfloat16" or "8bit", as for `roundpipe.optim.AdamW`; by default as the name in `optim` says.
     master_bits: 24 stores masters of bfloat16 weights in 24 bits, as for `wrap_model_to_roundpipe`.
     state_folder: a folder on a fast disk for the optimizer's state, as for `roundpipe.optim.AdamW`.
+    on_devices: whether devices update a share of each layer while their links are idle, as for `roundpipe.optim.AdamW`.
     nonfinite: "stop" raises NonFiniteError if a loss or gradient is infinite or NaN, before it reaches the weights;
         "skip" leaves the step out and logs a warning; "off" does not check.
     view: whether to show the run in the terminal, in place of Trainer's progress bar. `metrics.jsonl` and the report in
@@ -54,6 +55,7 @@ class RoundPipeOptions:
     moments: Literal["float32", "bfloat16", "8bit"] | None = None
     master_bits: Literal[32, 24] = 32
     state_folder: Folder | None = None
+    on_devices: bool = False
     samples: Sequence[str | Sequence[Mapping[str, Any]]] = ()
     sample_tokens: int = 128
 
@@ -64,6 +66,8 @@ class RoundPipeOptions:
         checked_form(self.frozen_weights)
         if self.master_bits not in MASTER_BITS:
             raise ConfigError(f"master_bits must be 32 or 24, got {self.master_bits!r}.")
+        if self.on_devices and self.state_folder is not None:
+            raise ConfigError("on_devices and state_folder exclude each other: devices copy states from host memory.")
         if isinstance(self.samples, str):
             raise ConfigError(f"samples must be a list of prompts, got a string; give [{self.samples[:40]!r}].")
         if self.sample_tokens < 1:

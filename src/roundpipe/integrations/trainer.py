@@ -361,9 +361,9 @@ class RoundPipeMixin(TrlMixin, MachinesMixin, IterableDataMixin):
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
         """Trainer's choice; RoundPipe's optimizers instead of those of torch with the same name."""
-        choice = super().get_optimizer_cls_and_kwargs
-        options = self.roundpipe
-        return class_and_arguments(args, options.moments, lambda given: choice(given, model), options.state_folder)
+        choice, options = super().get_optimizer_cls_and_kwargs, self.roundpipe
+        ours = {"state_folder": options.state_folder, "on_devices": options.on_devices}
+        return class_and_arguments(args, options.moments, lambda given: choice(given, model), **ours)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing: steps clip gradients."""
