@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from helpers_tiny_hf import tiny_model
+import roundpipe
+from helpers_packed import packed_places
+from helpers_quantised import quantised_copy
+from helpers_tiny_hf import save_tiny_model, tiny_model
 from roundpipe.__main__ import main
 from roundpipe.cli.estimate import _EXAMPLE, load_on_paper
 from roundpipe.estimate import meter
@@ -320,6 +323,57 @@ def test_a_name_that_is_no_folder_and_not_on_the_hub_is_explained(
         "runs/nothing: there is no such folder or file, and from the hub: cannot reach the hub for runs/nothing\n"
         in err
     )
+
+
+def test_weights_on_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    work = (
+        "qwen3-0.6b",
+        "--devices",
+        "1x24GB",
+        "--batch",
+        "2",
+        "--seq-len",
+        "64",
+        "--microbatches",
+        "2",
+        "--lora",
+        "8",
+    )
+    packed = ("--frozen-weights", "nf4", "--ram")
+    memory = as_json(capsys, *work, *packed, "4")
+    mapped = as_json(capsys, *work, *packed, "4", "--weights-on-disk")
+    assert memory["host_bytes"] == {**mapped["host_bytes"], "weights": memory["host_bytes"]["weights"]}
+    frozen = memory["host_bytes"]["weights"] - mapped["host_bytes"]["weights"]
+    assert 0 <= mapped["host_bytes"]["weights"] - 2 * mapped["trained"] < 1000  # buffers
+    assert (mapped["disk_bytes"], mapped["disk_read_bytes"], mapped["seconds"]["disk"]) == (frozen, 0, 0)
+    assert mapped["seconds"]["link"] > memory["seconds"]["link"]  # from memory that is not pinned
+    needed = sum(mapped["host_bytes"].values())
+    small = as_json(capsys, *work, *packed, f"{needed * 1.2 / 1e9:.3f}GB", "--weights-on-disk", "0.25")
+    assert small["fits"]
+    # One stage has all layers. The first and the last one share the embedding.
+    assert small["disk_read_bytes"] == frozen + 2 * 151936 * 1024
+    assert small["seconds"]["disk"] == pytest.approx(small["disk_read_bytes"] / 0.25e9)
+    assert small["seconds"]["step"] >= small["seconds"]["disk"]
+    assert small["bound"] == "disk"
+    _, out, _ = answer(capsys, *work, *packed, "0.3", "--weights-on-disk", "--state-on-disk")
+    assert re.search(
+        r"disk +[\d.]+ GB of optimizer state, .*\n +[\d.]+ GB of frozen weights, more than memory has", out
+    )
+    _, _, error = answer(capsys, *work, "--weights-on-disk")
+    assert error.endswith("add --lora R and --frozen-weights nf4.\n")
+
+
+def test_a_folder_that_comes_quantised_is_counted_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_model(tmp_path / "plain", "llama", hidden_size=64)
+    quantised_copy(tmp_path / "plain", tmp_path / "quantised", tmp_path / "rounded", "int8")
+    options = ("--devices", "1x24GB", "--ram", "8", "--seq-len", "32", "--lora", "2", "--dtype", "float32")
+    plain, quantised = (as_json(capsys, str(tmp_path / name), *options) for name in ("plain", "quantised"))
+    assert quantised["parameters"] == plain["parameters"]
+    taken = packed_places(roundpipe.load(tmp_path / "quantised"))
+    saved = sum(4 * described.num_elements - described.num_bytes for described in taken.values())
+    assert plain["host_bytes"]["weights"] - quantised["host_bytes"]["weights"] == saved > 0
+    _, out, _ = answer(capsys, str(tmp_path / "quantised" / "config.json"), *options)
+    assert "its weights come quantised, but are counted in float32: give their folder, and --lora R" in out
 
 
 def test_state_on_disk(capsys: pytest.CaptureFixture[str]) -> None:

@@ -467,7 +467,7 @@ def test_the_text_names_facts_and_advice(monkeypatch: pytest.MonkeyPatch, capsys
         "1000.0 GB free in /runs (xfs)\n",
         "3.0 GB/s read, 1.5 GB/s written\n",
         "0.125 billion parameters/s (Adam), 0.500 with 8-bit moments; in memory 4.00\n",
-        "roundpipe estimate --state-on-disk 2\n",
+        "roundpipe estimate --state-on-disk 2 --weights-on-disk 3\n",
         "at most 1.50 billion bfloat16 weights/s are read, 5.65 in nf4\n",
         "FAILS: half-precision products on the CPU crash: ONEDNN_MAX_CPU_ISA is not set\n  Set ",
         "\n1 will not work, 0 will be slow\n",

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import roundpipe
 from helpers_packed import packed_places, unpacked
+from helpers_quantised import quantised_copy
 from helpers_tiny_hf import chat_rows, save_tiny_model, tiny_model, tiny_tokenizer
-from helpers_trainers import arguments, close, lora_model, options, outcome_of, settings, token_rows
+from helpers_trainers import LORA, arguments, close, lora_model, options, outcome_of, settings, token_rows
 from roundpipe import wrap_model_to_roundpipe
 from roundpipe.__main__ import main
 from roundpipe.checkpoint import latest
@@ -65,6 +67,26 @@ def test_a_trainer_packs_what_does_not_train_and_resumes(tmp_path: Path) -> None
     for name in adapters:
         assert torch.equal(now[name], expected.weights[name]), name
     close(resumed)
+
+
+def test_a_trainer_takes_a_model_that_its_library_cannot_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes with weights in fp8, and its Trainer refuses to train adapters beside them."""
+    peft = pytest.importorskip("peft")
+    quantizer = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8").FineGrainedFP8HfQuantizer
+    monkeypatch.setattr(quantizer, "validate_environment", lambda self, *args, **kwargs: None)  # there is no GPU
+    save_tiny_model(tmp_path / "plain", "llama")
+    quantised_copy(tmp_path / "plain", tmp_path / "quantised", tmp_path / "rounded", "fp8")
+    quantised, plain = (
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / name), peft.LoraConfig(**LORA))
+        for name in ("quantised", "rounded")
+    )
+    plain.load_state_dict(
+        {name: each for name, each in quantised.state_dict().items() if "lora_" in name}, strict=False
+    )
+    ours, expected = (outcome_of(trainer(each, tmp_path / "out", max_steps=3)) for each in (quantised, plain))
+    assert (ours.losses, ours.grad_norms) == (expected.losses, expected.grad_norms)
+    with pytest.raises(ValueError, match="Please attach trainable adapters"):
+        trainer(AutoModelForCausalLM.from_pretrained(tmp_path / "quantised"), tmp_path / "full")
 
 
 def test_options_are_checked_when_they_are_made() -> None:

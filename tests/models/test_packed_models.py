@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from small_models import labelled, livened, lora, plain_loss, small, tokens, train_call, wrapped
 from torch import nn
 
+import roundpipe
 from helpers_adam import NumpyAdamW
 from helpers_packed import packed_places, unpacked
 from helpers_parity import StalenessReference, assert_same, grads_of, microbatches
@@ -27,6 +29,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 FAST = [("llama", "nf4", 2), ("qwen3_moe", "fp8", 3), ("gpt2", "int8", 1)]
+DOWN = "model.layers.1.mlp.down_proj.weight"
 TARGETS = {"gpt2": ("c_attn", "c_proj"), "t5": ("q", "wo"), "phi3": ("qkv_proj",), "qwen3_moe": ("q_proj", "o_proj")}
 CASES = [
     (kind, form, num)
@@ -285,3 +288,42 @@ def test_a_saved_model_without_adapter_is_the_plain_one(model_type: str, tmp_pat
     assert expected is not None
     assert packed_places(model).keys() < expected.keys()
     assert_same(dict(sorted(found.items())), dict(sorted(expected.items())))
+
+
+@pytest.mark.parametrize(("model_type", "form"), [("llama", "nf4"), ("qwen3_moe", "int8")])
+def test_a_checkpoint_without_adapter_loads_as_it_is(model_type: str, form: str, tmp_path: Path) -> None:
+    """from_pretrained would put random values in place of packed weights, so it refuses the folder."""
+    model = small(model_type, tie_word_embeddings=True).to(torch.bfloat16).requires_grad_(False)
+    model.get_parameter("model.norm.weight").requires_grad_(True)
+    with wrapped(model, frozen_weights=form, optim_dtype=torch.float32) as ours:
+        roundpipe.checkpoint.save(tmp_path / "saved", ours).wait()
+        expected = plain_state(model)
+    with pytest.raises(ValueError, match="quant_method"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    found = roundpipe.load(tmp_path / "saved")
+    assert packed_places(found) == packed_places(model)
+    values = plain_state(found)
+    assert expected is not None
+    assert values is not None
+    assert values["model.norm.weight"].dtype is torch.bfloat16
+    assert_same(dict(sorted(values.items())), dict(sorted(expected.items())))
+
+
+def test_damaged_checkpoints_of_packed_models_are_refused_by_name(tmp_path: Path) -> None:
+    model = small("llama").requires_grad_(False)
+    model.get_parameter("model.norm.weight").requires_grad_(True)
+    with wrapped(model, frozen_weights="fp8") as ours:
+        roundpipe.checkpoint.save(tmp_path / "saved", ours).wait()
+    content = json.loads((tmp_path / "saved" / "config.json").read_text())
+    weights = content["quantization_config"]["weights"]
+    changes: dict[str, Any] = {
+        r"down_proj.weight, which is quantised as roundpipe, cannot be taken: it has torch.uint8": {"shape": [4, 4]},
+        r"down_proj.weight came quantised, as fp8_tiles. Load the model that was trained": {"form": "fp8_tiles"},
+        r"quantised as roundpipe, but there is no \S*down_proj.weight_nf4": {"form": "nf4"},
+    }
+    for message, change in changes.items():
+        changed = {**weights, DOWN: {**weights[DOWN], **change}}
+        settings = {**content["quantization_config"], "weights": changed}
+        (tmp_path / "saved" / "config.json").write_text(json.dumps({**content, "quantization_config": settings}))
+        with pytest.raises(ConfigError, match=message):
+            roundpipe.load(tmp_path / "saved")

@@ -221,9 +221,15 @@ def quantising_inputs(plain: nn.Linear) -> nn.Module:
     return made
 
 
-def experts(plain: nn.Linear) -> nn.Module:
+def experts_in_mxfp4(plain: nn.Linear) -> nn.Module:
     made = nn.Module()
-    made.__class__ = type("FP8Experts", (nn.Module,), {"__module__": "transformers.integrations.finegrained_fp8"})
+    made.__class__ = type("Mxfp4GptOssExperts", (nn.Module,), {"__module__": "transformers.integrations.mxfp4"})
+    return made
+
+
+def experts_of_torchao(plain: nn.Linear) -> nn.Module:
+    made = nn.Module()
+    made._parameters["down_proj"] = of_torchao(plain)._parameters["weight"]
     return made
 
 
@@ -233,7 +239,8 @@ REFUSED: dict[str, Any] = {
         plain, Int4TilePackedTo4dTensor
     ),
     "Linear of torchao, with a weight of the class Int8Tensor, which cannot be taken": quantising_inputs,
-    "FP8Experts of transformers": experts,
+    "Mxfp4GptOssExperts of transformers": experts_in_mxfp4,
+    "Module of torchao": experts_of_torchao,
 }
 
 

@@ -55,6 +55,7 @@ from roundpipe.compiled import Compiling, PartsToCompile
 from roundpipe.devices import generator_states, set_generator_states
 from roundpipe.distributed.line import Payload
 from roundpipe.errors import CheckpointError, ConfigError
+from roundpipe.packed.sources import own_settings
 from roundpipe.store import OptimizerCopy, ParameterRecord, Share
 from roundpipe.store.values import ShardedMaster
 
@@ -501,6 +502,9 @@ def write_configuration(folder: Path, model: Any, tokenizer: Any) -> None:
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).removeprefix("torch.")
+        packed = own_settings(model)
+        if packed is not None:
+            config.quantization_config = packed
         config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
             write_generation_config(folder, model.generation_config)

@@ -330,8 +330,8 @@ def _rows_of_disk(machine: Machine) -> Iterator[tuple[str, str]]:
     alone = "" if kernel is None else f"; in memory {kernel / 1e9:.2f}"
     rates = f"{whole:.3f} billion parameters/s ({name}), {low:.3f} with 8-bit moments"
     yield "  state there", f"a step updates at most {rates}{alone}"
-    yield "  for estimates", f"roundpipe estimate --state-on-disk {both / 1e9:.2g}"
     read = disk.read_bytes_per_s / 1e9
+    yield "  for estimates", f"roundpipe estimate --state-on-disk {both / 1e9:.2g} --weights-on-disk {read:.2g}"
     yield (
         "  weights there",
         f"at most {read / 2:.2f} billion bfloat16 weights/s are read, {read / _PACKED_BYTES:.2f} in nf4",

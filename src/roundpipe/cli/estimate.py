@@ -23,8 +23,11 @@ from roundpipe.estimate.estimate import SAVED_INPUTS, Estimate, Machine, Work, e
 from roundpipe.estimate.figures import SHAPES, DeviceFigures, gpu_named, parse_gpus, parse_ram
 from roundpipe.estimate.layer_costs import PaperModel, add_adapters, causal_lm_on_paper
 from roundpipe.host_facts import available_host_bytes
+from roundpipe.loading import quantised_as, quantised_parameters
 from roundpipe.optim import rules
-from roundpipe.packed import FORMS, checked_form, num_elements, pack_frozen
+from roundpipe.packed import FORMS, PackedWeight, checked_form, num_elements, pack_frozen
+from roundpipe.packed.choice import pack_on_paper
+from roundpipe.packed.module import PackedModule
 from roundpipe.plan import TaskKind
 from roundpipe.plan.forecast import Network
 from roundpipe.store.forms import MOMENTS
@@ -61,6 +64,8 @@ def run(words: Sequence[str]) -> int:
             f"--frozen-weights {options.frozen_weights} packs weights that do not train, and --full trains all; add "
             "--lora R."
         )
+    if options.weights_on_disk is not None and options.frozen_weights is None:
+        raise ConfigError("--weights-on-disk is for packed weights; add --lora R and --frozen-weights nf4.")
     paper = load_on_paper(options.model, getattr(torch, options.dtype), options.lora, options.frozen_weights)
     work = Work(
         batch=options.batch,
@@ -159,6 +164,15 @@ def _add_rates(parser: argparse.ArgumentParser) -> None:
         help="the optimizer's state is in files on a disk that reads and writes G GB/s in turn (default "
         f"{_DISK_GBYTES:g}; `roundpipe doctor --disk DIR` measures it)",
     )
+    parser.add_argument(
+        "--weights-on-disk",
+        type=_positive,
+        nargs="?",
+        const=_DISK_GBYTES,
+        metavar="G",
+        help="with --frozen-weights: the frozen weights are mapped from a disk that reads G GB/s (default "
+        f"{_DISK_GBYTES:g}; `roundpipe doctor --disk DIR` measures it), as by roundpipe train --weights-folder",
+    )
     parser.add_argument("--machines", type=_count, default=1, metavar="N", help="number of such machines (default 1)")
     parser.add_argument(
         "--network", type=_positive, default=_NETWORK_GBITS, metavar="G", help="Gb/s between them (default 25)"
@@ -197,8 +211,8 @@ def _machine(options: argparse.Namespace) -> Machine:
         gpu = gpu_named(facts.name, facts.memory_bytes)
     ram_bytes = available_host_bytes() if options.ram is None else parse_ram(options.ram)
     network = Network(options.machines, options.network * 1e9 / 8) if options.machines > 1 else None
-    disk = None if options.state_on_disk is None else options.state_on_disk * 1e9
-    return Machine(gpu, num_devices, ram_bytes, options.optimizer_rate * 1e9, network, disk)
+    disk, weights = (None if each is None else each * 1e9 for each in (options.state_on_disk, options.weights_on_disk))
+    return Machine(gpu, num_devices, ram_bytes, options.optimizer_rate * 1e9, network, disk, weights)
 
 
 def load_on_paper(
@@ -231,12 +245,21 @@ def load_on_paper(
             nowhere = "" if is_shape or Path(model).exists() else "there is no such folder or file, and from the hub: "
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"cannot make a model of {model}: {nowhere}{reason}") from error
+    quantised = _quantised_in(Path(model), network) if lora_rank is not None else {}
     if lora_rank is not None:
         add_adapters(network, lora_rank)
+    pack_on_paper(network, quantised)
     form = checked_form(frozen_weights)
     if form is not None:
         pack_frozen(network, form)
     return causal_lm_on_paper(network)
+
+
+def _quantised_in(folder: Path, network: Any) -> dict[int, PackedWeight]:
+    """How weights come quantised in a folder that has them, by the ids of the parameters."""
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")) or quantised_as(network.config, folder) is None:
+        return {}
+    return quantised_parameters(network, folder)
 
 
 def _network(config: Any, dtype: torch.dtype) -> Any:
@@ -308,6 +331,10 @@ def _remarks(paper: PaperModel, work: Work) -> list[str]:
     if paper.unseen:
         count = sum(param.numel() for param in paper.unseen)
         found.append(f"without images: of the {_amount(count)} parameters that see them, only the memory is estimated")
+    settings = getattr(config, "quantization_config", None)
+    if settings and not any(isinstance(module, PackedModule) for module in paper.model.modules()):
+        dtype = str(config.dtype).removeprefix("torch.")
+        found.append(f"its weights come quantised, but are counted in {dtype}: give their folder, and --lora R")
     attention = config.get_text_config()._attn_implementation
     if attention == "eager":
         found.append("eager attention, because transformers has no other for this model: it keeps all scores")
@@ -332,13 +359,24 @@ def _network_in_words(machine: Machine, found: Estimate) -> list[str]:
 
 
 def _disk_in_words(machine: Machine, found: Estimate) -> list[str]:
-    if machine.disk_bytes_per_s is None:
-        return []
     each = "" if machine.network is None else " per machine"
-    return [
-        f"disk       {found.state_bytes / 1e9:.3g} GB of optimizer state{each}, read and written in each step: "
-        f"{found.disk_s:.3g} s at {machine.disk_bytes_per_s / 1e9:g} GB/s",
-    ]
+    lines = []
+    if machine.disk_bytes_per_s is not None:
+        lines.append(
+            f"{found.state_bytes / 1e9:.3g} GB of optimizer state{each}, read and written in each step: "
+            f"{machine.disk_s(found.state_bytes):.3g} s at {machine.disk_bytes_per_s / 1e9:g} GB/s"
+        )
+    if machine.weight_disk_bytes_per_s is not None:
+        rate = machine.weight_disk_bytes_per_s
+        weights = f"{found.mapped_bytes / 1e9:.3g} GB of frozen weights{each}"
+        if found.read_bytes:
+            lines.append(
+                f"{weights}, more than memory has left: {found.read_bytes / 1e9:.3g} GB are read in each step, "
+                f"{found.read_bytes / rate:.3g} s at {rate / 1e9:g} GB/s"
+            )
+        else:
+            lines.append(f"{weights}, in the page cache after the first step, in memory that is left")
+    return [f"{_INDENT if number else 'disk       '}{line}" for number, line in enumerate(lines)]
 
 
 def _visible(parts: Mapping[str, int]) -> dict[str, int]:
@@ -403,6 +441,8 @@ def _host_verdict(found: Estimate, ram_bytes: int, lora: str, *, is_on_disk: boo
     if needed - inputs <= ram_bytes:
         return f"DOES NOT FIT: {found.refusal}"
     disk = "" if is_on_disk else "--state-on-disk, "
+    if not lora and not found.mapped_bytes:
+        disk = f"{disk}--frozen-weights nf4 (also with --weights-on-disk), "
     return (
         f"DOES NOT FIT into host memory: {(needed - ram_bytes) / 1e9:.1f} GB are missing. Use {lora}{disk}a smaller "
         "model, or a machine with more memory."
@@ -437,7 +477,8 @@ def as_json(model: str, paper: PaperModel, work: Work, machine: Machine, found: 
             "network_not_hidden": found.exposed_s,
         },
         "network_bytes": found.network_bytes,
-        "disk_bytes": found.state_bytes if work.optimizer.is_on_disk else 0,
+        "disk_bytes": (found.state_bytes if work.optimizer.is_on_disk else 0) + found.mapped_bytes,
+        "disk_read_bytes": found.read_bytes,
         "tokens_per_s": _tokens_per_s(work, machine, found),
         "bound": found.bound.value,
         "fits": found.fits,

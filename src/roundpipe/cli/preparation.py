@@ -408,6 +408,7 @@ def memory_needs(settings: TrainSettings, prepared: Prepared) -> Needs:
     moments = chosen_moments(settings.trainer.get("optim"), settings.roundpipe.get("moments"))
     with assumed_state(moments, is_on_disk=saves_memory(state_folder_of(settings))):
         optimizer = assumed_optimizer()
+    frozen_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     host = training_memory(
         [model],
         optim_dtype,
@@ -415,11 +416,9 @@ def memory_needs(settings: TrainSettings, prepared: Prepared) -> Needs:
         num_machines=prepared.num_machines,
         optimizer=optimizer,
         master_bits=settings.roundpipe.get("master_bits", 32),
+        mapped_bytes=frozen_bytes if saves_memory(settings.weights_folder) else 0,
     )
     second = host.pop(SECOND_WEIGHTS)
-    frozen_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    if saves_memory(settings.weights_folder):
-        host["weights"] -= frozen_bytes
     has_reference = settings.method.has_reference or (settings.method.is_rewarded and prepared.train_config.beta != 0)
     if has_reference and settings.lora is None and settings.adapter is None:
         host["weights of the reference model"] = sum(p.nbytes for p in model.parameters())

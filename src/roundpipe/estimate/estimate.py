@@ -31,6 +31,9 @@ from roundpipe.store.training_memory import (
     training_memory,
 )
 
+# Bytes per second of copies from memory that is not pinned, as of mapped files: measured on an H200, whose link is the
+# fastest of all figures. The host copies them first.
+UNPINNED_BYTES_PER_S = 6.9e9
 CUDA_CONTEXT_BYTES = 600_000_000  # device memory of the driver and of libraries, outside torch's allocator
 SAVED_INPUTS = "inputs saved for recomputation"
 _MOST_MICROBATCHES = 1024  # that are tried. More bring nothing, and the time of the forecast grows with them
@@ -52,6 +55,8 @@ class Machine:
     """The machine of an estimate, and the network if there are several like it.
 
     parameters_per_s: rate of the optimizer's kernel. ram_bytes: None if unknown.
+    disk_bytes_per_s: of the disk with the optimizer's state, which reads and writes in turn.
+    weight_disk_bytes_per_s: of the disk with frozen weights, which reads; None if they are in memory.
     """
 
     gpu: DeviceFigures
@@ -60,6 +65,7 @@ class Machine:
     parameters_per_s: float
     network: Network | None = None
     disk_bytes_per_s: float | None = None
+    weight_disk_bytes_per_s: float | None = None
 
     @property
     def num_machines(self) -> int:
@@ -100,6 +106,7 @@ class Estimate:
     exposed_s: the part of the exchange over the network that is not hidden behind the rest.
     network_bytes: what a machine sends in a step, and receives.
     state_bytes: of the optimizer, in host memory or on disk.
+    mapped_bytes: of frozen weights on disk. read_bytes: what a step reads of them, because memory cannot hold them.
     refusal: why it does not fit into host memory, where possible with the message of wrapping; None if it fits.
     """
 
@@ -114,6 +121,8 @@ class Estimate:
     exposed_s: float
     network_bytes: int
     state_bytes: int
+    mapped_bytes: int
+    read_bytes: int
     device: Mapping[str, int]
     host: Mapping[str, int]
     refusal: str | None
@@ -176,11 +185,18 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
     # The trainers' way of exact steps: clipped, and published layer by layer. Several machines wait for the update.
     timing = UpdateTiming(is_exact=True, by_layer=machine.num_machines == 1, after_norm=machine.num_machines == 1)
     found = forecast(profile, update_s if work.is_exact else None, timing=timing)
-    host = _host_parts(paper, work, machine, found, profile)
+    mapped_bytes = _mapped_bytes(paper, machine)
+    host = _host_parts(paper, work, machine, found, profile, mapped_bytes)
+    unpinned_bytes = 0 if not mapped_bytes else _frozen_uploads(found, profile)
+    is_cached = machine.ram_bytes is not None and mapped_bytes + sum(host.values()) <= machine.ram_bytes
+    read_bytes = 0 if is_cached else unpinned_bytes
+    disk_read_s = read_bytes / (machine.weight_disk_bytes_per_s or math.inf)
     seconds = sum(task_seconds(task, costs) for task in found.tasks)
-    link_s = max(_link_bytes(found, profile)) / machine.gpu.link_bytes_per_s / machine.num_devices
+    link_s = _link_s(found, profile, machine, unpinned_bytes)
     # The forecast of exact steps includes their update.
     alone_s = max(found.step_s, link_s, 0.0 if work.is_exact else sum(update_s))
+    if disk_read_s:  # one disk cannot do both at the same time
+        alone_s = max(alone_s, disk_read_s + sum(disk_s))
     network, step_s = machine.network or Network(1, math.inf), alone_s
     exchange_s = [network.exchange_s(num_bytes) for num_bytes in exchanged]
     if machine.num_machines > 1:
@@ -194,14 +210,37 @@ def _estimate(paper: PaperModel, work: Work, machine: Machine, num_microbatch: i
         link_s=link_s,
         optimizer_s=sum(kernel_s),
         network_s=2 * sum(exchange_s),
-        disk_s=sum(disk_s),
+        disk_s=sum(disk_s) + disk_read_s,
         exposed_s=step_s - alone_s,
         network_bytes=2 * sum(exchanged) * (machine.num_machines - 1) // machine.num_machines,
         state_bytes=sum(state_bytes),
+        mapped_bytes=mapped_bytes,
+        read_bytes=read_bytes,
         device=_device_parts(found, profile, work.is_exact),
         host=host,
-        refusal=_refusal(paper, work, machine, host),
+        refusal=_refusal(paper, work, machine, host, mapped_bytes),
     )
+
+
+def _mapped_bytes(paper: PaperModel, machine: Machine) -> int:
+    """Bytes of the weights that lie on a disk: all that do not train."""
+    if machine.weight_disk_bytes_per_s is None:
+        return 0
+    return sum(param.nbytes for param in paper.model.parameters() if not param.requires_grad)
+
+
+def _frozen_uploads(found: Forecast, profile: ModelProfile) -> int:
+    """Bytes of frozen weights that a step uploads: those of a layer once for each of its passes."""
+    layers = [cost for task in found.tasks for cost in profile.layers[task.layers.start : task.layers.stop]]
+    return sum(cost.weight_bytes - cost.grad_bytes for cost in layers)
+
+
+def _link_s(found: Forecast, profile: ModelProfile, machine: Machine, unpinned_bytes: int) -> float:
+    """Seconds of the links. `unpinned_bytes`: of what they upload, those from memory that is not pinned."""
+    up, down = _link_bytes(found, profile)
+    rate = machine.gpu.link_bytes_per_s
+    up_s = (up - unpinned_bytes) / rate + unpinned_bytes / min(rate, UNPINNED_BYTES_PER_S)
+    return max(up_s, down / rate) / machine.num_devices
 
 
 def _link_bytes(found: Forecast, profile: ModelProfile) -> tuple[int, int]:
@@ -242,7 +281,7 @@ def _device_parts(found: Forecast, profile: ModelProfile, is_exact: bool) -> dic
 
 
 def _host_parts(
-    paper: PaperModel, work: Work, machine: Machine, found: Forecast, profile: ModelProfile
+    paper: PaperModel, work: Work, machine: Machine, found: Forecast, profile: ModelProfile, mapped_bytes: int
 ) -> dict[str, int]:
     """Bytes in host memory by part: what the check at wrapping counts, and inputs saved for recomputation."""
     rows = training_memory(
@@ -252,6 +291,7 @@ def _host_parts(
         num_machines=machine.num_machines,
         optimizer=work.optimizer,
         master_bits=work.master_bits,
+        mapped_bytes=mapped_bytes,
     )
     if work.is_exact:
         del rows[SECOND_WEIGHTS]
@@ -261,7 +301,7 @@ def _host_parts(
     return {name: size for name, size in rows.items() if size}
 
 
-def _refusal(paper: PaperModel, work: Work, machine: Machine, host: Mapping[str, int]) -> str | None:
+def _refusal(paper: PaperModel, work: Work, machine: Machine, host: Mapping[str, int], mapped_bytes: int) -> str | None:
     """Why the host memory does not suffice; None if it does or is not known.
 
     Wrapping cannot count the inputs that recomputation needs, because it does not know the batch.
@@ -279,6 +319,7 @@ def _refusal(paper: PaperModel, work: Work, machine: Machine, host: Mapping[str,
             num_machines=machine.num_machines,
             optimizer=work.optimizer,
             master_bits=work.master_bits,
+            mapped_bytes=mapped_bytes,
         )
     except HostMemoryError as error:
         return str(error)

@@ -24,9 +24,10 @@ from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import parse_devices
 from roundpipe.errors import ConfigError
 from roundpipe.integrations.vllm_side import HandedOver, client_on
-from roundpipe.packed import form_asked_for
+from roundpipe.packed import form_asked_for, take_quantised
 
 logger = logging.getLogger("roundpipe")
+_ADAPTED = "_hf_peft_config_loaded"  # of models of transformers with an adapter of their own add_adapter()
 _Base: Any = object  # for the type checker: the mixin has all methods of the class that it is put before
 
 # Trainers that cannot train through RoundPipe, and trainers to use instead.
@@ -87,8 +88,14 @@ class TrlMixin(_Base):  # type: ignore[misc]
         """Replace a BitsAndBytesConfig by packing the frozen weights when the model is wrapped.
 
         TRL would load the model with bitsandbytes, onto a GPU. `model`: TRL loads it only if it is a name.
-        `arguments`: of the trainer, which change.
+        `arguments`: of the trainer, which change. A model in memory whose library cannot train it is taken now:
+        Trainer refuses it. Without an adapter the refusal is right.
         """
+        quantizer = getattr(model, "hf_quantizer", None)
+        if isinstance(model, nn.Module) and quantizer is not None and not quantizer.is_trainable:
+            has_adapter = is_peft_model(model) or getattr(model, _ADAPTED, False)
+            if has_adapter or arguments.get("peft_config"):
+                take_quantised(model, type(model).__name__)
         if not isinstance(model, str):
             return
         args = arguments.get("args")

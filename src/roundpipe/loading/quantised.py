@@ -13,7 +13,7 @@ import torch
 from roundpipe.errors import ConfigError
 from roundpipe.loading.weight_folder import Conversion, WeightFolder
 from roundpipe.packed import FORMS
-from roundpipe.packed.sources import SOURCES, Settings
+from roundpipe.packed.sources import OWN, SOURCES, Settings, is_own
 from roundpipe.packed.taken import Taken, joined
 
 _IGNORED = (".activation_scale", ".input_scale")  # activations are not quantised in training
@@ -39,7 +39,7 @@ def quantised_as(config: Any, path: Path | str) -> str | None:
     settings = _settings(config)
     if not settings:
         return None
-    kind = settings.get("quant_method")
+    kind = OWN if is_own(settings) else settings.get("quant_method")
     if kind is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
         kind = "bitsandbytes"  # of files of early versions
     kind = str(getattr(kind, "value", kind))

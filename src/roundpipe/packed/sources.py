@@ -1,15 +1,25 @@
-"""Which tensors together are one quantised weight, by the names that each format gives them in files and modules."""
+"""Which tensors together are one quantised weight, by the names that each format gives them in files and modules.
+
+[Note: own checkpoints] A checkpoint of a packed model has its bytes, under names that transformers does not know. With
+the config of the plain model from_pretrained() would put random values in their places, after a warning. The config
+of such a folder therefore has a quantization_config without a method, which from_pretrained() refuses, and which says
+for us how each weight is packed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from roundpipe.errors import ConfigError
+from roundpipe.packed.forms import FORMS, PackedWeight
+from roundpipe.packed.module import PackedModule, part_name
 from roundpipe.packed.taken import NestedScales, Taken, four_bits, fp8_tiles, int8_rows, mxfp4
 
 Settings = Mapping[str, Any]  # the quantization_config of a model
@@ -87,10 +97,58 @@ def _of_four_bits(values: Sequence[torch.Tensor], dtype: torch.dtype) -> Taken:
     return four_bits(codes, scales, outer, table=levels, dtype=dtype, **given)
 
 
+OWN = "roundpipe"  # the name of the format of checkpoints of packed models
+_SAYS = "packed_by"  # of its settings
+
+
+def own_settings(model: nn.Module) -> dict[str, Any] | None:
+    """The quantization_config of a checkpoint of this model; None if nothing is packed. See [Note: own checkpoints]."""
+    weights = {
+        f"{path}.{name}".removeprefix("."): {
+            "form": described.form.name,
+            "shape": list(described.shape),
+            "dtype": str(described.dtype).removeprefix("torch."),
+        }
+        for path, module in model.named_modules()
+        if isinstance(module, PackedModule)
+        for name, described in module._roundpipe_packed.items()
+    }
+    advice = "Load this folder with roundpipe.load(), or the model it was made from and then this checkpoint."
+    return {_SAYS: OWN, "advice": advice, "weights": weights} if weights else None
+
+
+def is_own(settings: Settings) -> bool:
+    return settings.get(_SAYS) == OWN
+
+
+def _own(shapes: Mapping[str, torch.Tensor], settings: Settings) -> Iterator[tuple[str, Source]]:
+    for name, given in settings["weights"].items():
+        form = FORMS.get(given["form"])
+        if form is None:
+            raise ConfigError(
+                f"{name} came quantised, as {given['form']}. Load the model that was trained, with roundpipe.load, "
+                "and then this checkpoint into it, with roundpipe.checkpoint.load."
+            )
+        described = PackedWeight(form, tuple(given["shape"]), getattr(torch, given["dtype"]))
+        yield name, Source((part_name(name, described),), functools.partial(_of_own, described))
+
+
+def _of_own(described: PackedWeight, values: Sequence[torch.Tensor], dtype: torch.dtype) -> Taken:
+    (part,) = values
+    if part.dtype is not torch.uint8 or part.shape != (described.num_bytes,):
+        raise ConfigError(
+            f"it has {part.dtype} of shape {tuple(part.shape)} instead of the {described.num_bytes} bytes of a weight "
+            f"of shape {described.shape}"
+        )
+    described = dataclasses.replace(described, dtype=dtype)
+    return Taken(described, tuple((piece,) for piece in described.parts_of(part)))
+
+
 # By the name of the format: the quantised weights among named tensors.
 SOURCES: Mapping[str, Callable[[Mapping[str, torch.Tensor], Settings], Iterator[tuple[str, Source]]]] = {
     "fp8": _fp8,
     "mxfp8": _fp8,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    OWN: _own,
 }

@@ -193,7 +193,10 @@ def _expanded_scales(form: FourBitForm, taken: Taken) -> torch.Tensor:
 
 
 def fp8_tiles(codes: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int] | None, dtype: torch.dtype) -> Taken:
-    """Floating point in 8 bits (e4m3), with a scale for each tile of a matrix, or one for all of it."""
+    """Floating point in 8 bits (e4m3), with a scale for each tile of a matrix, or one for all of it.
+
+    tile: rows and columns of a tile; None for tiles of equal sizes, as many as there are scales.
+    """
     if codes.dtype is not torch.float8_e4m3fn:
         raise ConfigError(f"its codes are {codes.dtype}, not torch.float8_e4m3fn")
     rows, columns = codes.shape[-2:]
@@ -204,12 +207,25 @@ def fp8_tiles(codes: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int] |
     if scales.dim() != codes.dim() or scales.shape[:-2] != codes.shape[:-2] or scales.dtype not in _SCALE_DTYPES:
         raise _scales_do_not_fit(codes, scales)
     grid = tuple(scales.shape[-2:])
-    if tile is None or (-(-rows // tile[0]), -(-columns // tile[1])) != grid:
-        if not all(grid) or rows % grid[0] or columns % grid[1]:
-            raise _scales_do_not_fit(codes, scales)
-        tile = rows // grid[0], columns // grid[1]
+    given = (None, None) if tile is None else tile
+    tile = _edge(rows, grid[0], given[0]), _edge(columns, grid[1], given[1])
+    if not all(tile):
+        raise _scales_do_not_fit(codes, scales)
     form = TiledForm("fp8_tiles", "e4m3", tile, rows, scales.dtype)
     return Taken(PackedWeight(form, tuple(codes.shape), dtype), ((codes.view(torch.uint8),), (scales,)))
+
+
+def _edge(size: int, count: int, given: int | None) -> int:
+    """The length of a tile where `count` of them are `size` long; 0 if they do not fit. `given`: that of the format.
+
+    Where the given length does not fit, there is one tile for all, or tiles are parts of the given ones, or they are
+    the two halves of a matrix that consists of two short ones.
+    """
+    if given and -(-size // given) == count:
+        return given
+    edge = size // count if count and size % count == 0 else 0
+    fits = given is None or count == 1 or (edge and given % edge == 0) or (count == 2 and edge < given)
+    return edge if fits else 0
 
 
 def int8_tiles(

@@ -92,12 +92,13 @@ def training_memory(
     num_machines: int = 1,
     optimizer: PaperOptimizer | None = None,
     master_bits: int = 32,
+    mapped_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes that training will still allocate, by purpose. Only asynchronous steps need the row SECOND_WEIGHTS.
 
     `trains`: False for inference, which needs weights and buffers only. `num_machines`: the machines that divide
     masters and optimizer state between them. `optimizer`: by default `assumed_optimizer`. `master_bits`: of float32
-    masters of bfloat16 weights.
+    masters of bfloat16 weights. `mapped_bytes`: of weights on the meta device that will lie in mapped files.
     """
     optimizer = optimizer or assumed_optimizer()
     params = list({id(p): p for layer in layers for p in layer.parameters()}.values())
@@ -110,7 +111,7 @@ def training_memory(
     new = [p for p in (*params, *buffers) if p.is_meta]
     new += [p for p in params if files.hold(p) and (mode is not PinMode.OFF or id(p) in is_written)]
     rows = {
-        "weights": sum(p.nbytes for p in new),
+        "weights": sum(p.nbytes for p in new) - mapped_bytes,
         "buffers, as calls read them": sum(b.nbytes for b in buffers),
         "gradients": sum(p.nbytes for p in trainable),
         "master weights": sum(_copy_bytes(p, optim_dtype or p.dtype, master_bits) for p in trainable) // num_machines,
@@ -136,11 +137,12 @@ def require_training_memory(
     num_machines: int = 1,
     optimizer: PaperOptimizer | None = None,
     master_bits: int = 32,
+    mapped_bytes: int = 0,
 ) -> None:
     """Raise HostMemoryError with a table if synchronous steps do not fit; warn if only asynchronous steps do not.
 
     `is_async`: raise also if only asynchronous steps do not fit. `available`: bytes of host memory; by default those
-    of this machine. `num_machines`, `optimizer`, `master_bits`: see `training_memory`.
+    of this machine. `num_machines`, `optimizer`, `master_bits`, `mapped_bytes`: see `training_memory`.
     """
     optimizer = optimizer or assumed_optimizer()
     needs = training_memory(
@@ -151,6 +153,7 @@ def require_training_memory(
         num_machines=num_machines,
         optimizer=optimizer,
         master_bits=master_bits,
+        mapped_bytes=mapped_bytes,
     )
     second = 0 if is_async else needs.pop(SECOND_WEIGHTS)
     require_host_memory(

@@ -116,10 +116,21 @@ def test_one_scale_and_scales_that_are_powers_of_two() -> None:
         assert torch.equal(fp8_tiles(codes, scales, (128, 128), torch.float32).expanded(), expected)
 
 
+def test_tiles_that_do_not_fit_one_way_keep_their_length_the_other_way() -> None:
+    """Short gate and up matrices of experts have a scale each, also where both would fit into one tile."""
+    codes, scales = weight_of(2, 24, 40).to(torch.float8_e4m3fn), weight_of(2, 2, 2, seed=4)
+    of_rows = scales.repeat_interleave(12, 1)
+    expected = codes.float() * torch.cat([of_rows[..., :1].expand(2, 24, 32), of_rows[..., 1:].expand(2, 24, 8)], 2)
+    assert torch.equal(fp8_tiles(codes, scales, (32, 32), torch.float32).expanded(), expected)
+
+
 NAN = torch.full((3, 4), torch.nan)
 CODES = torch.zeros(6, 8).to(torch.float8_e4m3fn)
 BAD: dict[str, Callable[[], object]] = {
     r"scales are torch.float32 of shape \(4, 3\)": lambda: fp8_tiles(CODES, torch.ones(4, 3), (2, 2), torch.float32),
+    r"of shape \(2, 1\), which does not fit codes of shape \(6, 8\)": lambda: fp8_tiles(  # not halves
+        CODES, torch.ones(2, 1), (2, 8), torch.float32
+    ),
     "not torch.float8_e4m3fn": lambda: fp8_tiles(CODES.float(), torch.ones(3, 4), (2, 2), torch.float32),
     "scales that are infinite or NaN": lambda: fp8_tiles(CODES, NAN, (2, 2), torch.float32).packed(),
     "values that are NaN": lambda: fp8_tiles(NAN.to(CODES.dtype), torch.ones(1), None, torch.float32).packed(),
