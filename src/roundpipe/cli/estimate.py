@@ -23,8 +23,10 @@ from roundpipe.estimate.estimate import SAVED_INPUTS, Estimate, Machine, Work, e
 from roundpipe.estimate.figures import SHAPES, DeviceFigures, gpu_named, parse_gpus, parse_ram
 from roundpipe.estimate.layer_costs import PaperModel, add_adapters, causal_lm_on_paper
 from roundpipe.host_facts import available_host_bytes
+from roundpipe.loading import quantised_as, quantised_parameters
 from roundpipe.optim import rules
 from roundpipe.packed import FORMS, checked_form, num_elements, pack_frozen
+from roundpipe.packed.choice import pack_on_paper
 from roundpipe.plan import TaskKind
 from roundpipe.plan.forecast import Network
 from roundpipe.store.forms import MOMENTS
@@ -231,8 +233,12 @@ def load_on_paper(
             nowhere = "" if is_shape or Path(model).exists() else "there is no such folder or file, and from the hub: "
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"cannot make a model of {model}: {nowhere}{reason}") from error
+    has_weights = Path(model).is_dir() and any(Path(model).glob("*.safetensors"))
+    comes_packed = has_weights and quantised_as(config, model) is not None
+    taken = quantised_parameters(network, Path(model)) if comes_packed else {}
     if lora_rank is not None:
         add_adapters(network, lora_rank)
+    pack_on_paper(network, taken)
     form = checked_form(frozen_weights)
     if form is not None:
         pack_frozen(network, form)

@@ -168,7 +168,9 @@ _DATA = _under(
         help="tokens of the longest sequence",
         default=1024,
         bounds=POSITIVE,
-        elsewhere={"max-seq-length max-seq-len cutoff-len sequence-len block-size": "give --seq-len TOKENS"},
+        elsewhere={
+            "max-seq-length max-seq-len cutoff-len sequence-len block-size max-prompt-length": "give --seq-len TOKENS"
+        },
     ),
     Option(
         name="truncate",
