@@ -149,13 +149,25 @@ def test_resume_takes_a_folder_or_none() -> None:
         (["--sequence_lenght", "1"], ["no option --sequence_lenght"]),
         (["--batchsize=4"], ["no option --batchsize", "--batch"]),
         (["stray"], ["'stray' belongs to no option"]),
-        (["--lr", "fast"], ["--lr", "invalid float value: 'fast'"]),
+        (["--lr", "fast"], ["--lr needs a number, got 'fast'"]),
+        (["--eval-split", "5%"], ["--eval-split needs a number, such as 0.05, got '5%'"]),
+        (["--lora"], ["--lora needs a value: --lora R (train a LoRA adapter of rank R)"]),
+        (["--logging-steps"], ["--logging-steps needs a value"]),
+        (["recipe.yaml"], ["write --config recipe.yaml if it is the file of options"]),
+        (
+            ["--adapter", "qlora"],
+            ["--adapter is the folder of an adapter to train further; for a new one give --lora R"],
+        ),
+        (
+            ["--pref-beta", "0.1"],
+            ["there is no option --pref-beta: it is called beta here; give --method dpo, kto or orpo"],
+        ),
         (["--lr", "0"], ["--lr must be greater than 0, got 0"]),
         (["--lr", "inf"], ["--lr must be a finite number, got inf"]),
         (["--epochs", "inf"], ["--epochs must be a finite number, got inf"]),
         (["--warmup", "nan"], ["--warmup must be a finite number, got nan"]),
         (["--weight-decay", "nan"], ["--weight-decay must be a finite number, got nan"]),
-        (["--weight-decay", "x"], ["--weight-decay: invalid float value: 'x'"]),
+        (["--weight-decay", "x"], ["--weight-decay needs a number, got 'x'"]),
         (["--seq-len", "1"], ["--seq-len must be at least 2, got 1"]),
         (["--seq-len", "9", "--max-length", "8"], ["--seq-len and --max-length are the same setting"]),
         (["--fp16"], ["--fp16 cannot be used here", "--dtype bfloat16"]),
@@ -302,7 +314,7 @@ def test_needed_options(missing: str) -> None:
         ("lr: [1\n", "is not valid YAML"),
         ("leraning-rate: 1\n", "no option --leraning-rate; did you mean --learning-rate?"),
         ("config: other.yaml\n", "names another config file"),
-        ("lr: fast\n", "invalid float value: 'fast'"),
+        ("lr: fast\n", "--lr needs a number, got 'fast'"),
         ("batch: " + "9" * 5000 + "\n", "is not valid YAML: Exceeds the limit"),
         ("batch: 0x" + "f" * 5000 + "\n", "is not valid YAML: Exceeds the limit"),
         ("lr: 2020-13-45\n", "is not valid YAML: month must be in 1..12"),
@@ -317,6 +329,36 @@ def test_mistakes_in_a_config_file_name_the_file(tmp_path: Path, text: str, part
         with_config(tmp_path, text)
     assert part in str(caught.value)
     assert "run.yaml" in str(caught.value)
+
+
+def test_all_options_of_another_tool_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_config(tmp_path, "base_model: x\nval_set_size: 0.1\nsequence_lenght: 3\nlr: 1e-4\n")
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("run.yaml: there are no such options:")
+    assert [line.split(":")[0].split(";")[0] for line in lines[1:]] == [
+        "  --base-model", "  --val-set-size", "  --sequence-lenght",
+    ]  # fmt: skip
+    assert lines[1].endswith(": give --model DIR_OR_NAME.")
+
+
+def test_a_resume_without_options_names_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("model: m\n")
+    for words in (["--resume", str(tmp_path)], ["--resume", "--out", str(tmp_path)]):
+        with pytest.raises(ConfigError, match=f"roundpipe train --config {tmp_path}/train.yaml --resume"):
+            arguments.parse(words)
+
+
+def test_a_weight_in_another_form_is_refused_with_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("")
+    for written in ("a.jsonl:0.7", "a.jsonl=70%", "a.jsonl@0.7"):
+        with pytest.raises(ConfigError, match=r"a\.jsonl=0\.7"):
+            arguments.split_weight(written)
+    assert arguments.split_weight("owner/name:train") == ("owner/name:train", None)
+    assert arguments.split_weight("b=x") == ("b=x", None)
 
 
 @pytest.mark.slow

@@ -151,3 +151,25 @@ def test_adapters_that_do_not_fit_are_refused_before_the_model_is_loaded(
         capsys, words(folder, out, adapter=adapter)
     )
     assert not out.exists()
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new adapter", "given adapter"])
+def test_a_dry_run_counts_adapters_in_the_dtype_in_which_they_train(
+    is_new: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(train_module, "report_dry_run", lambda settings, prepared, needs, at: found.append(needs))
+    given = words(folder, tmp_path / "out", "--dtype", "bfloat16", "--dry-run")
+    if is_new:
+        given[1:3] = ["--model", str(folder / "model"), "--lora", "2"]
+    assert main(given) == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+    if is_new:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    else:
+        model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert torch.float32 in {parameter.dtype for parameter in trained}
+    assert found[0].trainable == sum(parameter.numel() for parameter in trained)
+    assert found[0].host["gradients"] == sum(parameter.nbytes for parameter in trained)
+    assert found[0].disks[0].rows()["final model"] == sum(parameter.nbytes for parameter in trained)

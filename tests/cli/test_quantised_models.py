@@ -86,6 +86,21 @@ def test_a_dry_run_counts_the_bytes_that_come(
     assert "as they come (bitsandbytes)" in shown[1][2]
 
 
+def test_an_estimate_counts_the_bytes_that_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = save_tiny_model(tmp_path / "plain", "llama", hidden_size=256, intermediate_size=1024, num_layers=8)
+    quantised_copy(plain, tmp_path / "quantised", tmp_path / "rounded", "nf4")
+    machine = ["--devices", "1x24GB", "--ram", "64", "--batch", "2", "--seq-len", "32", "--lora", "2", "--json"]
+    weights, parameters = [], []
+    for model in (plain, tmp_path / "quantised"):
+        capsys.readouterr()
+        assert main(["estimate", str(model), *machine]) == 0
+        found = json.loads(capsys.readouterr().out)
+        weights.append(found["host_bytes"]["weights"])
+        parameters.append(found["parameters"])
+    assert 0.25 * weights[0] < weights[1] < 0.4 * weights[0]  # bfloat16 against 4.5 bits; embeddings are plain
+    assert parameters[0] == parameters[1]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -23,6 +23,8 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 from roundpipe.integrations import run_view  # noqa: E402
 from roundpipe.integrations.run_view import RunViewCallback  # noqa: E402
+from roundpipe.report.charts import charts_of  # noqa: E402
+from roundpipe.report.live_view import plain_line, render_text  # noqa: E402
 from roundpipe.report.refresh import Refresh  # noqa: E402
 
 MODEL_FIELDS = {"device_share", "bytes_up", "bytes_down", "weights_up_bytes", "device_peak_bytes", "optimizer_wait_s"}
@@ -123,6 +125,34 @@ class DiesWhileSaving(Noting):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
         raise KeyboardInterrupt
+
+
+def test_rows_and_the_report_have_what_the_method_logs(tmp_path: Path) -> None:
+    class Rewarding(Noting):
+        def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            if "loss" in logs:
+                logs |= {"reward": self.state.global_step / 2, "rewards/right/mean": 0.25, "note": "text"}
+            super().log(logs, *args, **kwargs)
+
+    trainer, view = trained(tmp_path, Rewarding, logging_steps=1)
+    trainer.train()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["reward"] for row in rows] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert [row["rewards/right/mean"] for row in rows] == [0.25] * 6
+    assert "learning_rate" not in rows[0]
+    assert "note" not in rows[0]
+    assert "Reward" in [chart.title for chart in charts_of(rows)]
+    assert "final reward" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "reward 3 " in plain_line(view.run_state)
+    assert re.search(r"method +reward 3", render_text(view.run_state))
+
+
+def test_a_plain_run_has_no_figure_of_a_method(tmp_path: Path) -> None:
+    trainer, view = trained(tmp_path, Noting, logging_steps=1)
+    trainer.train()
+    assert "reward" not in plain_line(view.run_state)
+    assert "method" not in render_text(view.run_state)
+    assert "Reward" not in [chart.title for chart in charts_of(read_metrics(tmp_path / "metrics.jsonl"))]
 
 
 def test_resuming_continues_the_file(tmp_path: Path) -> None:

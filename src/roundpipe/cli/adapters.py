@@ -128,7 +128,7 @@ def on_paper(model: Any, adapter: Path, dtype: torch.dtype, option: str) -> Any:
     put_adapter(empty, adapter, option, is_empty=True)
     config = PeftConfig.from_pretrained(str(adapter))
     config.inference_mode = False
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
+    return get_peft_model(model, config)
 
 
 def adapter_digest(adapter: Path) -> str:

@@ -47,7 +47,11 @@ _NO_OPTION = {
     "early-stopping-threshold": "any lower loss counts as better; give --early-stopping N alone",
     "use-dora use-rslora lora-modules-to-save loftq-config": "other adapters than plain LoRA need Python: "
     "RoundPipeSFTTrainer(..., peft_config=LoraConfig(...))",
-    "beta pref-beta precompute-ref-log-probs": "it belongs to --method dpo, kto or orpo; give the method, too",
+    "beta precompute-ref-log-probs": "it belongs to --method dpo, kto or orpo; give the method, too",
+    "pref-beta dpo-beta kto-beta orpo-beta": "it is called beta here; give --method dpo, kto or orpo with it",
+    "pref-loss simpo-gamma": "give --method dpo; its option loss-type chooses the loss",
+    "num-labels": "leave it out: the rows of --data have the classes",
+    "strict do-sample special-tokens tokenizer-type model-type tokenizer-config": "leave it out",
     "dataset-prepared-path tokenized-path overwrite-cache": "leave it out: every start tokenizes the data",
     "pad-to-sequence-len": "leave it out: rows are padded to the longest one of their batch",
     "plot-loss": "leave it out: report.html in --out has the curves",
@@ -127,7 +131,22 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # A field has two spellings: --weight_decay/--weight-decay. The last one is named.
-        raise ConfigError(re.sub(r"^argument (--[\w-]+/)*", "", message))
+        text = re.sub(r"^argument (--[\w-]+/)*", "", message)
+        if lacking := re.fullmatch(r"(--[\w-]+): expected (one|at least one) argument", text):
+            text = self._without_value(lacking[1])
+        elif wrong := re.fullmatch(r"(--[\w-]+): invalid (int|float) value: (.*)", text):
+            kind = "whole number" if wrong[2] == "int" else "number"
+            text = f"{wrong[1]} needs a {kind}{', such as 0.05' if '%' in wrong[3] else ''}, got {wrong[3]}."
+        raise ConfigError(text)
+
+    def _without_value(self, written: str) -> str:
+        """What to say of an option without its value."""
+        name = written.removeprefix("--").replace("-", "_")
+        option = OPTIONS.get(NAME_OF_SHORT.get(name, name))
+        if option is None or option.heading is None:
+            return f"{written} needs a value."
+        value = option.reading.get("metavar") or "|".join(option.reading.get("choices", ())) or option.name.upper()
+        return f"{written} needs a value: {written} {value} ({option.help})."
 
 
 def parse(argv: Sequence[str]) -> TrainSettings:
@@ -153,6 +172,8 @@ def parse(argv: Sequence[str]) -> TrainSettings:
             if any(name in flags for name in group):
                 from_file = {name: value for name, value in from_file.items() if name not in group}
         given = from_file | flags
+    if given.get("adapter") in ("lora", "qlora") and not Path(given["adapter"]).exists():
+        raise ConfigError("--adapter is the folder of an adapter to train further; for a new one give --lora R.")
     if given.get("adapter") and "model" not in given:
         base = read_adapter_config(Path(given["adapter"])).get("base_model_name_or_path")
         given |= {"model": base} if base else {}
@@ -216,18 +237,37 @@ def _parse_source(parser: _Parser, argv: Sequence[str], prefix: str) -> dict[str
 
 
 def _refuse_unknown(parser: _Parser, rest: Sequence[str]) -> None:
-    unknown = [text.split("=")[0] for text in rest if text.startswith("-")]
+    """Raise ConfigError for words that belong to no option: all of them, so that a user corrects them at once."""
+    unknown = list(dict.fromkeys(text.split("=")[0] for text in rest if text.startswith("-")))
     if not rest:
         return
     if not unknown:
-        raise ConfigError(f"{rest[0]!r} belongs to no option; write --data {rest[0]} if it is the data.")
-    elsewhere = _ELSEWHERE.get(unknown[0].lstrip("-").replace("_", "-"))
-    if elsewhere is not None:
-        raise ConfigError(f"there is no option {unknown[0]}: {elsewhere}.")
+        raise ConfigError(f"{rest[0]!r} belongs to no option; {_option_of(rest[0])}.")
     known = sorted({text.replace("_", "-") for text in parser._option_string_actions if text.startswith("--")})
-    close = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "roundpipe train --help lists the options."
-    raise ConfigError(f"there is no option {unknown[0]}; {hint}")
+    answers = [_answer(name, known) for name in unknown]
+    if len(unknown) == 1:
+        raise ConfigError(f"there is no option {unknown[0]}{answers[0]}")
+    lines = [f"  {name}{answer}" for name, answer in zip(unknown, answers, strict=True)]
+    raise ConfigError("\n".join(["there are no such options:", *lines]))
+
+
+def _option_of(word: str) -> str:
+    """What a user may have meant by a word without an option."""
+    if word.endswith((".yaml", ".yml")):
+        return f"write --config {word} if it is the file of options"
+    if (Path(word) / "config.json").is_file():
+        return f"write --model {word} if it is the model"
+    return f"write --data {word} if it is the data"
+
+
+def _answer(name: str, known: Sequence[str]) -> str:
+    """The end of the sentence that there is no such option."""
+    plain = name.replace("_", "-")
+    elsewhere = _ELSEWHERE.get(plain.lstrip("-"))
+    if elsewhere is not None:
+        return f": {elsewhere}."
+    close = difflib.get_close_matches(plain, known, n=1)
+    return f"; did you mean {close[0]}?" if close else "; roundpipe train --help lists the options."
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -282,7 +322,7 @@ def _check(given: Mapping[str, Any]) -> None:
     """Raise ConfigError for missing options and for values that are wrong whatever the data and the model are."""
     for each in OPTIONS.values():
         if each.is_needed and not given.get(each.name):
-            raise ConfigError(f"{each.written()} is missing; roundpipe train needs --model, --data and --out.")
+            raise ConfigError(f"{each.written()} is missing; {_all_needed(given)}.")
     _check_paths(given)
     _check_weights(given)
     _check_rewards(given)
@@ -325,6 +365,16 @@ def _check(given: Mapping[str, Any]) -> None:
         _check_schedule(given["lr_scheduler_type"])
     parse_devices(given.get("devices"))
     CompileOptions.of({"backend": given.get("torch_compile_backend"), "mode": given.get("torch_compile_mode")})
+
+
+def _all_needed(given: Mapping[str, Any]) -> str:
+    """What a command line that lacks an option needs; the options of the run that is to be resumed are in a file."""
+    for folder in (given.get("resume"), given.get("output_dir")) if "resume" in given else ():
+        if folder and (Path(folder) / "train.yaml").is_file():
+            return (
+                f"to resume that run: {shlex.join(['roundpipe', 'train', '--config', f'{folder}/train.yaml'])} --resume"
+            )
+    return "roundpipe train needs --model, --data and --out, roundpipe data the first two"
 
 
 def _packing(given: Mapping[str, Any]) -> str | None:
@@ -399,10 +449,14 @@ def split_weight(given: str) -> tuple[str, float | None]:
     """The path and the weight of an entry of --data. A file whose name has an = is itself."""
     path, equals, text = given.rpartition("=")
     if not equals or os.path.exists(given):
+        if (named := re.fullmatch(r"(.+)[:@]([0-9.]+%?)", given)) and os.path.exists(named[1]):
+            raise ConfigError(f"--data {given}: a weight follows the sign =, such as {named[1]}=0.7.")
         return given, None
     try:
         return path, float(text)
     except ValueError:
+        if os.path.exists(path):
+            raise ConfigError(f"--data {given}: the weight {text!r} is no number; give {path}=0.7.") from None
         return given, None
 
 

@@ -13,16 +13,7 @@ from typing import Any
 
 from roundpipe.cli.methods import METHODS
 from roundpipe.cli.option_fields import FIELDS
-from roundpipe.cli.option_kinds import (
-    BOOL,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SEED,
-    SHARE,
-    OnResume,
-    Option,
-    Receiver,
-)
+from roundpipe.cli.option_kinds import BOOL, NOT_NEGATIVE, POSITIVE, SEED, SHARE, OnResume, Option, Receiver
 from roundpipe.cli.shapes import SHAPES
 from roundpipe.store.forms import MOMENTS
 from roundpipe.store.values import MASTER_BITS
@@ -168,7 +159,9 @@ _DATA = _under(
         help="tokens of the longest sequence",
         default=1024,
         bounds=POSITIVE,
-        elsewhere={"max-seq-length max-seq-len cutoff-len sequence-len block-size": "give --seq-len TOKENS"},
+        elsewhere={
+            "max-seq-length max-seq-len cutoff-len sequence-len block-size max-prompt-length": "give --seq-len TOKENS"
+        },
     ),
     Option(
         name="truncate",

@@ -393,7 +393,7 @@ def memory_needs(settings: TrainSettings, prepared: Prepared) -> Needs:
         from peft import get_peft_model
 
         try:
-            model = get_peft_model(model, lora_config(settings), autocast_adapter_dtype=False)
+            model = get_peft_model(model, lora_config(settings))
         except ValueError as error:
             raise ConfigError(f"--lora: peft cannot make the adapter: {one_line(error)}") from error
     if settings.adapter is not None:

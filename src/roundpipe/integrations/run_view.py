@@ -32,6 +32,8 @@ from roundpipe.stats import StepStats
 logger = logging.getLogger("roundpipe")
 _EARLY_STEP = 2  # the first step of a process plans and allocates; the second one is the early step of the report
 _NEXT_TIMELINE = 1.25  # ratio of the step of a timeline to that of the timeline before
+# What Trainer itself logs. The rest is of the method, such as rewards: the rows have it by the names in the log.
+_OF_TRAINER = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "num_input_tokens_seen", "total_flos"}
 _VERSIONS = ("roundpipe", "torch", "transformers", "accelerate", "peft", "trl", "datasets")
 
 
@@ -138,7 +140,7 @@ class RunViewCallback(TrainerCallback):
         self._forget_step()
         self._since_s = now_s
         # Trainer logs right after this, before it saves: so the row is complete before a checkpoint of this step is.
-        if not control.should_log or None not in (self._pending["loss"], self._pending["grad_norm"]):
+        if not control.should_log:
             self._write_pending()
 
     def on_log(
@@ -155,6 +157,8 @@ class RunViewCallback(TrainerCallback):
         if row["loss"] is None and args.logging_steps == 1:  # otherwise it is a mean of several steps
             row["loss"] = logs["loss"]
         row["grad_norm"] = logs.get("grad_norm") if row["grad_norm"] is None else row["grad_norm"]
+        of_method = {name: value for name, value in logs.items() if name not in _OF_TRAINER and name not in row}
+        row |= {name: value for name, value in of_method.items() if isinstance(value, (int, float))}
         self._write_pending()
 
     def on_evaluate(

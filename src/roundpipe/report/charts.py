@@ -115,6 +115,7 @@ def charts_of(rows: Sequence[Row], references: Sequence[Curve] = ()) -> list[Cha
     shares, peaks = _by_device(steps, "device_share"), _by_device(steps, "device_peak_bytes")
     found = [
         _chart("Loss", losses, may_be_log=True),
+        *_of_method(steps),
         speed or _chart("Time per step (s)", [_dense(seconds, with_mean=True)], from_zero=True),
         _chart("Host memory", memory, tick=_round_size, from_zero=True),
         _chart("Device memory (peak)", peaks, tick=_round_size, from_zero=True),
@@ -124,6 +125,23 @@ def charts_of(rows: Sequence[Row], references: Sequence[Curve] = ()) -> list[Cha
         _chart("Learning rate", [_dense(_curve(steps, "lr"))], tick=_scientific, from_zero=True),
     ]
     return [chart for chart in found if chart is not None]
+
+
+def _of_method(steps: Sequence[Row]) -> list[Chart | None]:
+    """The charts of what the trainers of preferences and rewards log."""
+    names = sorted({name for row in steps for name in row})
+    parts = [name for name in names if name.startswith("rewards/") and name.endswith(("/mean", "/chosen", "/rejected"))]
+    shown = {
+        "Reward": ["reward", "mean_reward", *parts],
+        "Share of pairs in which the better answer wins": ["rewards/accuracies", "accuracy"],
+        "Margin of the better answer": ["rewards/margins", "margin"],
+        "Tokens of the answers": ["completions/mean_length"],
+        "Distance from the reference (KL)": ["kl"],
+    }
+    return [
+        _chart(title, [_dense(_curve(steps, field, field)) for field in fields if field in names])
+        for title, fields in shown.items()
+    ]
 
 
 def overlaid(title: str, curves: Sequence[Curve]) -> Chart | None:

@@ -87,6 +87,7 @@ class Figure:
     in_table: whether the table of steps has a column for it.
     is_exact: whether the page shows all of its digits, too.
     of: takes it from what the model has measured; None if the trainer knows it.
+    is_of_method: whether only some methods have it; rows of the others lack the field.
     """
 
     field: str
@@ -96,11 +97,17 @@ class Figure:
     in_table: bool = False
     is_exact: bool = False
     of: Callable[[StepStats], Any] | None = None
+    is_of_method: bool = False
 
 
 # In the order of lines and columns.
 FIGURES = (
     Figure("loss", "loss", figure, "loss", in_table=True, is_exact=True),
+    Figure("reward", "reward", figure, "reward", in_table=True, is_of_method=True),
+    Figure("rewards/accuracies", "share won", figure, "accuracy", in_table=True, is_of_method=True),
+    Figure("rewards/margins", "margin", figure, "margin", in_table=True, is_of_method=True),
+    Figure("accuracy", "accuracy", figure, "accuracy", in_table=True, is_of_method=True),
+    Figure("margin", "margin", figure, "margin", in_table=True, is_of_method=True),
     Figure("grad_norm", "gradient norm", figure, "grad_norm", in_table=True, is_exact=True),
     Figure("lr", "learning rate", figure, "lr", in_table=True, is_exact=True),
     Figure("tokens", "tokens", count),
@@ -126,6 +133,11 @@ NAMES = {each.field: each.name for each in FIGURES}
 def measured(stats: StepStats | None) -> dict[str, Any]:
     """The fields of a row that the model measures; all are None without its figures."""
     return {each.field: None if stats is None else each.of(stats) for each in FIGURES if each.of is not None}
+
+
+def shown_of(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """The figures that these rows may have: those of a method only if a row has them."""
+    return [each for each in FIGURES if not each.is_of_method or any(each.field in row for row in rows)]
 
 
 def _peaks(stats: StepStats) -> dict[str, int | None]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from roundpipe.compiled import compilations
 from roundpipe.progress import present_phase
-from roundpipe.report.figures import FIGURES, count, duration, figure, known, size
+from roundpipe.report.figures import count, duration, figure, known, shown_of, size
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -143,7 +143,7 @@ def plain_line(state: RunState) -> str:
     """One line with the figures of the last step: names and values, separated by two spaces."""
     fields = [
         f"step {state.step}" + (f"/{state.max_steps}" if state.max_steps else ""),
-        *(f"{each.label} {each.text(state.row.get(each.field))}" for each in FIGURES if each.label),
+        *(f"{each.label} {each.text(state.row.get(each.field))}" for each in shown_of([state.row]) if each.label),
         f"eta {duration(state.eta_s)}",
     ]
     return "  ".join(fields)
@@ -277,6 +277,11 @@ def render(state: RunState) -> RenderableType:
     line("progress", _progress(state), elapsed, f"ETA [b]{duration(state.eta_s)}[/b]", _epoch(row))
     evaluated = "" if state.eval_loss is None else f"eval [b]{figure(state.eval_loss)}[/b] (step {state.eval_step})"
     line("loss", f"[b]{figure(row.get('loss')):>8}[/b]", Text(sparkline(state.losses, 32), style="cyan"), evaluated)
+    of_method = [
+        f"{each.label} [b]{each.text(row.get(each.field))}[/b]" for each in shown_of([row]) if each.is_of_method
+    ]
+    if of_method:
+        line("method", *of_method)
     line(
         "speed",
         f"[b]{count(row.get('tokens_per_s'))}[/b] tokens/s",

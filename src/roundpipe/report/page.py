@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe.report.charts import Chart, Curve, chart_svg, charts_of, eval_losses, picture, timeline_svg
-from roundpipe.report.figures import FIGURES, count, duration, figure, known, mean, size
+from roundpipe.report.figures import count, duration, figure, known, mean, shown_of, size
 from roundpipe.report.metrics import METRICS_FILE, RUN, MetricsReader, Row, RunRecord, read_metrics, replace_file
 from roundpipe.report.progress import State, progress_of
 from roundpipe.report.samples import SAMPLES_FILE, of_this_run, samples_html
@@ -172,6 +172,9 @@ def _loss_headlines(rows: Sequence[Row]) -> list[Headline]:
     if losses := [(row["step"], row["loss"]) for row in steps_of(rows) if row.get("loss") is not None]:
         step, loss = losses[-1]
         found.append(Headline("final loss", figure(loss), f"{loss!r} at step {step:,}"))
+    if rewards := [(row["step"], row["reward"]) for row in steps_of(rows) if row.get("reward") is not None]:
+        step, reward = rewards[-1]
+        found.append(Headline("final reward", figure(reward), f"{reward!r} at step {step:,}, first {rewards[0][1]!r}"))
     for curve in eval_losses(rows):
         pairs = zip(curve.values, curve.steps, strict=True)
         if finite := [(value, step) for value, step in pairs if value is not None and math.isfinite(value)]:
@@ -362,7 +365,7 @@ def _step_table(rows: Sequence[Row]) -> str:
     steps = steps_of(rows)
     every = max(1, math.ceil(len(steps) / _STEPS_IN_TABLE))
     shown = steps[::-1][::every][::-1]
-    columns = [each for each in FIGURES if each.in_table]
+    columns = [each for each in shown_of(steps) if each.in_table]
     header = ["step", *(each.name for each in columns)]
     lines = [
         [
