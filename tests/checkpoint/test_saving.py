@@ -473,7 +473,9 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("replaces", [False, True], ids=["new folder", "same folder"])
+@pytest.mark.parametrize(
+    "replaces", [pytest.param(False, marks=pytest.mark.slow), True], ids=["new folder", "same folder"]
+)
 def test_a_failure_at_every_call_into_the_file_system(
     patch: pytest.MonkeyPatch, opened: list[Training], tmp_path: Path, replaces: bool
 ) -> None:

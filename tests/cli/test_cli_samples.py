@@ -70,7 +70,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", [pytest.param(job, marks=pytest.mark.slow) if job == "dpo" else job for job in JOBS])
 def test_answers_change_no_loss(job: str, folder: Path, tmp_path: Path) -> None:
     data, more = JOBS[job]
     more = [*more, "--eval-split", "2", "--eval-every", "2"]

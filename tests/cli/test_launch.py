@@ -34,7 +34,7 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.slow), "localhost"])
 def test_the_store_listens_on_the_address_of_the_run_alone(host: str) -> None:
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     started = [

@@ -187,7 +187,11 @@ def test_a_streamed_run_trains_as_in_trl(
     assert history(out, "loss") == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("more", [[], ["--packing", "--gradient-accumulation-steps", "2"]])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param([], marks=pytest.mark.slow), ["--packing", "--gradient-accumulation-steps", "2"]],
+    ids=["rows", "packed"],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_resumed_run_trains_the_rows_that_come_next(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, more: list[str]

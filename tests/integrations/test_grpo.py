@@ -68,7 +68,9 @@ def outcome_of(trainer: Any, **train: Any) -> tuple[list[dict[str, Any]], dict[s
 
 
 @pytest.mark.parametrize(
-    ("is_lora", "beta"), [(False, 0.0), (False, 0.1), (True, 0.1)], ids=["full", "full, reference", "lora, reference"]
+    ("is_lora", "beta"),
+    [(False, 0.0), pytest.param(False, 0.1, marks=pytest.mark.slow), (True, 0.1)],
+    ids=["full", "full, reference", "lora, reference"],
 )
 def test_steps_are_those_of_the_plain_trainer(is_lora: bool, beta: float, folder: Path, tmp_path: Path) -> None:
     def made(trainer_class: Any, **more: Any) -> Any:
@@ -94,7 +96,7 @@ class Crash(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("is_lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "lora"])
 def test_resumed_run_goes_on_with_the_same_completions(is_lora: bool, folder: Path, tmp_path: Path) -> None:
     """The checkpoint is written between two steps on the same completions."""
     saves = {"save_strategy": "steps", "save_steps": 3, "beta": 0.1}

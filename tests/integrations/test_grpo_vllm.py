@@ -124,7 +124,7 @@ def outcome_of(trainer: Any) -> tuple[list[dict[str, float]], Server]:
     return steps, Server.last
 
 
-@pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("is_lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "lora"])
 def test_steps_and_weights_are_those_of_the_plain_trainer(is_lora: bool, folder: Path, tmp_path: Path) -> None:
     arguments = given(folder, tmp_path, is_lora=is_lora)
     plain_steps, plain = outcome_of(trl.GRPOTrainer(**arguments, callbacks=[SeedEachStep()]))
@@ -147,7 +147,7 @@ def test_steps_and_weights_are_those_of_the_plain_trainer(is_lora: bool, folder:
     assert ours.device == torch.device("cpu")
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["exact", "stale"])
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["exact", "stale"])
 def test_server_has_the_weights_after_the_newest_step(is_async: bool, folder: Path, tmp_path: Path) -> None:
     """The masters are the newest weights, also while a step that has returned still runs."""
     masters: list[dict[str, Tensor]] = []

@@ -87,7 +87,10 @@ def test_trainers_train_as_the_plain_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("new", "crash_step"), [(new_trainer, 4), (new_trainer, 7), (new_sft_trainer, 4)])
+@pytest.mark.parametrize(
+    ("new", "crash_step"),
+    [pytest.param(new_trainer, 4, marks=pytest.mark.slow), (new_trainer, 7), (new_sft_trainer, 4)],
+)
 def test_a_resumed_run_trains_the_rows_that_come_next(new: Any, crash_step: int, tmp_path: Path) -> None:
     """Also after the data has begun anew, in another order, and with batches left over by a pass."""
 

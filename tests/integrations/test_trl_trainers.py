@@ -285,8 +285,10 @@ SLOW = {
         "tpo.TPOTrainer",
         "iw_opd.IWOPDTrainer",
         "sdpo.SDPOTrainer",
+        "gold.GOLDTrainer",
+        "online_dpo.OnlineDPOTrainer",
     )
-}
+} | {"trl.RLOOTrainer"}
 REFUSED = {
     "trl.experimental.async_grpo.AsyncGRPOTrainer": "GRPOTrainer",
     "trl.experimental.async_distillation.AsyncDistillationTrainer": "DistillationTrainer",

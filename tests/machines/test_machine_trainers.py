@@ -46,7 +46,7 @@ def together(results: list[dict[str, Any]]) -> dict[str, Any]:
         pytest.param("full", {"is_async": True}, marks=pytest.mark.slow),
         pytest.param("full", {"label_smoothing_factor": 0.1}, marks=pytest.mark.slow),
         pytest.param("lora", {}, marks=pytest.mark.slow),
-        ("sft", {}),
+        pytest.param("sft", {}, marks=pytest.mark.slow),
         pytest.param("dpo", {"rows": 24}, marks=pytest.mark.slow),
     ],
     ids=["full", "stale", "smoothed labels", "lora", "sft", "dpo"],

@@ -316,7 +316,7 @@ print(finished)
 """
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_checkpoint_never_waits_for_the_generator_of_the_process(use_reentrant: bool) -> None:
     script = HOLDING_THE_MUTEX.replace("REENTRANT", str(use_reentrant))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
