@@ -35,7 +35,7 @@ from roundpipe.module_names import user_names
 from roundpipe.packed import checked_form, pack_frozen, take_quantised
 from roundpipe.split.discovery import block_paths
 from roundpipe.split.kernels import GpuKernels
-from roundpipe.split.splitter import ModelSplitter
+from roundpipe.split.splitter import ModelSplitter, old_objects_aside
 from roundpipe.split.transformers import (
     TrainedCache,
     fill_from_meta,
@@ -230,24 +230,31 @@ def _wrap_split(
     kernels = GpuKernels(model)
     if split_options.liger_kernels is not False:
         kernels.apply_liger({} if split_options.liger_kernels is True else split_options.liger_kernels)
+    with old_objects_aside():
+        split_model = _split(model, kernels, split_options, options["name"])
+        layers = nn.Sequential(*split_model.layers)
+        if size_bytes(model) >= _WORTH_COLLECTING_BYTES:
+            gc.collect()  # copies of modules, which splitting has left in cycles, hold the weights, which move next
+    names = user_names(model)
+    return RoundPipe._over(layers, model, names, model_run_config=config, split_model=split_model, **options)
+
+
+def _split(model: nn.Module, kernels: GpuKernels, split_options: SplitOptions, name: str) -> SplitModel:
+    """Split the model for the calls of the examples or, if there are none, for a likely one."""
     splitter = ModelSplitter(model, kernels)
+    examples = split_options.examples()
     with torch.enable_grad():  # the grad mode is part of a form of call: examples are training calls
         for example in examples:
             splitter.learn((), dict(example))
         if not examples and not splitter.learn_by_guess():
-            logger.info("%s: the first call decides how %s is split into layers", options["name"], type(model).__name__)
+            logger.info("%s: the first call decides how %s is split into layers", name, type(model).__name__)
     logger.info(
         "%s: %s is split into %d layers; pass use_sequential_preset=False to do without, True to insist",
-        options["name"],
+        name,
         type(model).__name__,
         len(splitter.layers),
     )
-    layers = nn.Sequential(*splitter.layers)
-    split_model = SplitModel(model, splitter)
-    if size_bytes(model) >= _WORTH_COLLECTING_BYTES:
-        gc.collect()  # copies of modules, which splitting has left in cycles, hold the weights, which move next
-    names = user_names(model)
-    return RoundPipe._over(layers, model, names, model_run_config=config, split_model=split_model, **options)
+    return SplitModel(model, splitter)
 
 
 def _wrap_parts(

@@ -48,6 +48,7 @@ from roundpipe.integrations.samples import SamplesCallback
 from roundpipe.integrations.stepped_optimizer import KeepsGradients, SteppedOptimizer, give_optimizer, put_masters_into
 from roundpipe.integrations.trl_side import TrlMixin, prepare_callbacks
 from roundpipe.optim.gradients import clip_grad_norm_
+from roundpipe.split.splitter import likely_inputs
 from roundpipe.store.training_memory import assumed_state
 
 logger = logging.getLogger("roundpipe")
@@ -55,14 +56,8 @@ _ARGUMENTS_NAME = "training_args.json"
 # Methods of Trainer that the mixin replaces without calling the method of the class that it is put before.
 _REPLACED = (
     *("_save_checkpoint", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state"),
-    *(
-        "_load_best_model",
-        "_clip_grad_norm",
-        "_get_grad_norm",
-        "_wrap_model",
-        "_prepare_input",
-        "_move_model_to_device",
-    ),
+    *("_load_best_model", "_clip_grad_norm", "_get_grad_norm", "_wrap_model", "_prepare_input"),
+    "_move_model_to_device",
 )
 
 
@@ -184,9 +179,12 @@ class RoundPipeMixin(TrlMixin, MachinesMixin, IterableDataMixin):
             model.disable_input_require_grads()  # type: ignore[operator]
         if not trains:
             model.requires_grad_(False).eval()
+        # Most collators make such batches. The first one then follows the plan that wrapping makes.
+        counts = ["num_items_in_batch"] if trains and self.model_accepts_loss_kwargs else []
+        likely = likely_inputs("attention_mask", *counts)
         assumed = assumed_state(chosen_moments(self.args.optim, options.moments), is_on_disk=options.has_state_on_disk)
         try:
-            wrapper = assumed(wrap_model_to_roundpipe)(
+            wrapper = likely(assumed(wrap_model_to_roundpipe))(
                 model,
                 name=type(model).__name__ + ("" if trains else " (does not train)"),
                 optim_dtype=options.optim_dtype if trains else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -84,13 +84,13 @@ def discover(model: nn.Module, events: Sequence[ModuleEvent], *, in_one: bool = 
         blocks = _callers(model, events, blocks)
     calls, ancestors = _calls(events, blocks)
     called = frozenset(calls)
-    inside = _children_of(model)
+    places = {id(module): path for path, module in model.named_modules()}
     while True:
         taps = _taps(events, called, ancestors)
         tapped = {tap.path for tap in taps} | called
         # The code may call a module as a whole and also call a submodule of it directly. Stubs cannot be nested, so
         # such a module is opened: its submodules become taps instead of the module.
-        opened = {path for path in tapped - called if inside[path] & tapped}
+        opened = {path for path in tapped - called if _contains(model.get_submodule(path), tapped - {path}, places)}
         if not opened:
             return Discovery(tuple(calls), tuple(taps))
         ancestors |= opened
@@ -103,8 +103,9 @@ def block_paths(model: nn.Module, num_calls: Counter[str] | None = None) -> set[
     """
     paths = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     found: list[tuple[nn.Module, list[nn.Module], int]] = []
+    inner: set[int] = set()  # ids of the modules inside of elements
     for _, module in model.named_modules():
-        if not isinstance(module, _LISTS):
+        if not isinstance(module, _LISTS) or id(module) in inner:
             continue
         called = [c for c in module.children() if num_calls is None or num_calls[paths[id(c)]]]
         size = sum(param.numel() for param in {id(p): p for c in called for p in c.parameters()}.values())
@@ -112,7 +113,7 @@ def block_paths(model: nn.Module, num_calls: Counter[str] | None = None) -> set[
         is_mixed = isinstance(module, nn.Sequential) and len({type(child) for child in called}) > 1
         if size and not is_mixed and not any(map(_is_mere_operator, called)):
             found.append((module, called, size))
-    inner = {id(module) for _, called, _ in found for child in called for module in child.modules()}
+            inner.update(id(part) for child in called for part in child.modules())
     outermost = [entry for entry in found if id(entry[0]) not in inner]
     largest = max((size for _, _, size in outermost), default=0)
     return {paths[id(child)] for _, called, size in outermost if size >= _SMALLEST_SHARE * largest for child in called}
@@ -123,13 +124,9 @@ def _is_mere_operator(module: nn.Module) -> bool:
     return next(module.children(), None) is None and not isinstance(module, nn.RNNBase)
 
 
-def _children_of(model: nn.Module) -> dict[str, set[str]]:
-    """Return, by path of a module, the paths of all modules inside it."""
-    canonical = {id(module): path for path, module in model.named_modules()}
-    return {
-        path: {canonical[id(inner)] for inner in module.modules() if inner is not module}
-        for path, module in model.named_modules()
-    }
+def _contains(module: nn.Module, paths: Set[str], places: Mapping[int, str]) -> bool:
+    """Whether one of the modules at `paths` is inside of a module. places: the path of each module, by id."""
+    return any(places[id(inner)] in paths for inner in module.modules())
 
 
 def _calls(events: Sequence[ModuleEvent], blocks: set[str]) -> tuple[list[str], set[str]]:

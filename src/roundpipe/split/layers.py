@@ -339,9 +339,10 @@ def element_tree(model: nn.Module, plan: SplitPlan, point: int, needs: Any, ghos
     paths = {id(module): path for path, module in model.named_modules()}
 
     def is_real(module: nn.Module) -> bool:
-        path, params = paths[id(module)], list(module.parameters())
+        path = paths[id(module)]
         if path in plan.blocks:
             return False
+        params = list(module.parameters())
         if any(id(param) in owned for param in params):
             return True
         # A tap without weights may have buffers. They must belong to one layer, so only the point that runs the tap

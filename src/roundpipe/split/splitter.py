@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import inspect
 import logging
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -30,10 +32,11 @@ from roundpipe.split.kernels import GpuKernels, NeedsGpu
 from roundpipe.split.layers import GlueLayer, LayerArrangement, PlacedPlan
 from roundpipe.split.plan import Detail, SplitPlan, signature
 from roundpipe.split.stubs import StubTree
-from roundpipe.split.transformers import ConfigStates, with_torch_alone
+from roundpipe.split.transformers import CacheSwitch, ConfigStates, with_torch_alone
 from roundpipe.split.verify import verify
 
 logger = logging.getLogger("roundpipe")
+_OBJECTS_PER_COLLECTION = 200_000  # new objects after which trials collect garbage; some 50 MB of them
 _ROWS, _TOKENS = 2, 8  # the size of the inputs for calibration
 # Names of inputs with a row for each sample and a column for each token. All of them can be cut to the same size.
 _BY_TOKEN = frozenset(
@@ -42,6 +45,24 @@ _BY_TOKEN = frozenset(
         *("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids"),
     )
 )
+
+
+# Inputs beside ids and labels that batches may have; from the labels.
+_LIKELY: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "attention_mask": torch.ones_like,
+    "num_items_in_batch": lambda labels: torch.tensor(labels.numel()),
+}
+_likely: ContextVar[tuple[str, ...]] = ContextVar("likely_inputs", default=())
+
+
+@contextlib.contextmanager
+def likely_inputs(*names: str) -> Iterator[None]:
+    """Inside, models that take ids and labels are split for calls that also have inputs of these names."""
+    token = _likely.set(names)
+    try:
+        yield
+    finally:
+        _likely.reset(token)
 
 
 class ModelSplitter:
@@ -87,6 +108,10 @@ class ModelSplitter:
 
         is_made_up: the inputs are not those of a call; raises ChangesItself if the model would change for them.
         """
+        with old_objects_aside():
+            return self._learn(args, kwargs, is_made_up=is_made_up)
+
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_made_up: bool) -> bool:
         with_grad = torch.is_grad_enabled()
         start = time.perf_counter()
         # If the signature has more detail than usual, the plan depends on the sizes or values of the inputs. The inputs
@@ -259,6 +284,27 @@ class ModelSplitter:
         return self._configs.number(), key if detail is None else signature(args, kwargs, mode, detail)
 
 
+@contextlib.contextmanager
+def old_objects_aside() -> Iterator[None]:
+    """While entered, garbage is collected rarely, and only among objects that were made meanwhile.
+
+    Trials make hundreds of objects for each module. Python would collect often, and each time walk all of them and all
+    objects of the libraries: that was up to half of the time of splitting a model.
+    """
+    if gc.get_freeze_count():  # the user has set objects aside, which must stay so; or this is entered already
+        yield
+        return
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    if thresholds[0]:  # 0 turns collections off
+        gc.set_threshold(max(thresholds[0], _OBJECTS_PER_COLLECTION), *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
 def cut_down(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the first tokens of the first rows of a call's inputs.
 
@@ -295,10 +341,12 @@ def made_up(model: nn.Module) -> Iterator[dict[str, Any]]:
         inputs["pixel_values"] = _images(config)
     if not inputs:
         return
-    if "use_cache" in parameters:
-        inputs["use_cache"] = False
+    inputs |= CacheSwitch(model).off((), inputs)  # as calls for training get it
     if "labels" in parameters or has_rest:
         if "input_ids" in inputs:
+            if likely := _likely.get():
+                labels = inputs["input_ids"].clone()
+                yield {**inputs, "labels": labels, **{name: _LIKELY[name](labels) for name in likely}}
             if "decoder_input_ids" in parameters:
                 yield {
                     **inputs,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Set
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +21,7 @@ from torch import nn
 
 from roundpipe.errors import ModelChangedError, ModelSplitError
 from roundpipe.module_copy import ModulePair, copy_tree
-from roundpipe.module_names import PATH
+from roundpipe.module_names import PATH, joined
 from roundpipe.split.transformers import is_pretrained
 from roundpipe.split.values import Outline, placeholder
 
@@ -166,11 +167,14 @@ class StubTree(nn.Module):
 
 def _above(model: nn.Module, stubs: Set[str], place: dict[int, str]) -> set[str]:
     """Return the paths of the modules that contain a stub."""
-    return {
-        path
-        for path, module in model.named_modules()
-        if any(place[id(inner)] in stubs for inner in module.modules() if inner is not module)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    above = {
+        prefix
+        for path, module in modules.items()
+        if path and place[id(module)] in stubs
+        for prefix in itertools.accumulate(["", *path.split(".")[:-1]], joined)
     }
+    return {place[id(modules[prefix])] for prefix in above}
 
 
 def refuse_offloading(module: nn.Module) -> None:

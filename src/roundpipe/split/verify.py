@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe.errors import ModelSplitError
@@ -30,6 +32,8 @@ from roundpipe.split.tiling import TokenwiseSearch
 from roundpipe.split.values import equal, leaves_of, tensors_of
 
 _LARGE = 2**16  # elements; gradients of larger weights in blocks are not computed
+_LARGEST = 2**20  # elements; of gradients of larger weights of embeddings and heads only sums are computed
+_WIDTH = 64  # the number of columns of such sums
 _PART = 2**24  # number of elements of a matrix that FloatProducts converts to float32 at a time
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -42,10 +46,14 @@ def verify(
     Returns two values: a dict from the path of a block or tap to the paths of its tokenwise modules, and whether the
     head can be fused with the loss.
     """
-    with torch.random.fork_rng(devices=()), own_generators(), torch.set_grad_enabled(with_grad):
+    with contextlib.ExitStack() as modes:
+        modes.enter_context(torch.random.fork_rng(devices=()))
+        modes.enter_context(own_generators())
+        modes.enter_context(torch.set_grad_enabled(with_grad))
         layers, copy, placed = _layers(model, plan)
         _freeze_large_weights(copy, plan.blocks)
         gradients = _Gradients(copy)
+        modes.enter_context(_SumsOfGradients(copy, gradients))
         # Without dropout the plain model and the layers must compute the same outputs and gradients.
         with WithoutDropout() as mode:
             with _drawing_as_layers_do(copy, placed):
@@ -260,7 +268,7 @@ class _Gradients:
         self.dtypes = {name: param.dtype for name, param in model.named_parameters()}
         for name, param in model.named_parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(functools.partial(self._note, name))
+                param.register_post_accumulate_grad_hook(partial(self._note, name))
 
     def of(self, outputs: Any) -> dict[str, torch.Tensor]:
         """Run backward from the outputs of a forward pass; returns the fingerprints by parameter name."""
@@ -277,9 +285,89 @@ class _Gradients:
 
     def _note(self, name: str, param: torch.Tensor) -> None:
         """Add the fingerprint of a parameter's gradient. Runs as a hook when the gradient is complete."""
-        assert param.grad is not None
-        found, param.grad = fingerprint(param.grad), None
+        found, param.grad = param.grad, None
+        if found is not None:  # None: all of it went to _SumsOfGradients
+            self.add(name, found)
+
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a gradient to those of its name."""
+        found = fingerprint(gradient)
         self._found[name] = self._found[name] + found if name in self._found else found
+
+
+class _SumsOfGradients(TorchFunctionMode):
+    """Replaces the gradients of large embeddings and heads by the sums of their columns in groups.
+
+    A gradient has a row for each token of the vocabulary, and a trial reaches a few of them: making and comparing whole
+    gradients takes seconds. Column j of the sums is the sum of all columns whose number is j modulo `_WIDTH`.
+    """
+
+    def __init__(self, model: nn.Module, gradients: _Gradients) -> None:
+        super().__init__()
+        self._gradients = gradients
+        self._names = {
+            id(param): name
+            for name, param in model.named_parameters()
+            if type(param) is nn.Parameter and param.requires_grad and param.numel() > _LARGEST and param.dim() == 2
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+        name = self._names.get(id(given.get("weight"))) if func in (F.linear, F.embedding) else None
+        if name is None or not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        used, weight = given["input"].detach(), given["weight"]
+        if func is F.linear:
+            bias = given.get("bias")
+            output = F.linear(given["input"], weight.detach(), bias)
+            return _Noted.apply(output, weight, partial(self._note_product, name, used))
+        others = dict(zip(_OF_EMBEDDING, args[2:], strict=False)) | (kwargs or {})
+        if any(others.get(option) for option in ("max_norm", "scale_grad_by_freq", "sparse")):
+            return func(*args, **(kwargs or {}))
+        output = F.embedding(used, weight.detach(), others.get("padding_idx"))
+        return _Noted.apply(output, weight, partial(self._note_rows, name, used, others.get("padding_idx")))
+
+    def _note_product(self, name: str, used: torch.Tensor, gradient: torch.Tensor) -> None:
+        columns = _sums_of_columns(used.flatten(0, -2))
+        self._add(f"{name} in a product", gradient.flatten(0, -2).float().t() @ columns, gradient.dtype)
+
+    def _note_rows(self, name: str, ids: torch.Tensor, padding_idx: int | None, gradient: torch.Tensor) -> None:
+        columns = _sums_of_columns(gradient.flatten(0, -2))
+        tokens, places = ids.flatten().unique(return_inverse=True)
+        rows = columns.new_zeros(len(tokens), columns.shape[1]).index_add_(0, places, columns)
+        if padding_idx is not None:
+            rows[tokens == padding_idx] = 0
+        self._add(f"{name} in rows {tuple(rows.shape)}", rows, gradient.dtype)
+
+    def _add(self, name: str, sums: torch.Tensor, dtype: torch.dtype) -> None:
+        self._gradients.dtypes[name] = dtype
+        self._gradients.add(name, sums)
+
+
+_OF_EMBEDDING = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")  # after input and weight
+
+
+def _sums_of_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix of `_WIDTH` columns in float32: the columns of a matrix, added up in groups."""
+    padded = F.pad(matrix.float(), (0, -matrix.shape[1] % _WIDTH))
+    sums: torch.Tensor = padded.unflatten(1, (-1, _WIDTH)).sum(1)
+    return sums
+
+
+class _Noted(torch.autograd.Function):
+    """Returns the output of an operation as it is, and passes its gradient to a function; none reaches the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, weight: torch.Tensor, note: Callable[[torch.Tensor], None]) -> Any:
+        ctx.note = note
+        return output.clone()  # not a view: the model may write into it
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.note(gradients[0])
+        return gradients[0], None, None
 
 
 def _recomputed(layers: Sequence[nn.Module], args: Any, kwargs: Any) -> torch.Tensor:
