@@ -12,8 +12,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_models import new_tokenizer, save_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    set_seed,
+)
 
 import roundpipe.cli.chat as chat_module
 from roundpipe.__main__ import main
@@ -172,3 +181,33 @@ def test_a_conversation_that_is_too_long_is_said(
 def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str) -> None:
     assert main(["chat", *(word.format(folder) for word in words)]) == 2
     assert part in capsys.readouterr().err
+
+
+def test_a_model_that_sees_images_answers_text(tmp_path: Path, chat: Chat) -> None:
+    sizes: dict[str, int] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2}
+    text = LlamaConfig(vocab_size=272, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, **sizes)
+    vision = CLIPVisionConfig(image_size=8, patch_size=4, **sizes)
+    set_seed(0)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=270, vision_feature_layer=-1)
+    )
+    model.save_pretrained(tmp_path)
+    new_tokenizer(TEMPLATE).save_pretrained(tmp_path)
+    (expected,) = plain_answer(model.eval(), tmp_path, "Hello?")
+    assert chat("Hello?\n", str(tmp_path), *greedy()) == f"{expected}\n"
+
+
+def test_the_adapter_of_a_classifier_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    get_peft_model(base, LoraConfig(r=2, task_type="SEQ_CLS")).save_pretrained(tmp_path / "adapter")
+    for words in (
+        ["chat", str(tmp_path / "adapter")],
+        ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "m")],
+    ):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "is the adapter of a classifier or reward model" in said
+        assert "AutoPeftModelForSequenceClassification" in said

@@ -192,6 +192,20 @@ def refusal(path: Path, **options: Any) -> str:
     return str(caught.value)
 
 
+def test_a_row_of_an_array_on_one_line_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    path.write_text('[{"text": "a"}, {"text": "b"}, {"text": 3}]\n')
+    assert refusal(path).startswith(f"{path}, entry 3: `text` must be a string")
+    path.write_text('[{"text": "a"}, {"text": }]')
+    assert refusal(path).startswith(f"{path}, entry 2: not valid JSON: Expecting value at line 1, column 26")
+
+
+def test_rows_of_another_method_are_refused_with_the_methods(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    assert "it has 'prompt', 'chosen', 'rejected': rows for --method dpo, kto, orpo, reward" in refusal(path)
+
+
 def test_a_row_of_an_array_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "d.json"
     path.write_text('[\n  {"text": "a"},\n  {\n    "text": "b"},\n  {"text": 3}]')
@@ -205,7 +219,7 @@ def test_a_row_of_an_array_is_named_by_its_line(tmp_path: Path) -> None:
     path.write_text('[{"text": "a"}] []')
     assert refusal(path) == f"{path}: not valid JSON: there is text after the ] that ends the array."
     path.write_text('[{"text": "\\ud83d"}]')
-    assert "line 1: \\ud83d is half of a surrogate pair" in refusal(path)
+    assert "entry 1: \\ud83d is half of a surrogate pair" in refusal(path)
     path.write_text(" [ ] ")
     assert refusal(path) == f"--data: {path} contains no rows."
     path.write_text('{"text": "a"}\n{"text": "b"}\n')  # one object per line, as many tools name .json

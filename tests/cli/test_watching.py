@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -13,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import save_model
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 import roundpipe.cli.train as train_module
 from roundpipe.__main__ import main
 from roundpipe.cli.arguments import parse
-from roundpipe.cli.watching import about
+from roundpipe.cli.console import plain_output
+from roundpipe.cli.watching import about, how_it_stopped, what_next
 from roundpipe.report import write_report
 from roundpipe.report.metrics import RunRecord, read_metrics
 
@@ -65,10 +67,42 @@ def test_a_run_that_gets_no_better_ends_with_its_best_model(stopped: Path) -> No
     assert not all(torch.equal(newest[name], value) for name, value in final.items())
 
 
+def test_the_model_card_names_the_folders(folder: Path, stopped: Path) -> None:
+    card = (stopped / "README.md").read_text(encoding="utf-8")
+    assert f"a fine-tuned version of `{folder / 'model'}`" in card
+    assert f'model="{stopped}"' in card
+    assert "None" not in card
+
+
 def test_the_end_is_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words(folder, tmp_path / "out", *stopping(folder))) == 0
     said = capsys.readouterr().out
     assert "stopped early after step 4 of 8: the last 2 evaluations were not better than that of step 2" in said
+
+
+def test_the_commands_for_the_result_are_said() -> None:
+    needed = ["--model", "m", "--data", "d", "--out", "my run"]
+    assert what_next(parse(needed)) == "talk with it: roundpipe chat 'my run'"
+    said = what_next(parse([*needed, "--lora", "2"]))
+    assert said is not None
+    assert "merge it into its model: roundpipe merge 'my run' --out MERGED" in said
+    assert what_next(parse([*needed, "--method", "classify"])) is None
+
+
+def test_a_complete_run_with_early_stopping_says_which_weights_it_kept() -> None:
+    state = TrainerState(global_step=8, max_steps=8, best_global_step=6, best_metric=0.25)
+    needed = ["--model", "m", "--data", "d", "--out", "o"]
+    said = how_it_stopped(parse([*needed, "--eval-split", "0.1", "--early-stopping", "2"]), state)
+    assert said == "the final model has the weights of step 6 (eval_loss 0.25)"
+    assert how_it_stopped(parse(needed), state) is None
+
+
+def test_the_table_of_weights_that_a_folder_lacks_is_not_shown() -> None:
+    table = logging.getLogger("transformers.modeling_utils")
+    before = table.isEnabledFor(logging.WARNING)
+    with plain_output():
+        assert not table.isEnabledFor(logging.WARNING)
+    assert table.isEnabledFor(logging.WARNING) == before
 
 
 def test_a_killed_run_counts_on(folder: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,11 +80,7 @@ def put_adapter(
         weights = load_peft_weights(str(adapter), device="cpu")
     except Exception as error:  # peft, safetensors and pickle raise many kinds of errors for damaged files
         raise ConfigError(f"{adapter} cannot be loaded: {' '.join(str(error).split())}.") from error
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
-        raise ConfigError(
-            f"{adapter} is an adapter of kind {kind}; only LoRA adapters can be merged and trained further."
-        )
+    _require_kind(config, model, adapter)
     if config.init_lora_weights not in _PLAIN_STARTS:
         raise ConfigError(
             f"{adapter} was made with init_lora_weights={config.init_lora_weights!r}, which changed the weights of the "
@@ -117,6 +113,21 @@ def put_adapter(
         if not is_empty:
             places[name].data.copy_(value)
     return wrapped, given
+
+
+def _require_kind(config: Any, model: nn.Module, adapter: Path) -> None:
+    """Refuse other adapters than LoRA, and that of a model with a head of classes for a model that computes tokens."""
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise ConfigError(
+            f"{adapter} is an adapter of kind {kind}; only LoRA adapters can be merged and trained further."
+        )
+    if config.task_type == "SEQ_CLS" and not type(model).__name__.endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{adapter} is the adapter of a classifier or reward model, which has a head that models of text lack. "
+            "--adapter trains it further with --method classify or reward; peft loads and merges it: "
+            "AutoPeftModelForSequenceClassification.from_pretrained(..., num_labels=N).merge_and_unload()."
+        )
 
 
 def on_paper(model: Any, adapter: Path, dtype: torch.dtype, option: str) -> Any:

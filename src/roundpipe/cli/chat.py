@@ -76,7 +76,13 @@ def parser() -> argparse.ArgumentParser:
 
 def _load(options: argparse.Namespace, dtype: str) -> tuple[Any, Any]:
     """The plain model, with its adapter if there is one, and the tokenizer: that of the adapter, if it has one."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
 
     folder, name, of_tokenizer = Path(options.model), options.model, options.model
     is_adapter = (folder / ADAPTER_FILE).exists()
@@ -93,8 +99,11 @@ def _load(options: argparse.Namespace, dtype: str) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(of_tokenizer, **further)
         what = "model"
         weights = getattr(torch, options.dtype or dtype)
-        if quantised_as(AutoConfig.from_pretrained(name, **further), name) is None:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=weights, **further)
+        config = AutoConfig.from_pretrained(name, **further)
+        if quantised_as(config, name) is None:
+            reads_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or options.trust_remote_code
+            kind = AutoModelForCausalLM if reads_text else AutoModelForImageTextToText  # of images: for text alone
+            model = kind.from_pretrained(name, dtype=weights, **further)
         else:
             model = load(name, dtype=weights, **further)
     except ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -41,7 +42,23 @@ def plain_output(*, for_terminals: bool = False) -> Iterator[None]:
 
     for_terminals: none there either.
     Bars that the user has disabled stay disabled afterwards.
+    Nor does transformers write its table of weights that a folder lacks: the command says which it makes anew.
     """
+    table = logging.getLogger("transformers.modeling_utils")
+    level = table.level
+    table.setLevel(logging.ERROR)
+    try:
+        if sys.stderr.isatty() and not for_terminals:
+            yield
+            return
+        with _no_bars():
+            yield
+    finally:
+        table.setLevel(level)
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
     from datasets.utils import (  # type: ignore[import-untyped]
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -49,9 +66,6 @@ def plain_output(*, for_terminals: bool = False) -> Iterator[None]:
     )
     from transformers.utils import logging as transformers_logging
 
-    if sys.stderr.isatty() and not for_terminals:
-        yield
-        return
     of_datasets, of_transformers = not are_progress_bars_disabled(), transformers_logging.is_progress_bar_enabled()
     disable_progress_bars()
     transformers_logging.disable_progress_bar()

@@ -92,7 +92,8 @@ def _undecoded(dataset: Any) -> Any:
 
     if "images" not in dataset.column_names:
         return dataset
-    return dataset.cast_column("images", datasets.List(datasets.Image(decode=False)))
+    with plain_output(for_terminals=True):
+        return dataset.cast_column("images", datasets.List(datasets.Image(decode=False)))
 
 
 def _with_wide_tokens(dataset: Any) -> Any:

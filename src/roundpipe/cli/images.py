@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from roundpipe.cli.console import plain_output
 from roundpipe.cli.data import TrainRows
 from roundpipe.cli.rows import Rows
 from roundpipe.cli.shapes import RowFormat
@@ -66,7 +67,8 @@ def _decoding(dataset: Any) -> Any:
     """The dataset with images that are decoded when a row is read."""
     from datasets import Image, List
 
-    return dataset.cast_column("images", List(Image()))
+    with plain_output(for_terminals=True):
+        return dataset.cast_column("images", List(Image()))
 
 
 def _collator(processor: Any, config: Any) -> Callable[[dict[str, Any]], Any]:

@@ -298,6 +298,8 @@ def _train_config(settings: TrainSettings) -> Any:
         fields["assistant_only_loss"] = False  # the rows have labels
     if settings.method.head is Head.CLASSES:
         fields["prediction_loss_only"] = False  # evaluations have the accuracy
+    if "remove_unused_columns" in names and settings.method.config[0].startswith("trl.experimental"):
+        fields.setdefault("remove_unused_columns", False)  # their collators need the columns, and warn otherwise
     if "activation_checkpointing" in names:  # transformers 5.23 warns about the old name alone
         fields.setdefault("activation_checkpointing", fields["gradient_checkpointing"])
     try:

@@ -163,7 +163,14 @@ class RowReader:
         present = tokens or present
         if not present:
             found = ", ".join(map(repr, row)) or "nothing"
-            raise MisfitError(f"a row needs {self._forms()}; it has {found}")
+            own = {shape.name for shape in self._shapes}
+            of_others = [
+                method.name
+                for method in METHODS.values()
+                if not own & set(method.shapes) and any(SHAPES[name].is_form_of(row) for name in method.shapes)
+            ]
+            hint = f": rows for --method {', '.join(of_others)}" if of_others else ""
+            raise MisfitError(f"a row needs {self._forms()}; it has {found}{hint}")
         if len(present) > 1:
             choices = " or ".join(f"--format {shape.name}" for shape in present)
             raise MisfitError(f"it has {', '.join(map(repr, row))}, which is more than one form; give {choices}")

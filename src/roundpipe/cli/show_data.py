@@ -96,14 +96,14 @@ def _marked(ids: list[int], labels: list[int], tokenizer: Any, *, coloured: bool
 
 def show_lengths(lengths: Sequence[int], seq_len: int) -> None:
     """Write how many rows have which number of tokens."""
-    longest = max(lengths)
-    width = -(-longest // _BINS)
-    counts = [0] * -(-longest // width)
+    shortest, span = min(lengths), max(lengths) - min(lengths) + 1
+    width = -(-span // _BINS)
+    counts = [0] * -(-span // width)
     for length in lengths:
-        counts[(length - 1) // width] += 1
+        counts[(length - shortest) // width] += 1
     say("tokens of the rows")
     for place, count in enumerate(counts):
-        first, last = place * width + 1, (place + 1) * width
+        first, last = shortest + place * width, shortest + (place + 1) * width - 1
         bar = "#" * -(-count * _BAR // max(counts))
         beyond = "  more than --seq-len" if first > seq_len else ""
         say(f"  {first:>7,} to {last:>7,} {count:>9,} {bar}{beyond}")

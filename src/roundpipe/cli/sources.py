@@ -30,6 +30,7 @@ _COMPRESSIONS = (".gz", ".zst")
 _KINDS = f"{', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}"
 # The beginning of a file with one array of rows, which may be the value of the file's only key.
 _ARRAY = re.compile(r'\s*(\{\s*"(?:data|rows|train|examples|samples|items|instances)"\s*:\s*)?\[')
+_BEGINNING_BYTES = 2**20  # of a file of JSON: an array without a line's end in them has all rows on one line
 _MARK = b"\xef\xbb\xbf"  # of the byte order, at the beginning of some files of text
 Place = tuple[int, int]  # in a file of text: bytes and lines before it
 BEGINNING: Place = (0, 0)
@@ -182,6 +183,9 @@ def _of_file(file: Path, option: str, text_rows: str) -> Source:
     if ending in _TABLE_ENDINGS:
         return Source.of_table(str(file), _table_of(file, option))
     unit = text_rows if ending == _TEXT_ENDING else "line"
+    if ending == ".json":
+        with readable(file, option):
+            unit = unit_of_json(file)
     return Source(str(file), unit, _read_lines(file, option, text_rows))
 
 
@@ -327,9 +331,19 @@ def begins_array(file: Path) -> bool:
         return _ARRAY.match(stream.read(1024).removeprefix(_MARK).decode(errors="replace")) is not None
 
 
+def unit_of_json(file: Path) -> str:
+    """What rows of a file of JSON are counted in: those of an array that is on one line have no line of their own."""
+    with opened(file) as stream:
+        begin = stream.read(_BEGINNING_BYTES)
+    return "entry" if begins_array(file) and b"\n" not in begin.strip() else "line"
+
+
 def _read_array(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line, row) of the entries of a file with one JSON array. Lines are those in which entries begin."""
-    text = _whole_text(file)
+    """Yield (number, row) of the entries of a file with one JSON array, counted as `unit_of_json` says.
+
+    Lines are those in which entries begin.
+    """
+    text, unit, entry = _whole_text(file), unit_of_json(file), 0
     decoder, space = json.JSONDecoder(), re.compile(r"\s*")
 
     def skip_space(position: int) -> int:
@@ -346,11 +360,13 @@ def _read_array(file: Path) -> Iterator[tuple[int, Any]]:
     is_end = text[position : position + 1] == "]"
     while not is_end:
         line, counted = line + text.count("\n", counted, position), position
-        place, begin = f"{file}, line {line}", position
+        entry += 1
+        number = entry if unit == "entry" else line
+        place, begin = f"{file}, {unit} {number}", position
         row, position = _parsed(lambda: decoder.raw_decode(text, begin), False, place, fault)  # noqa: B023
         if "\\u" in text[begin:position]:
             _parsed(lambda: row, True, place, fault)  # noqa: B023
-        yield line, row
+        yield number, row
         position = skip_space(position)
         is_end = text[position : position + 1] == "]"
         if not is_end and text[position : position + 1] != ",":

@@ -49,7 +49,7 @@ from roundpipe.cli.preparation import (
 )
 from roundpipe.cli.rewards import with_whole_path
 from roundpipe.cli.show_data import show_rows
-from roundpipe.cli.watching import about, early_stopping, how_it_stopped
+from roundpipe.cli.watching import about, early_stopping, how_it_stopped, what_next
 from roundpipe.errors import CheckpointError, ConfigError, DeviceError, MachineError
 from roundpipe.loading import fill, local_folder
 from roundpipe.monitor import WAIT_LIMIT_VARIABLE
@@ -305,6 +305,8 @@ def _train(settings: TrainSettings, prepared: Prepared, checkpoint: Path | None,
     elif (ended := how_it_stopped(settings, trainer.state)) is not None:
         say(ended)
     say(f"the final model is in {settings.out}")
+    if (further := what_next(settings)) is not None:
+        say(further)
     if (settings.out / "report.html").exists():
         say(f"the report is {settings.out / 'report.html'}")
     return 0
@@ -345,7 +347,8 @@ def _new_trainer(settings: TrainSettings, prepared: Prepared, model: nn.Module) 
     if prepared.rewards:
         of_method["reward_funcs"] = list(prepared.rewards)
     try:
-        with plain_output():
+        # Rows are tokenized and cut already: bars of TRL that say so once more would frighten.
+        with plain_output(for_terminals=True):
             trainer = _trainer_class(settings.method)(
                 model=model,
                 args=config,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
-from roundpipe.cli.arguments import TrainSettings
+from roundpipe.cli.arguments import TrainSettings, merge_command
+from roundpipe.cli.methods import Head
 from roundpipe.errors import ConfigError
 
 # What to install for --report-to, where the package has another name than the service.
@@ -58,11 +60,23 @@ def early_stopping(settings: TrainSettings) -> list[Any]:
 
 
 def how_it_stopped(settings: TrainSettings, state: Any) -> str | None:
-    """The line that says that a run has ended early; None if it has not."""
-    if settings.early_stopping is None or state.global_step >= state.max_steps:
+    """The line that says which weights a run with early stopping has kept, and whether it has ended early."""
+    if settings.early_stopping is None:
         return None
+    if state.global_step >= state.max_steps:
+        return f"the final model has the weights of step {state.best_global_step} (eval_loss {state.best_metric:.4g})"
     return (
         f"stopped early after step {state.global_step} of {state.max_steps}: the last {settings.early_stopping} "
         f"evaluations were not better than that of step {state.best_global_step} (eval_loss {state.best_metric:.4g}), "
         "whose weights the final model has"
     )
+
+
+def what_next(settings: TrainSettings) -> str | None:
+    """The commands that use the result of a run; None for models that do not answer."""
+    if settings.method.head is not Head.TOKENS:
+        return None
+    chat = f"talk with it: {shlex.join(['roundpipe', 'chat', str(settings.out)])}"
+    if settings.lora is None and settings.adapter is None:
+        return chat
+    return f"it is an adapter; merge it into its model: {merge_command(str(settings.out), 'MERGED')}; {chat}"

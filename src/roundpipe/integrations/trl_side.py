@@ -231,8 +231,16 @@ class TrlMixin(_Base):  # type: ignore[misc]
         name = self.args.hub_model_id
         try:
             self.create_model_card(model_name=Path(self.args.output_dir).name if name is None else name.split("/")[-1])
+            if self.is_world_process_zero():
+                self._name_folders_in_card(Path(self.args.output_dir) / "README.md")
         except (OSError, ValueError) as error:  # a full disk; a locale in which its template cannot be read
             logger.warning("the model card could not be written: %s", error)
+
+    def _name_folders_in_card(self, card: Path) -> None:
+        """TRL's card calls models that are folders of this machine, and not names on the hub, None."""
+        base = getattr(self.model.config, "_name_or_path", "") or "a model of this machine"
+        text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{base}`")
+        card.write_text(text.replace('model="None"', f'model="{self.args.output_dir}"'), encoding="utf-8")
 
     def values_of_trl(self) -> dict[str, Any]:
         """The attributes that a resumed run needs, by name."""

@@ -13,6 +13,7 @@ import gc
 import inspect
 import logging
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -267,10 +268,12 @@ class ModelSplitter:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool, *, in_one: bool = False
     ) -> SplitPlan:
         name = type(self._model).__name__
-        with phase(f"{name}: finding its layers in trial runs on the CPU"):
-            plan = calibrate(self._model, args, kwargs, with_grad=with_grad, in_one=in_one)
-        with phase(f"{name}: comparing its layers with the model"), refusing("comparing its layers with the model"):
-            tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
+        # Trials have made-up values, of which a model may warn. It warns again in calls with the values of the user.
+        with warnings.catch_warnings(action="ignore"):
+            with phase(f"{name}: finding its layers in trial runs on the CPU"):
+                plan = calibrate(self._model, args, kwargs, with_grad=with_grad, in_one=in_one)
+            with phase(f"{name}: comparing its layers with the model"), refusing("comparing its layers with the model"):
+                tokenwise, fuses = verify(self._model, plan, args, kwargs, with_grad=with_grad)
         return dataclasses.replace(plan, tokenwise=tokenwise, head=plan.head if fuses else None)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None) -> Hashable:
