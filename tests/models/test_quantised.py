@@ -159,7 +159,7 @@ def test_damaged_folders_are_refused_by_name(damage: str, tmp_path: Path) -> Non
         roundpipe.load(quantised)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "eetq", "compressed-tensors", "torchao"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "eetq", "compressed-tensors"])
 def test_formats_that_are_not_known_are_refused_by_name(method: str, tmp_path: Path) -> None:
     quantised, _, _ = folders("llama", "fp8", tmp_path)
     edited(quantised, lambda tensors: None, quant_method=method)

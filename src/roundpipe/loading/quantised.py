@@ -13,7 +13,7 @@ import torch
 from roundpipe.errors import ConfigError
 from roundpipe.loading.weight_folder import Conversion, WeightFolder
 from roundpipe.packed import FORMS
-from roundpipe.packed.sources import OWN, SOURCES, Settings, is_own
+from roundpipe.packed.sources import METADATA, OWN, SOURCES, Settings, is_own
 from roundpipe.packed.taken import Taken, joined
 
 _IGNORED = (".activation_scale", ".input_scale")  # activations are not quantised in training
@@ -70,7 +70,7 @@ class QuantisedFolder(WeightFolder):
         """kind: the name of the format. dtype: of the weights when they are expanded."""
         super().__init__(path)
         self.kind, self._dtype = kind, dtype
-        self._sources = dict(SOURCES[kind](self.shapes, settings))
+        self._sources = dict(SOURCES[kind](self.shapes, {**settings, METADATA: self.metadata}))
         if not self._sources:
             raise ConfigError(
                 f"{path}: config.json says that weights are quantised as {kind}, but there are no scales of this "

@@ -59,6 +59,11 @@ class WeightFolder:
                 raise ConfigError(f"{self.path / name} has {key} as {part.get_dtype()}, a dtype that is not supported.")
             self.shapes[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the headers of all files say besides names and shapes."""
+        return {name: text for file in self._files.values() for name, text in (file.metadata() or {}).items()}
+
     def read(self, name: str) -> torch.Tensor:
         """The tensor with this name, over the mapped file: a copy is needed before it is written into."""
         return self._mapped(name)

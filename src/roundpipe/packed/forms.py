@@ -128,7 +128,7 @@ class BlockForm(Form):
     def pack(self, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The packed bytes of a weight, on its device. A weight of another dtype is rounded to `dtype` first.
 
-        Raises ConfigError if a value is infinite or NaN.
+        Raises ConfigError if a value is infinite or NaN, or so large that its scale would be.
         """
         described = PackedWeight(self, tuple(weight.shape), dtype or weight.dtype)
         packed = described.empty("meta" if weight.is_cpu else weight.device)
@@ -145,9 +145,10 @@ class BlockForm(Form):
                 values = torch.nn.functional.pad(values, (0, -values.numel() % block))
             values = values.view(-1, block)
             most = values.abs().amax(1)
-            if not bool(most.isfinite().all()):
-                raise ConfigError("it has values that are infinite or NaN")
             scale = (most / self.largest).to(_SCALE_DTYPE)
+            if not bool(scale.isfinite().all()):
+                why = "too large for a scale in bfloat16" if bool(most.isfinite().all()) else "infinite or NaN"
+                raise ConfigError(f"it has values that are {why}")
             scales[first : first + per_chunk] = scale
             # A scale that is zero after rounding stands for zeros, whatever the codes are.
             scaled = values / torch.where(scale == 0, 1.0, scale.float()).unsqueeze(1)

@@ -20,9 +20,10 @@ from torch import nn
 from roundpipe.errors import ConfigError
 from roundpipe.packed.forms import FORMS, PackedWeight
 from roundpipe.packed.module import PackedModule, part_name
-from roundpipe.packed.taken import NestedScales, Taken, four_bits, fp8_tiles, int8_rows, mxfp4
+from roundpipe.packed.taken import NestedScales, Taken, four_bits, fp8_tiles, int8_rows, int8_tiles, mxfp4
 
-Settings = Mapping[str, Any]  # the quantization_config of a model
+Settings = Mapping[str, Any]  # the quantization_config of a model, and the metadata of its files
+METADATA = "metadata"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,48 @@ def _of_four_bits(values: Sequence[torch.Tensor], dtype: torch.dtype) -> Taken:
     return four_bits(codes, scales, outer, table=levels, dtype=dtype, **given)
 
 
+TENSORS_OF_TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")  # others have the order of kernels
+INPUTS_OF_TORCHAO = ("act_quant_kwargs", "activation_quantization", "act_pre_scale")  # set if inputs are quantised
+
+
+def _torchao(shapes: Mapping[str, torch.Tensor], settings: Settings) -> Iterator[tuple[str, Source]]:
+    """torchao describes each weight in the metadata of the file. The names of its parts begin with an underscore."""
+    for name, text in sorted(settings[METADATA].items()):
+        path, dot, leaf = name.rpartition(".")
+        described = _json(text)
+        kind, given = described.get("_type", "Tensor"), described.get("_data", {})
+        if kind == "Tensor":
+            continue
+        parts = [part for part in ("qdata", "scale", "zero_point") if part in described.get("_tensor_data_names", ())]
+        tile = given.get("block_size", ())
+        others = [each for each in INPUTS_OF_TORCHAO if given.get(each)]
+        if kind not in TENSORS_OF_TORCHAO or len(parts) < 2 or len(tile) != 2 or others:
+            what = f" with {others[0]}" if others else ""
+            raise ConfigError(
+                f"{name} is a {kind} of torchao{what}, which cannot be taken; known are {', '.join(TENSORS_OF_TORCHAO)}"
+                " of matrices, without quantised inputs. Give the model that it was made from, with frozen_weights."
+            )
+        names = tuple(f"{path}{dot}_{leaf}_{part}" for part in parts)
+        yield name, Source(names, functools.partial(of_torchao, tuple(tile)))
+
+
+def _json(text: str) -> dict[str, Any]:
+    """The object that a text has; an empty one if it is another text."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def of_torchao(tile: tuple[int, int], values: Sequence[torch.Tensor], dtype: torch.dtype) -> Taken:
+    """A weight of torchao, from its codes, scales and perhaps zeros."""
+    codes, scales, *zeros = values
+    if codes.dtype is torch.float8_e4m3fn:
+        return fp8_tiles(codes, scales, tile, dtype)
+    return int8_tiles(codes, scales, zeros[0] if zeros else None, tile, dtype)
+
+
 OWN = "roundpipe"  # the name of the format of checkpoints of packed models
 _SAYS = "packed_by"  # of its settings
 
@@ -150,5 +193,6 @@ SOURCES: Mapping[str, Callable[[Mapping[str, torch.Tensor], Settings], Iterator[
     "mxfp8": _fp8,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    "torchao": _torchao,
     OWN: _own,
 }

@@ -18,12 +18,11 @@ from torch import nn
 from roundpipe.errors import ConfigError
 from roundpipe.module_names import joined
 from roundpipe.packed.module import install
-from roundpipe.packed.sources import SOURCES
-from roundpipe.packed.taken import Taken, fp8_tiles, int8_tiles
+from roundpipe.packed.sources import INPUTS_OF_TORCHAO, SOURCES, TENSORS_OF_TORCHAO, of_torchao
+from roundpipe.packed.taken import Taken
 
 Result = TypeVar("Result")
 _EXPERTS = "FP8Experts"  # of transformers, in place of the experts of any model
-_OF_TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")  # those of CUDA kernels have their own order
 logger = logging.getLogger("roundpipe")
 # Attributes of modules that hold what packing makes superfluous, or describe it.
 _OF_LIBRARIES = (
@@ -36,8 +35,8 @@ _OF_QUANTISERS = (
     *("is_4bit_serializable", "is_8bit_serializable"),
 )
 _ADVICE = (
-    "Load the model's folder with roundpipe.load(folder), which takes fp8, mxfp4 and bitsandbytes weights as they are, "
-    'or load the model that it was made from, in bfloat16, and pass frozen_weights="nf4", "int8" or "fp8".'
+    "Load the model's folder with roundpipe.load(folder), which takes weights of fp8, mxfp4, bitsandbytes and torchao "
+    'as they are, or load the model that it was made from, in bfloat16, and pass frozen_weights="nf4", "int8" or "fp8".'
 )
 
 
@@ -137,8 +136,7 @@ def _refuse_other_kinds(path: str, module: nn.Module, adapted: set[int]) -> None
     library, weight = _library_of(module), module._parameters.get("weight")
     if library == "torchao":
         given = {} if weight is None else vars(weight)
-        others = [each for each in ("act_quant_kwargs", "activation_quantization", "act_pre_scale") if given.get(each)]
-        is_known = type(weight).__name__ in _OF_TORCHAO and not others
+        is_known = type(weight).__name__ in TENSORS_OF_TORCHAO and not any(map(given.get, INPUTS_OF_TORCHAO))
     else:
         is_known = type(weight).__name__ in ("Params4bit", "Int8Params") or type(module).__name__ == "FP8Linear"
     if not _holds_experts(module) and not (is_known and isinstance(module, nn.Linear)):
@@ -204,7 +202,10 @@ def _taken(module: Any, plain: Mapping[int, nn.Module], dtype: torch.dtype) -> d
     """The weights of a module by name. `plain`: what experts become. `dtype`: of weights that say none themselves."""
     library = _library_of(module)
     if library == "torchao":
-        return {"weight": _of_torchao(module._parameters["weight"])}
+        weight = module._parameters["weight"]
+        parts = [weight.qdata, weight.scale, getattr(weight, "zero_point", None)]
+        values = [part for part in parts if part is not None]
+        return {"weight": of_torchao(tuple(weight.block_size), values, weight.dtype)}
     kind, settings = "bitsandbytes", {}
     if library == "transformers":
         kind, settings = "fp8", {"weight_block_size": module.block_size}
@@ -224,13 +225,6 @@ def _taken(module: Any, plain: Mapping[int, nn.Module], dtype: torch.dtype) -> d
                 f"its {name} has the shape {found[name].described.shape}, its model's config says {shape}"
             )
     return found
-
-
-def _of_torchao(weight: Any) -> Taken:
-    tile: tuple[int, int] = tuple(weight.block_size)
-    if weight.qdata.dtype is torch.float8_e4m3fn:
-        return fp8_tiles(weight.qdata, weight.scale, tile, weight.dtype)
-    return int8_tiles(weight.qdata, weight.scale, weight.zero_point, tile, weight.dtype)
 
 
 def _become_linear(module: Any) -> None:

@@ -128,6 +128,15 @@ def test_weights_that_do_not_lie_in_order_are_packed_by_their_values(form: str) 
     assert torch.equal(there_and_back(form, weight.t().contiguous().t()), there_and_back(form, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_too_large_for_a_scale_are_refused(dtype: torch.dtype) -> None:
+    weight = weight_of(3, 70).to(dtype)
+    weight[2, 69] = 3.4e38
+    with pytest.raises(ConfigError, match="too large for a scale in bfloat16"):
+        FORMS["nf4"].pack(weight)
+    assert FORMS["int8"].pack(weight).numel()  # its scales are smaller
+
+
 @EVERY_FORM
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_infinite_values_and_nan_are_refused(form: str, bad: float) -> None:
