@@ -327,3 +327,13 @@ def test_damaged_checkpoints_of_packed_models_are_refused_by_name(tmp_path: Path
         (tmp_path / "saved" / "config.json").write_text(json.dumps({**content, "quantization_config": settings}))
         with pytest.raises(ConfigError, match=message):
             roundpipe.load(tmp_path / "saved")
+    for damaged in (
+        {},
+        {DOWN: {}},
+        {DOWN: {**weights[DOWN], "dtype": "float7"}},
+        {DOWN: {**weights[DOWN], "shape": 4}},
+    ):
+        settings = {"packed_by": "roundpipe", **({"weights": damaged} if damaged else {})}
+        (tmp_path / "saved" / "config.json").write_text(json.dumps({**content, "quantization_config": settings}))
+        with pytest.raises(ConfigError, match=r"weights quantised as roundpipe is damaged \(.*Error"):
+            roundpipe.load(tmp_path / "saved")

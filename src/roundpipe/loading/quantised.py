@@ -70,7 +70,15 @@ class QuantisedFolder(WeightFolder):
         """kind: the name of the format. dtype: of the weights when they are expanded."""
         super().__init__(path)
         self.kind, self._dtype = kind, dtype
-        self._sources = dict(SOURCES[kind](self.shapes, {**settings, METADATA: self.metadata}))
+        try:
+            self._sources = dict(SOURCES[kind](self.shapes, {**settings, METADATA: self.metadata}))
+        except ConfigError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}: what config.json or the headers say of weights quantised as {kind} is damaged ({error!r}). "
+                "Copy or download the folder again."
+            ) from error
         if not self._sources:
             raise ConfigError(
                 f"{path}: config.json says that weights are quantised as {kind}, but there are no scales of this "

@@ -172,7 +172,7 @@ def _own(shapes: Mapping[str, torch.Tensor], settings: Settings) -> Iterator[tup
                 f"{name} came quantised, as {given['form']}. Load the model that was trained, with roundpipe.load, "
                 "and then this checkpoint into it, with roundpipe.checkpoint.load."
             )
-        described = PackedWeight(form, tuple(given["shape"]), getattr(torch, given["dtype"]))
+        described = PackedWeight(form, tuple(map(int, given["shape"])), getattr(torch, given["dtype"]))
         yield name, Source((part_name(name, described),), functools.partial(_of_own, described))
 
 
