@@ -564,10 +564,10 @@ class FailsOnce:
 INSIDE_THE_STEP = {
     "the target of a weight": patched(LayerUpdate, "_begun"),
     "the wait for uploads": patched(LayerWeights, "begin"),
-    "the state of a parameter": patched(one_pass, "_state_of"),
-    "the memory of the lower bits": patched(one_pass, "_master_of"),
+    "the numbers of a parameter": patched(one_pass._OnePass, "_numbers_of"),
+    "the memory of the lower bits": patched(OptimizerCopy, "values_for_kernel"),
     "the source of a gradient": patched(OptimizerCopy, "begin_step"),
-    "a gradient": patched(OptimizerCopy, "low_gradient"),
+    "a gradient": patched(OptimizerCopy, "gradient_sources"),
 }
 
 

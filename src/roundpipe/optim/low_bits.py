@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,9 +152,8 @@ def update_expanded(
     optimizer.state[param] = made
 
 
-def round_masters(optimizer: torch.optim.Optimizer, done: Container[int]) -> None:
-    """Round the masters of 24 bits that the plain optimizer has updated, as the kernel has rounded those in `done`."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, OptimizerCopy) and id(param) not in done and param.has_own_gradient:
-                param.round_update()
+def round_masters(params: Iterable[Tensor]) -> None:
+    """Round the masters of 24 bits that the plain optimizer has updated, as the kernel rounds those that it updates."""
+    for param in params:
+        if isinstance(param, OptimizerCopy) and param.has_own_gradient:
+            param.round_update()

@@ -390,19 +390,30 @@ class OptimizerCopy(nn.Parameter):
 
         None if there is no gradient, or if `.grad` is already a tensor.
         """
-        if not self.is_pending or self.source is None or _GRAD.__get__(self) is not None:
-            return None
-        return self.source.gradient_of(self.record)
+        found = self.gradient_sources(whole=True)
+        return None if found is None else found[0]
 
-    def gradient_sources(self) -> list[torch.Tensor] | None:
-        """The tensors whose sum is the pending gradient, see GradientSource.sources_of; None as in `low_gradient`."""
+    def gradient_sources(self, *, whole: bool = False) -> list[torch.Tensor] | None:
+        """The tensors whose sum is the pending gradient, see GradientSource.sources_of; None as in `low_gradient`.
+
+        `whole`: one tensor for the whole parameter, also with several machines.
+        """
         if not self.is_pending or self.source is None or _GRAD.__get__(self) is not None:
             return None
-        return self.source.sources_of(self.record)
+        if not whole:
+            return self.source.sources_of(self.record)
+        gradient = self.source.gradient_of(self.record)
+        return None if gradient is None else [gradient]
 
     def scale_gradient(self, factor: float) -> None:
         """Multiply the pending gradient by `factor` when it is used."""
         self.factors += (factor,)
+
+    def values_for_kernel(self, *, writes_weight: bool) -> HalvedMaster | torch.Tensor:
+        """The values in the form that the kernel updates: the two halves if there are any, else a float32 tensor.
+        `writes_weight`: the kernel also writes the weight; else it needs memory for values. The caller holds `lock`.
+        """
+        return self.halves if writes_weight and isinstance(self.halves, HalvedMaster) else self.values()
 
     def memory_of_step(self) -> list[torch.Tensor]:
         """The memory of this copy that a one-pass step will write: the low halves, if the copy is halved."""

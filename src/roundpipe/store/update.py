@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -227,11 +227,10 @@ class LayerUpdate:
         assert self._fetched is not None
         return self._fetched.wait().get(record)
 
-    def gather(self, records: Sequence[ParameterRecord]) -> None:
-        """Begin to complete the new weights of `records`, of which this machine has written its range."""
-        if self.exchange is not None and records:
-            updated = set(records)
-            in_order = [record for record in self._records if record in updated]  # not the order of an optimizer
+    def _gather(self, updated: Container[ParameterRecord]) -> None:
+        """Begin to complete the new weights of parameters of which this machine has written its range."""
+        in_order = [record for record in self._records if record in updated]  # not the order of an optimizer
+        if self.exchange is not None and in_order:
             memories = [record.memory(self._begun()) for record in in_order]
             what = f"new weights of layer {self._layer_id}"
             self._gathers.append((in_order, self.exchange.gather(what, in_order, memories)))
@@ -318,18 +317,13 @@ class LayerUpdate:
     def publish_if_complete(self) -> None:
         """Allow calls to read the new weights now, if the step publishes by layer and the layer is updated.
 
-        Called when the one-pass optimizer has updated parameters of the layer, and by the step's later layers while
-        other machines still send their ranges. See [Note: publishing layer by layer].
+        Called when the one-pass optimizer has updated parameters of the layer, and again after each of the step's later
+        layers, because other machines may still send their ranges. See [Note: publishing layer by layer].
         """
         if self._mode is not StepMode.BY_LAYER or self._is_published or not self._is_updated():
             return
-        if not self.waits_for_machines:
+        if all(pending.has_succeeded for _, pending in self._gathers):  # no machine still sends its range
             self._complete_weights()
-
-    @property
-    def waits_for_machines(self) -> bool:
-        """Whether the new weights still lack ranges that other machines send."""
-        return not all(pending.has_succeeded for _, pending in self._gathers)
 
     def _is_updated(self) -> bool:
         """Whether the one-pass optimizer has updated every master of the layer that this step may change."""
@@ -338,11 +332,15 @@ class LayerUpdate:
         others = [self._store.masters.of(record) for record in self._records if record not in self.updated]
         return bool(self.updated) and not waiting and not any(m.was_touched() or m.has_own_gradient for m in others)
 
-    def mark_updated(self, record: ParameterRecord) -> None:
-        """Record that the one-pass optimizer has updated a parameter."""
-        if record in self.updated:
-            self._updated_again = record
-        self.updated.add(record)
+    def masters_updated(self, records: Sequence[ParameterRecord]) -> None:
+        """Record that the one-pass optimizer has updated masters, and publish the layer if it may be published now."""
+        for record in records:
+            if record in self.updated:
+                self._updated_again = record
+            self.updated.add(record)
+        if self.exchange is not None:
+            self._gather({record for record in records if record.master is not None and record.master.share})
+        self.publish_if_complete()
 
     def written_besides(self) -> str | None:
         """The name of a parameter whose master was written other than by one update in one pass; None if none was.
@@ -453,6 +451,8 @@ def in_order_of_change(updates: Sequence[LayerUpdate]) -> Iterator[tuple[LayerUp
             for each in pair:
                 each.fetch()
             yield update, (*pair, None)[1]
+            for each in left[:position]:  # earlier ones may have waited for the ranges of other machines
+                each.publish_if_complete()
         return
     while left:
         update = _next_to_change(left)
