@@ -56,7 +56,6 @@ from roundpipe.devices import generator_states, set_generator_states
 from roundpipe.distributed.line import Payload
 from roundpipe.errors import CheckpointError, ConfigError
 from roundpipe.store import OptimizerCopy, ParameterRecord, Share
-from roundpipe.store.values import ShardedMaster
 
 STATE = "state/"
 _DEFAULT_ADAPTER = "default"
@@ -230,7 +229,7 @@ def _master_sources(record: ParameterRecord, home: Home) -> Iterator[Source]:
         return
     with master.lock:
         halves = master.halves
-        if isinstance(halves, ShardedMaster):
+        if halves is not None and master.share is not None:
             return  # not updated on any machine yet: it equals the weight
         if halves is not None and halves.weight is record.weights and record.weights.is_contiguous():
             # Halves stay halves: joining them would need twice their memory.
@@ -238,7 +237,7 @@ def _master_sources(record: ParameterRecord, home: Home) -> Iterator[Source]:
                 if key in vars(halves):
                     yield Source(prefix + record.name, vars(halves)[key], home)
             return
-        values = master.values() if halves is None else halves.joined()
+        values = master.values() if halves is None else halves.own_values().joined()
     if values.dtype != record.weights.dtype or not torch.equal(values, record.weights):
         yield Source(MASTER + record.name, values, home)
 

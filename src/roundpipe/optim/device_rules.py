@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roundpipe.optim.native.kernel import Kernel, KernelParameter, StepNumbers
 from roundpipe.store.forms import PLAIN, Form, form_of, seed_of
-from roundpipe.store.values import HalvedMaster, packed_bits, unpacked_bits
+from roundpipe.store.values import HalvedMaster, WholeMaster, packed_bits, unpacked_bits
 
 MultiplyAdd = Callable[[Tensor, Tensor, Tensor], Tensor]  # a * b + c of float32 tensors, rounded once
 
@@ -31,8 +31,7 @@ _FORMS: dict[torch.dtype, Form] = {
 
 def can_update_in_torch(parameter: KernelParameter) -> bool:
     """Whether this module knows how master and states of a parameter are stored."""
-    master = parameter.master
-    is_known = type(master) in (HalvedMaster, Tensor) and parameter.rounding is None
+    is_known = type(parameter.master) in (HalvedMaster, WholeMaster) and parameter.rounding is None
     return is_known and all(state.dtype in _FORMS for state in parameter.states)
 
 
@@ -48,18 +47,18 @@ def update_in_torch(parameter: KernelParameter, numbers: Tensor, factors: Tensor
     for factor in factors:
         gradient = gradient * factor
     master = parameter.master
-    values = _joined(master) if isinstance(master, HalvedMaster) else master
-    assert values is not None
+    assert master is not None
+    halves = master if isinstance(master, HalvedMaster) else None
+    values = master.joined() if halves is None else _joined(halves)
     forms, parts = _stored(parameter)
     states = [form.expanded(of_form) for form, of_form in zip(forms, parts, strict=True)]
     values, states = _updated(parameter.numbers, numbers, values, gradient, states, multiply_add)
     for index, (form, of_form, state) in enumerate(zip(forms, parts, states, strict=True)):
         form.pack(state, of_form, seed_of(parameter.numbers.step, index), parameter.first)
-    if isinstance(master, HalvedMaster):
-        _halve(values, master, parameter.weight)
+    if halves is not None:
+        _halve(values, halves, parameter.weight)
         return
-    assert master is not None
-    master.copy_(values)
+    master.joined().copy_(values)
     if parameter.weight is not None:
         is_bfloat16 = parameter.weight.dtype is torch.bfloat16
         parameter.weight.copy_(_to_bfloat16(values).view(torch.bfloat16) if is_bfloat16 else values)

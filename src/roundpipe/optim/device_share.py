@@ -39,7 +39,7 @@ from roundpipe.store import OptimizerCopy
 from roundpipe.store.forms import BLOCK, num_scales
 from roundpipe.store.host_memory import HUGE_PAGE_BYTES
 from roundpipe.store.update import LayerUpdate
-from roundpipe.store.values import HalvedMaster, flat
+from roundpipe.store.values import flat
 
 logger = logging.getLogger("roundpipe")
 
@@ -140,7 +140,7 @@ class DeviceShare:
         """
         for parameter in filter(can_update_in_torch, parameters):
             master = parameter.master
-            halves = [master.low, master.ties] if isinstance(master, HalvedMaster) else []
+            halves = master.own_parts() if master is not None and master.has_high_halves else []
             for tensor in (*halves, *parameter.states, *parameter.scales):
                 has_pages = tensor.nbytes >= HUGE_PAGE_BYTES and tensor.data_ptr() % mmap.PAGESIZE == 0
                 known = self._pinned.get(id(tensor))
@@ -251,15 +251,8 @@ def _cut(parameter: KernelParameter, start: int, stop: int) -> KernelParameter:
     elements, master = slice(start, stop), parameter.master
     assert parameter.gradient is not None
     assert master is not None
-    if isinstance(master, HalvedMaster):
-        bits = slice(start // 8, -(-stop // 8))
-        cut: Tensor | HalvedMaster = HalvedMaster(
-            flat(master.weight)[elements], master.low[elements], master.ties[bits]
-        )
-    else:
-        cut = flat(master)[elements]
     return KernelParameter(
-        cut,
+        master.cut(start, stop),
         flat(parameter.gradient)[elements],
         [flat(state)[elements] for state in parameter.states],
         None if parameter.weight is None else flat(parameter.weight)[elements],
@@ -385,9 +378,7 @@ class _Helper:
         assert piece.gradient is not None
         assert master is not None
         there = KernelParameter(
-            HalvedMaster(*map(up, (master.weight, master.low, master.ties)))
-            if isinstance(master, HalvedMaster)
-            else up(master),
+            master.moved(up),
             up(piece.gradient),
             [up(state) for state in piece.states],
             None if piece.weight is None else made(piece.weight),
@@ -412,5 +403,4 @@ def _written(piece: KernelParameter) -> list[Tensor]:
     """The tensors that an update writes."""
     master = piece.master
     assert master is not None
-    of_master = [master.low, master.ties] if isinstance(master, HalvedMaster) else [master]
-    return [*of_master, *piece.states, *piece.scales, *([] if piece.weight is None else [piece.weight])]
+    return [*master.own_parts(), *piece.states, *piece.scales, *([] if piece.weight is None else [piece.weight])]

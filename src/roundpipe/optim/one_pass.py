@@ -51,7 +51,7 @@ from roundpipe.store import OptimizerCopy
 from roundpipe.store.forms import PLAIN, Form
 from roundpipe.store.master import wait_for_steps
 from roundpipe.store.update import LayerUpdate, in_order_of_change
-from roundpipe.store.values import flat
+from roundpipe.store.values import WholeMaster, flat
 
 Folder = str | os.PathLike[str]
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subclasses may store values elsewhere
@@ -177,7 +177,9 @@ def update_tensors(optimizer: OnePassOptimizer, group: Group, params: Iterable[t
                 state = old if stored.exists else _new_state(old, stored, functools.partial(_new_parts_like, param))
                 moments, scales = _memory_of(state, stored.forms)
                 written += [param, *moments, *scales]
-                kernel.update([KernelParameter(param.data, param.grad, moments, None, numbers, (), scales)])
+                kernel.update(
+                    [KernelParameter(WholeMaster(param.data), param.grad, moments, None, numbers, (), scales)]
+                )
                 if state:
                     optimizer.state[param] = state
         finally:
@@ -285,8 +287,12 @@ class _OnePass:
                         self._kernel.update(parameters)
                     else:
                         self._share.update(self._kernel, parameters, [each.master for each in ready], update)
-                    self._take_states(ready)
-                for copy, _, parameter in ready:
+                    counts = [each.state["step"] for each in ready if "step" in each.state]
+                    if counts:
+                        torch._foreach_add_(counts, 1)
+                for copy, state, parameter in ready:
+                    if state:  # a first step has made it
+                        self._optimizer.state[copy] = state
                     if copy.share is not None:
                         copy.weight_was_written(copy.record.memory(update.target))
                     elif parameter.weight is not None:
@@ -298,15 +304,6 @@ class _OnePass:
                     copy.lock.release()
         update.masters_updated([each.master.record for each in ready])
         return [id(each.master) for each in ready]
-
-    def _take_states(self, ready: Sequence[_Ready]) -> None:
-        """Make the states that the kernel has updated those of the optimizer: a first step has made new ones."""
-        counts = [each.state["step"] for each in ready if "step" in each.state]
-        if counts:
-            torch._foreach_add_(counts, 1)
-        for copy, state, _ in ready:
-            if state:
-                self._optimizer.state[copy] = state
 
     def _prepared(self, update: LayerUpdate, copy: OptimizerCopy, group: Group) -> _Ready | None:
         """What the kernel needs to update a master; None if there is no gradient or the kernel does not support it."""
@@ -324,13 +321,11 @@ class _OnePass:
         numbers = self._numbers_of(group, old, factors, is_low=stored.is_low)
         state = old if stored.exists else _new_state(old, stored, functools.partial(self._new_parts, copy))
         weight = update.new_weight_of(copy.record)
-        if share is None:
-            master = copy.values_for_kernel(writes_weight=weight is not None)
-        else:
-            # The whole update works on this machine's range, as flat tensors.
+        master = copy.values_for_kernel(writes_weight=weight is not None)
+        if share is not None:  # the whole update works on this machine's range, as flat tensors
             cut_moments(state, stored.forms, copy)
             assert weight is not None
-            master, weight = copy.sharded().own_values(), flat(weight)[share.range_of(weight.numel())]
+            weight = flat(weight)[share.range_of(weight.numel())]
         parameter = stored.parameter
         if parameter is None or not parameter.renew(master, gradient, weight, numbers, more):
             moments, scales = _memory_of(state, stored.forms)
@@ -451,9 +446,9 @@ class OnePassOptimizer(torch.optim.Optimizer):
                     with torch.no_grad():
                         self._updated = step_in_one_pass(self, self._reserve, self._checked)
                     self._reserve = None
-                with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
-                    plain_step(self)
-                if self._rest:
+                if len(self._updated or ()) < sum(len(group["params"]) for group in self.param_groups):
+                    with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+                        plain_step(self)
                     with torch.no_grad():
                         self._complete_rest(functools.partial(plain_step, self))
             finally:

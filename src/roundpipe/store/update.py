@@ -123,7 +123,8 @@ class LayerUpdate:
             if not self.publishes_late:
                 master.rest_between_steps()
             master.begin_step(self, record)
-            self._versions[record] = master.version
+            if self._mode is not StepMode.STALE:
+                self._versions[record] = master.version
         if self._mode is StepMode.STALE and not self.publishes_late:
             self._store.weights.keep_two(self._layer_id)
         if self._mode is StepMode.BY_LAYER and not self._records:
@@ -455,24 +456,15 @@ def in_order_of_change(updates: Sequence[LayerUpdate]) -> Iterator[tuple[LayerUp
                 each.publish_if_complete()
         return
     while left:
-        update = _next_to_change(left)
+        # Of the layers that wait neither for gradients nor for a checkpoint, the next call needs the last one first.
+        while not (ready := [update for update in left if update.may_be_changed]):
+            left[0].wait_until_landed()
+            what = f"a checkpoint to read layer {left[0]._layer_id}"
+            left[0].wait_until(lambda: any(update.may_be_changed for update in left), what)
+        update = ready[-1]
         left.remove(update)
         ready = [each for each in left if each.may_be_changed]
         yield update, ready[-1] if ready else next(iter(left), None)
-
-
-def _next_to_change(updates: Sequence[LayerUpdate]) -> LayerUpdate:
-    """The update that a step carries out next, of those that are left in the order of landing.
-
-    Of the layers that wait neither for gradients nor for a checkpoint, this is the one that the next call needs first:
-    the last to land.
-    """
-    while not (ready := [update for update in updates if update.may_be_changed]):
-        first = updates[0]
-        first.wait_until_landed()
-        what = f"a checkpoint to read layer {first._layer_id}"
-        first.wait_until(lambda: any(update.may_be_changed for update in updates), what)
-    return ready[-1]
 
 
 # Several machines.

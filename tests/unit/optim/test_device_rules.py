@@ -76,7 +76,8 @@ def assert_same_bits(mine: KernelParameter, theirs: KernelParameter, where: str)
 
 def tensors_of(parameter: KernelParameter) -> list[Tensor]:
     master = parameter.master
-    values = [master]
+    assert master is not None
+    values = [master.joined()]
     if isinstance(master, HalvedMaster):
         assert parameter.weight is not None
         joined = HalvedMaster(parameter.weight, master.low, master.ties).joined()
