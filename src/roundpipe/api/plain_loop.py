@@ -43,7 +43,7 @@ from roundpipe.distributed.settings import OptimizerSettings
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.monitor import process_lock
 from roundpipe.optim.one_pass import OnePassOptimizer
-from roundpipe.optim.state_memory import require_state_memory
+from roundpipe.optim.states import require_state_memory
 from roundpipe.optim.stepper import HandedStep
 from roundpipe.store import LayerRecord, LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.adopt import owner_of

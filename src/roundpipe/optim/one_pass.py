@@ -25,7 +25,6 @@ from torch.optim.optimizer import ParamsT
 
 from roundpipe.context import current_iteration
 from roundpipe.optim.device_share import DeviceShare
-from roundpipe.optim.low_bits import parts_of, restore_parts, round_masters, state_fits, update_expanded
 from roundpipe.optim.native.kernel import (
     MAX_FACTORS,
     KernelParameter,
@@ -36,7 +35,7 @@ from roundpipe.optim.native.kernel import (
     share_layout,
 )
 from roundpipe.optim.rules import Group, Rule, check_moments, has_low_bits, step_after
-from roundpipe.optim.state_memory import (
+from roundpipe.optim.states import (
     Reserve,
     StateFolder,
     cut_moments,
@@ -44,8 +43,13 @@ from roundpipe.optim.state_memory import (
     move_to_folder,
     new_parts,
     own_range,
+    parts_of,
     require_state_memory,
+    restore_parts,
+    round_masters,
+    state_fits,
     state_placement,
+    update_expanded,
 )
 from roundpipe.store import OptimizerCopy
 from roundpipe.store.forms import PLAIN, Form
@@ -307,7 +311,7 @@ class _OnePass:
 
     def _prepared(self, update: LayerUpdate, copy: OptimizerCopy, group: Group) -> _Ready | None:
         """What the kernel needs to update a master; None if there is no gradient or the kernel does not support it."""
-        share, factors = copy.share, copy.factors
+        rule, share, factors = self._optimizer.rule, copy.share, copy.factors
         found = copy.gradient_sources(whole=share is None)
         if found is None or len(factors) >= MAX_FACTORS:
             whole, factors = copy.grad, ()
@@ -317,8 +321,9 @@ class _OnePass:
         gradient, *more = found
         old = self._optimizer.state.get(copy) or {}
         kept = self._kept.get(id(copy))
-        stored = kept or _StoredState(self._optimizer.rule, group, copy, old)
-        numbers = self._numbers_of(group, old, factors, is_low=stored.is_low)
+        stored = kept or _StoredState(rule, group, copy, old)
+        key = id(group), rule.progress(old), factors, step_after(old) if stored.is_low else 0
+        numbers = self._numbers.get(key) or self._numbers.setdefault(key, rule.step_numbers(group, *key[1:]))
         state = old if stored.exists else _new_state(old, stored, functools.partial(self._new_parts, copy))
         weight = update.new_weight_of(copy.record)
         master = copy.values_for_kernel(writes_weight=weight is not None)
@@ -336,16 +341,6 @@ class _OnePass:
             parameter = KernelParameter(master, gradient, moments, weight, numbers, more, scales, first, copy.rounding)
             stored.parameter = parameter
         return _Ready(copy, state, parameter)
-
-    def _numbers_of(
-        self, group: Group, state: dict[str, Any], factors: tuple[float, ...], *, is_low: bool
-    ) -> StepNumbers:
-        rule = self._optimizer.rule
-        progress, step = rule.progress(state), step_after(state) if is_low else 0
-        key = id(group), progress, factors, step
-        if key not in self._numbers:
-            self._numbers[key] = rule.step_numbers(group, progress, factors, step)
-        return self._numbers[key]
 
     def _new_parts(self, copy: OptimizerCopy, form: Form) -> list[Tensor]:
         with state_placement(self._optimizer):  # here, because another thread than that of the step may run this

@@ -125,7 +125,8 @@ class LayerUpdate:
             master.begin_step(self, record)
             if self._mode is not StepMode.STALE:
                 self._versions[record] = master.version
-        if self._mode is StepMode.STALE and not self.publishes_late:
+        lacks_second = any(record.back is None for record in self._records)
+        if self._mode is StepMode.STALE and lacks_second and not self.publishes_late:
             self._store.weights.keep_two(self._layer_id)
         if self._mode is StepMode.BY_LAYER and not self._records:
             self._complete_weights()  # nothing of this layer can change

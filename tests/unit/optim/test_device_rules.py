@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers_adam import fmaf
 from roundpipe import optim
 from roundpipe.devices.virtual import VirtualDevice
-from roundpipe.optim.device_rules import can_update_in_torch, update_in_torch
+from roundpipe.optim.device_share import can_update_in_torch, update_in_torch
 from roundpipe.optim.native.kernel import KernelParameter, StepNumbers, one_pass_kernel
 from roundpipe.store import HalvedMaster
 from roundpipe.store.forms import form_of
