@@ -404,8 +404,8 @@ class ModelEngine:
         may_repeat: if False, the error is raised and only the next call uses the new plan.
         """
         config, batches = request.config, request.batches
-        # A call with caches has no grad, and one microbatch.
-        caches = [] if config.requires_grad else [CacheContents(batches.args[0], batches.kwargs[0])]
+        first = batches.args[0], batches.kwargs[0]  # a call with caches has one microbatch
+        caches = [CacheContents(*first)] if caches_in(*first) else []
         while True:
             try:
                 return carry_out(request)

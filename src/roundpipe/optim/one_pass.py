@@ -253,6 +253,7 @@ class _Ready(NamedTuple):
     master: OptimizerCopy
     state: dict[str, Any]
     parameter: KernelParameter
+    weight: Tensor | None  # the memory that receives the rounded values; of the whole parameter
 
 
 class _OnePass:
@@ -294,13 +295,11 @@ class _OnePass:
                     counts = [each.state["step"] for each in ready if "step" in each.state]
                     if counts:
                         torch._foreach_add_(counts, 1)
-                for copy, state, parameter in ready:
+                for copy, state, _, written in ready:
                     if state:  # a first step has made it
                         self._optimizer.state[copy] = state
-                    if copy.share is not None:
-                        copy.weight_was_written(copy.record.memory(update.target))
-                    elif parameter.weight is not None:
-                        copy.weight_was_written(parameter.weight)
+                    if written is not None:
+                        copy.weight_was_written(written)
             finally:
                 for each in ready:
                     each.parameter.forget_memory()
@@ -325,7 +324,7 @@ class _OnePass:
         key = id(group), rule.progress(old), factors, step_after(old) if stored.is_low else 0
         numbers = self._numbers.get(key) or self._numbers.setdefault(key, rule.step_numbers(group, *key[1:]))
         state = old if stored.exists else _new_state(old, stored, functools.partial(self._new_parts, copy))
-        weight = update.new_weight_of(copy.record)
+        weight = whole_weight = update.new_weight_of(copy.record)
         master = copy.values_for_kernel(writes_weight=weight is not None)
         if share is not None:  # the whole update works on this machine's range, as flat tensors
             cut_moments(state, stored.forms, copy)
@@ -337,10 +336,10 @@ class _OnePass:
             read = [gradient] if weight is None else [gradient, weight]
             if share is None and not (all(map(can_read, read)) and share_layout([copy, *read, *moments])):
                 return None
-            first = 0 if share is None else first_element(copy)
+            first = first_element(copy)
             parameter = KernelParameter(master, gradient, moments, weight, numbers, more, scales, first, copy.rounding)
             stored.parameter = parameter
-        return _Ready(copy, state, parameter)
+        return _Ready(copy, state, parameter, whole_weight)
 
     def _new_parts(self, copy: OptimizerCopy, form: Form) -> list[Tensor]:
         with state_placement(self._optimizer):  # here, because another thread than that of the step may run this

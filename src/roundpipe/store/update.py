@@ -296,12 +296,6 @@ class LayerUpdate:
         return self._target
 
     @property
-    def target(self) -> WeightBuffer:
-        """The buffer for the new weights, as `new_weight_of` has chosen it."""
-        assert self._target is not None
-        return self._target
-
-    @property
     def has_replaced_weights(self) -> bool:
         """Whether the step has begun to overwrite the old weights, so that they cannot be restored."""
         is_old_there = self._store.slots[self._layer_id].can_upload(self._version - 1)
@@ -317,12 +311,12 @@ class LayerUpdate:
             self._store.masters.of(record).end_step(keeps_source=self._caller is not None)
 
     def publish_if_complete(self) -> None:
-        """Allow calls to read the new weights now, if the step publishes by layer and the layer is updated.
+        """Allow calls to read the new weights now, if the layer is updated: see [Note: publishing layer by layer].
 
         Called when the one-pass optimizer has updated parameters of the layer, and again after each of the step's later
-        layers, because other machines may still send their ranges. See [Note: publishing layer by layer].
+        layers, because other machines may still send their ranges.
         """
-        if self._mode is not StepMode.BY_LAYER or self._is_published or not self._is_updated():
+        if self._is_published or not self._is_updated():
             return
         if all(pending.has_succeeded for _, pending in self._gathers):  # no machine still sends its range
             self._complete_weights()
@@ -342,7 +336,8 @@ class LayerUpdate:
             self.updated.add(record)
         if self.exchange is not None:
             self._gather({record for record in records if record.master is not None and record.master.share})
-        self.publish_if_complete()
+        if self._mode is StepMode.BY_LAYER:
+            self.publish_if_complete()
 
     def written_besides(self) -> str | None:
         """The name of a parameter whose master was written other than by one update in one pass; None if none was.
@@ -453,8 +448,9 @@ def in_order_of_change(updates: Sequence[LayerUpdate]) -> Iterator[tuple[LayerUp
             for each in pair:
                 each.fetch()
             yield update, (*pair, None)[1]
-            for each in left[:position]:  # earlier ones may have waited for the ranges of other machines
-                each.publish_if_complete()
+            if update._mode is StepMode.BY_LAYER:
+                for each in left[:position]:  # earlier ones may have waited for the ranges of other machines
+                    each.publish_if_complete()
         return
     while left:
         # Of the layers that wait neither for gradients nor for a checkpoint, the next call needs the last one first.
