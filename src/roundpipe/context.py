@@ -126,6 +126,17 @@ class OptimizerCtx:
 
 
 @contextlib.contextmanager
+def within_step(iteration: Iteration) -> Iterator[None]:
+    """The context of step_fn: sets the iteration of the step, and what an OptimizerCtx sets."""
+    tokens = _iteration.set(iteration), _optimizer_side.set(True)
+    try:
+        yield
+    finally:
+        _iteration.reset(tokens[0])
+        _optimizer_side.reset(tokens[1])
+
+
+@contextlib.contextmanager
 def trying_out() -> Iterator[None]:
     """While entered, models run only to find out what their code does, and what large weights hold does not matter."""
     token = _trial.set(True)

@@ -33,7 +33,7 @@ from roundpipe.__main__ import main
 from roundpipe.api.roundpipe import RoundPipe
 from roundpipe.checkpoint import latest
 from roundpipe.errors import CheckpointError, NonFiniteError
-from roundpipe.optim.state_memory import StateFolder
+from roundpipe.optim.states import StateFolder
 from roundpipe.report.metrics import MetricsWriter, read_metrics
 
 

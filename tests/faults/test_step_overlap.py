@@ -35,6 +35,7 @@ from roundpipe.api.planner import Planner
 from roundpipe.optim import Adam, one_pass
 from roundpipe.optim.native import kernel as native
 from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel
+from roundpipe.optim.rules import AdamRule
 from roundpipe.plan.overlap import Overlap as PlannedOverlap
 from roundpipe.runtime import gradients as landing
 from roundpipe.store.master import OptimizerCopy
@@ -564,10 +565,10 @@ class FailsOnce:
 INSIDE_THE_STEP = {
     "the target of a weight": patched(LayerUpdate, "_begun"),
     "the wait for uploads": patched(LayerWeights, "begin"),
-    "the state of a parameter": patched(one_pass, "_state_of"),
-    "the memory of the lower bits": patched(one_pass, "_master_of"),
+    "the numbers of a parameter": patched(AdamRule, "progress"),
+    "the memory of the lower bits": patched(OptimizerCopy, "values_for_kernel"),
     "the source of a gradient": patched(OptimizerCopy, "begin_step"),
-    "a gradient": patched(OptimizerCopy, "low_gradient"),
+    "a gradient": patched(OptimizerCopy, "gradient_sources"),
 }
 
 

@@ -25,7 +25,7 @@ from roundpipe import CheckpointError
 from roundpipe.checkpoint import latest
 from roundpipe.errors import ArgumentTypeError, ConfigError
 from roundpipe.integrations import RoundPipeOptions, RoundPipeTrainer
-from roundpipe.optim.state_memory import StateFolder
+from roundpipe.optim.states import StateFolder
 from roundpipe.report import read_metrics
 
 STEPS, STOP_AT = 7, 4  # saved after every third step, so one step is lost

@@ -15,7 +15,6 @@ from torch import distributed as dist
 
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, checkpoint, optim, wrap_model_to_roundpipe
 from roundpipe.checkpoint import PendingSave, folders
-from roundpipe.store import HalvedMaster
 from roundpipe.store.values import ShardedMaster
 
 
@@ -162,7 +161,7 @@ def _flat_values(master: Any) -> Tensor:
     halves = master.halves
     if isinstance(halves, ShardedMaster):
         own = halves.own_values()
-        return own.joined() if isinstance(own, HalvedMaster) else own.clone()
+        return own.joined().clone()
     whole = master.detach().clone() if halves is None else halves.joined()
     return whole.as_strided((whole.numel(),), (1,)).clone()
 

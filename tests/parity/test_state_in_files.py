@@ -17,8 +17,8 @@ from helpers_parity import Models, assert_same, batch, mse, seeded
 from roundpipe import RoundPipe, checkpoint, clip_grad_norm_
 from roundpipe.checkpoint.save import PendingSave
 from roundpipe.errors import ConfigError, HostMemoryError
-from roundpipe.optim import SGD, Adam, AdamW, Lion, state_memory
-from roundpipe.optim.state_memory import StateFolder
+from roundpipe.optim import SGD, Adam, AdamW, Lion, states
+from roundpipe.optim.states import StateFolder
 from roundpipe.store import host_memory
 
 WIDTH = 130  # weights of 16,900 elements: 66 kB in float32, which is enough for a file
@@ -200,7 +200,7 @@ def test_a_full_disk_is_reported_before_anything_changes(
     optimizer = AdamW(list(model.optim_parameters()), state_folder=tmp_path)
     before = [param.detach().clone() for param in model.optim_parameters()]
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(state_memory.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(states.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(HostMemoryError, match=r"state needs 0\.000 GB in .* Free space, choose another state_folder"):
         train(model, optimizer, range(1), is_async=False)
     assert_same([param.detach() for param in model.optim_parameters()], before)

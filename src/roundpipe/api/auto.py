@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 from roundpipe.api.engine import ModelEngine
 from roundpipe.api.proxy import ModelProxy, like_the_models, refuse_tracing
 from roundpipe.api.roundpipe import RoundPipe, call_site, check_master_bits, check_options, checked_staleness
-from roundpipe.api.wrap_rules import bare_modules
 from roundpipe.config import RoundPipeRunConfig
 from roundpipe.devices import DeviceSpec, host_pinner, parse_devices
 from roundpipe.errors import ClosedError, ConfigError, UsageError, add_note
@@ -324,3 +323,16 @@ def loss_function_of(model: nn.Module) -> Callable[..., Any] | None:
         return None
     loss_function = getattr(model, "loss_function", None)
     return loss_function if callable(loss_function) else None
+
+
+def bare_modules(
+    root: nn.Module, wrapped: Container[nn.Module], path: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The bare modules with their paths: the root and its submodules, each once, that are in no wrapped module."""
+    seen = set() if seen is None else seen
+    if root in seen or root in wrapped:
+        return
+    seen.add(root)
+    yield path, root
+    for name, child in root.named_children():
+        yield from bare_modules(child, wrapped, f"{path}.{name}" if path else name, seen)

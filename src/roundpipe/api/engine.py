@@ -144,7 +144,7 @@ class ModelEngine:
         group, stepper = self.group, self.group.stepper
         mode = group.mode_of_step(is_async=is_async, staleness=group.staleness if staleness is None else staleness)
         group.expect_step(mode)
-        announce_step(stepper.iteration)
+        announce_step(stepper.last_job.next_iteration)
         # A stale step runs beside the whole next iteration, so it can wait for all gradients.
         may_overlap = mode is not StepMode.STALE and group.recovery.all_are_proven()
         job = group.issue(step_fn, mode, may_overlap)
@@ -295,7 +295,8 @@ class ModelEngine:
             self.group.recovery.wait_for_runs()  # uploads of these runs may read the memory that changes below
             self.group.stepper.wait_until_idle()
             store.adopt_written(written)
-        self.num_writes += self.group.plain_loop.publish_masters(store)
+        if store.masters.used or store.masters.shared:
+            self.num_writes += self.group.plain_loop.publish_masters(store)
         touched = store.gradients.touched_by_user() if adopts_gradients else []
         if touched:
             store.wait_until_landed(self.group.stepper.generation)
@@ -353,7 +354,7 @@ class ModelEngine:
             prepared = preparing.prepared(args, kwargs, config, is_for_loss_alone=not wants_outputs)
         config = prepared.config
         inputs = InputSplit(prepared.args, prepared.kwargs, label, config, prepared.additions)
-        whole = WholeBatch(self.group.machines, is_training=(self.split_model or self.store).is_training)
+        whole = WholeBatch(self.group.machines, self.split_model or self.store)
         batches = self.group.lock.run_user_code(inputs.split)
         batches = self.losses.weighed(batches, inputs, loss_fn, whole, self.group.wait_until_quiet)
         if config.requires_grad:
@@ -403,30 +404,29 @@ class ModelEngine:
         may_repeat: if False, the error is raised and only the next call uses the new plan.
         """
         config, batches = request.config, request.batches
-        caches = CacheContents(batches.args[0], batches.kwargs[0])  # a call with caches has one microbatch
+        first = batches.args[0], batches.kwargs[0]  # a call with caches has one microbatch
+        caches = [CacheContents(*first)] if caches_in(*first) else []
         while True:
             try:
                 return carry_out(request)
             except CallOrderChanged as error:
                 with torch.set_grad_enabled(config.requires_grad):
                     has_other_plan = self.split_model is not None and self.split_model.distrust(batches)
-                if not (has_other_plan and may_repeat and caches.restore(error)):
+                if not (has_other_plan and may_repeat and all(each.restore(error) for each in caches)):
                     raise error.__cause__ or error from None  # the cause, if there is one, is an error of the model
                 logger.info("%s: splitting the model again, for this call: %s", self.name, error)
                 self._split_for(batches, config)
             except torch.OutOfMemoryError as error:
-                if not (self._planner.plan_smaller() and may_repeat and caches.restore(error)):
+                if not (self._planner.plan_smaller() and may_repeat and all(each.restore(error) for each in caches)):
                     raise
                 logger.warning("%s: trying again with a smaller plan: %s", self.name, str(error).split(". ")[0])
 
     def _train(self, request: Request) -> Any:
         """Carry out forward_backward(): one run with forward, fused and backward tasks."""
-        group = self.group
-        kind = CallKind.of(RunType.FUSED, request, group.timing)
+        group, kind = self.group, CallKind.of(RunType.FUSED, request, self.group.timing)
         tasks = self._planner.schedule(kind, request, self._try_out)
-        costs = self._planner.costs(kind, tasks)
         inputs = CallInputs(request.batches)
-        call = new_call(self.store, request, inputs, tasks, costs, schedule=tasks)
+        call = new_call(self.store, request, inputs, tasks, self._planner.costs(kind, tasks), schedule=tasks)
 
         def finish(run: Run) -> Any:
             run.wait_for_losses()
@@ -441,8 +441,7 @@ class ModelEngine:
             # before it returns, so it waits for the end of the run.
             may_not_fit = self._planner.limit_bytes is not None and not group.recovery.is_proven(run)
             if inputs.requiring_grad or may_not_fit:
-                run.wait_until_finished()
-                run.check()
+                run.wait_for_success()
             if inputs.requiring_grad:
                 gradients = [run.input_gradients[j] for j in range(run.num_microbatch)]
                 group.lock.run_user_code(lambda: inputs.backward(gradients))
@@ -454,8 +453,8 @@ class ModelEngine:
         """Carry out forward() without grad."""
         kind = CallKind.of(RunType.INFER, request)
         tasks = self._planner.schedule(kind, request, self._try_out)
-        costs = self._planner.costs(kind, tasks)
-        call = new_call(self.store, request, CallInputs(request.batches), tasks, costs, phase=LayerPhase.INFERENCE)
+        inputs, costs = CallInputs(request.batches), self._planner.costs(kind, tasks)
+        call = new_call(self.store, request, inputs, tasks, costs, phase=LayerPhase.INFERENCE)
 
         def finish(run: Run) -> Any:
             outputs = run.take_outputs()
@@ -532,8 +531,7 @@ class ModelEngine:
         call = Call(tasks, recall, self._planner.costs(kind, tasks), parcels)
 
         def finish(run: Run) -> list[torch.Tensor | None]:
-            run.wait_until_finished()
-            run.check()
+            run.wait_for_success()
             if not self.is_joined:
                 run.require_gradients()
             self.store.gradients.expose()  # as in a plain model, `.grad` is filled when backward() returns
@@ -553,8 +551,7 @@ class ModelEngine:
             return
 
         def finish(run: Run) -> None:
-            run.wait_until_finished()
-            run.check()
+            run.wait_for_success()
 
         self._carry_out(trial.call(self.store, request), finish)
         self._last_run = None
@@ -567,14 +564,15 @@ class ModelEngine:
     def _carry_out(self, call: Call, finish: Callable[[Run], _T]) -> _T:
         """Start a run of the call and return `finish(run)`. Raises a failure of this thread or of a worker."""
         stepper, recovery = self.group.stepper, self.group.recovery
+        last, scope = stepper.last_job, self.group.scope
         run = self._last_run = Run(
             self.store,
             call,
-            version=stepper.visible_version,
-            generation=stepper.generation,
-            iteration=stepper.iteration,
+            version=last.visible_version,
+            generation=last.number,
+            iteration=last.next_iteration,
             on_failure=recovery.run_failed,
-            residence=Residence.of(self.group.scope, call, (self._planner.number, self.weights_read)),
+            residence=Residence.of(scope, call, (self._planner.number, self.weights_read)) if scope else None,
         )
         own: BaseException | None = None
         try:

@@ -160,7 +160,7 @@ class Recovery:
 
     def has_gradients(self) -> bool:
         """Whether gradients were gathered since the last step, or may still arrive."""
-        generation = self._stepper.generation
+        generation = self._stepper.last_job.number
         with self._monitor:
             is_gathering = any(run.trains and run.generation == generation for run in self._runs)
         return is_gathering or any(store.has_gradients(generation) for store in self._stepper.stores)
@@ -264,7 +264,8 @@ class Recovery:
             if run is None and isinstance(first, torch.OutOfMemoryError):
                 self._on_out_of_memory()
             _raise_unchanged(first)
-        of_steps = self._stepper.take_errors()
+        has_errors = self._stepper.errors or self._stepper.lost_version is not None
+        of_steps = self._stepper.take_errors() if has_errors else []
         if of_steps:
             for other in of_steps[1:]:
                 logger.error("another step or checkpoint failed, beside the one whose error is raised", exc_info=other)

@@ -436,9 +436,9 @@ class Group:
 
         A late backward then raises, as in PyTorch after an optimizer has changed weights in place.
         """
-        version = self.stepper.visible_version
-        for store in self.stores:
-            if store.is_read_on_host and store.graphs_version != version:
+        for store in [store for store in self.stores if store.is_read_on_host]:
+            version = self.stepper.visible_version
+            if store.graphs_version != version:
                 store.graphs_version = version
                 for record in store.parameters:
                     torch.autograd.graph.increment_version(record.param)

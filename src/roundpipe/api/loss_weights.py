@@ -27,7 +27,7 @@ import enum
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -81,15 +81,22 @@ class BatchCounts:
         return BatchCounts(*totals)
 
 
+class HasMode(Protocol):
+    """A model."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a layer is in training mode."""
+
+
 class WholeBatch:
     """What this machine must know of the parts of the batch on other machines.
 
     first_microbatch: the number of this machine's first microbatch in the whole batch.
     """
 
-    def __init__(self, machines: Machines | None, *, is_training: bool = False) -> None:
-        """`is_training`: the mode of the model on this machine."""
-        self._machines, self._is_training = machines, is_training
+    def __init__(self, machines: Machines | None, model: HasMode) -> None:
+        self._machines, self._model = machines, model
         self._seed: int | None = None
         self.is_alone = machines is None
         self.first_microbatch = 0
@@ -110,7 +117,7 @@ class WholeBatch:
                 "requires_grad": config.requires_grad,
                 "loss_reduction": (config.loss_reduction or LossReduction.SUM).value,
                 "preserve_rng_state": config.preserve_rng_state,
-                "the training mode of the model": self._is_training,
+                "the training mode of the model": self._model.is_training,
                 **weighing,
             }
         )

@@ -28,7 +28,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from types import FrameType
 from typing import Any
 
@@ -43,7 +43,7 @@ from roundpipe.distributed.settings import OptimizerSettings
 from roundpipe.errors import ClosedError, UsageError
 from roundpipe.monitor import process_lock
 from roundpipe.optim.one_pass import OnePassOptimizer
-from roundpipe.optim.state_memory import require_state_memory
+from roundpipe.optim.states import require_state_memory
 from roundpipe.optim.stepper import HandedStep
 from roundpipe.store import LayerRecord, LayerStore, OptimizerCopy, ParameterRecord
 from roundpipe.store.adopt import owner_of
@@ -369,21 +369,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     held = _held_by(optimizer)
     if not held:
         return None
-    if current_iteration() is not None:
-        _check_inside_step_fn(optimizer, held)
-        for loop in held:
-            loop.compare(optimizer)
-        _check_memory(optimizer)
-        return None
+    is_in_step_fn = current_iteration() is not None  # then Stepper opens and ends the step
     # All checks come before the first step opens: an error then leaves every model as it was.
-    for loop, own in held.items():
-        _refuse_mixture(optimizer, loop, own)
+    if is_in_step_fn:
+        _check_inside_step_fn(optimizer, held)
+    else:
+        for loop, own in held.items():
+            _refuse_mixture(optimizer, loop, own)
     frame = sys._getframe(1)  # torch's wrapper around step(), which is on the stack as long as the step runs
     for loop, own in held.items():
-        loop.before_step(frame, own)
+        if not is_in_step_fn:
+            loop.before_step(frame, own)
         loop.compare(optimizer)
-    _check_memory(optimizer)
-    return _with_closure(args, kwargs, list(held))
+    if not isinstance(optimizer, OnePassOptimizer):  # RoundPipe's optimizers check it themselves
+        require_state_memory(optimizer)
+    return None if is_in_step_fn else _with_closure(args, kwargs, list(held))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -399,20 +399,20 @@ def _held_by(optimizer: Optimizer) -> dict[PlainLoop, list[ParameterRecord]]:
     The list of a loop is empty if the optimizer holds only copies.
     """
     held: dict[PlainLoop, list[ParameterRecord]] = {}
-    for param in _parameters_of(optimizer):
+    homes: set[int] = set()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
         if isinstance(param, OptimizerCopy):
-            if param.home is not None:  # `home` is None if no model has made this copy
-                held.setdefault(_loop_of(_home_of(param)), [])
+            if param.home is not None and id(param.home) not in homes:  # `home` is None if no model has made this copy
+                homes.add(id(param.home))
+                loop = _home_of(param).gradient_owner
+                assert isinstance(loop, PlainLoop)
+                held.setdefault(loop, [])
             continue
         store = owner_of(param)
-        if isinstance(store, LayerStore) and store.gradient_owner is not None:
-            held.setdefault(_loop_of(store), []).append(store.record_of(param))
+        if isinstance(store, LayerStore) and isinstance(store.gradient_owner, PlainLoop):
+            held.setdefault(store.gradient_owner, []).append(store.record_of(param))
     # Other machines may have the parameters in another order: they must open the steps of the groups in the same one.
-    return dict(sorted(held.items(), key=lambda item: item[0].order))
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Any]:
-    return (param for group in optimizer.param_groups for param in group["params"])
+    return held if len(held) == 1 else dict(sorted(held.items(), key=lambda item: item[0].order))
 
 
 def _home_of(copy: OptimizerCopy) -> LayerStore:
@@ -424,11 +424,6 @@ def _home_of(copy: OptimizerCopy) -> LayerStore:
             "train nothing; build an optimizer on the parameters of the model that you train now."
         )
     return store
-
-
-def _loop_of(store: LayerStore) -> PlainLoop:
-    assert isinstance(store.gradient_owner, PlainLoop)
-    return store.gradient_owner
 
 
 def _check_inside_step_fn(optimizer: Optimizer, held: dict[PlainLoop, list[ParameterRecord]]) -> None:
@@ -443,8 +438,10 @@ def _check_inside_step_fn(optimizer: Optimizer, held: dict[PlainLoop, list[Param
                 f"the optimizer was built on the model's own parameters ({own[0].name!r} is one); build it on "
                 "model.optim_parameters() or model.optim_named_parameters()."
             )
-    for param in _parameters_of(optimizer):
-        if isinstance(param, OptimizerCopy) and param.home is not None and not _is_being_stepped(param):
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        is_master = isinstance(param, OptimizerCopy) and param.home is not None
+        # The step that runs now has given its masters their gradient sources.
+        if is_master and (param.source is None or not param.source.is_usable()):
             _refuse_gradient_hook()
             raise UsageError(
                 f"the optimizer holds a copy of shape {tuple(param.shape)} of another model than the one whose step "
@@ -458,11 +455,6 @@ def _refuse_gradient_hook() -> None:
         raise UsageError(
             "optimizer.step() was called in a gradient hook of a parameter; step in step_fn, or after backward()."
         )
-
-
-def _is_being_stepped(copy: OptimizerCopy) -> bool:
-    """Whether the step that runs now gave the copy its gradient."""
-    return copy.source is not None and copy.source.is_usable()
 
 
 def _refuse_mixture(optimizer: Optimizer, loop: PlainLoop, own: Sequence[ParameterRecord]) -> None:
@@ -485,17 +477,12 @@ def _refuse_mixture(optimizer: Optimizer, loop: PlainLoop, own: Sequence[Paramet
                 f"{record.weights.dtype}), but the model was wrapped with optim_dtype={masters.optim_dtype}; build it "
                 "on model.optim_parameters(), which are in that precision."
             )
-    for param in _parameters_of(optimizer):
-        if isinstance(param, OptimizerCopy) and param.home is not None and _loop_of(_home_of(param)) is loop:
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if isinstance(param, OptimizerCopy) and param.home is not None and _home_of(param).gradient_owner is loop:
             raise UsageError(
                 f"the optimizer holds parameters of the model itself ({own[0].name!r} is one) and copies from "
                 "optim_parameters(); build it on one of the two."
             )
-
-
-def _check_memory(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, OnePassOptimizer):  # RoundPipe's optimizers check it themselves
-        require_state_memory(optimizer)
 
 
 def _with_closure(args: Any, kwargs: Any, loops: Sequence[PlainLoop]) -> tuple[Any, Any] | None:

@@ -57,7 +57,6 @@ from roundpipe.distributed.line import Payload
 from roundpipe.errors import CheckpointError, ConfigError
 from roundpipe.packed.sources import own_settings
 from roundpipe.store import OptimizerCopy, ParameterRecord, Share
-from roundpipe.store.values import ShardedMaster
 
 STATE = "state/"
 _DEFAULT_ADAPTER = "default"
@@ -231,7 +230,7 @@ def _master_sources(record: ParameterRecord, home: Home) -> Iterator[Source]:
         return
     with master.lock:
         halves = master.halves
-        if isinstance(halves, ShardedMaster):
+        if halves is not None and master.share is not None:
             return  # not updated on any machine yet: it equals the weight
         if halves is not None and halves.weight is record.weights and record.weights.is_contiguous():
             # Halves stay halves: joining them would need twice their memory.
@@ -239,7 +238,7 @@ def _master_sources(record: ParameterRecord, home: Home) -> Iterator[Source]:
                 if key in vars(halves):
                     yield Source(prefix + record.name, vars(halves)[key], home)
             return
-        values = master.values() if halves is None else halves.joined()
+        values = master.values() if halves is None else halves.own_values().joined()
     if values.dtype != record.weights.dtype or not torch.equal(values, record.weights):
         yield Source(MASTER + record.name, values, home)
 

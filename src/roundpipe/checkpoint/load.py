@@ -68,7 +68,7 @@ from roundpipe.checkpoint.verified import Reader, VerifiedFile, verify_files
 from roundpipe.distributed.line import Payload
 from roundpipe.distributed.machines import Machines
 from roundpipe.errors import CheckpointError, MachineError, add_note
-from roundpipe.optim.state_memory import require_room_for_state, state_placement
+from roundpipe.optim.states import require_room_for_state, state_placement
 from roundpipe.store import LayerStore, ParameterRecord, Share
 
 _MOST_NAMED = 5  # keys that an error lists at most

@@ -18,10 +18,9 @@ from roundpipe.checkpoint.format import DTYPE_OF, TensorEntry
 from roundpipe.checkpoint.ranges import read_own_range
 from roundpipe.checkpoint.verified import Reader
 from roundpipe.errors import CheckpointError
-from roundpipe.optim.low_bits import Conversions
 from roundpipe.optim.one_pass import divides_moments
 from roundpipe.optim.rules import rule_of
-from roundpipe.optim.state_memory import first_element, moment_count, new_memory, state_placement, zeros_like
+from roundpipe.optim.states import Conversions, first_element, moment_count, new_memory, state_placement, zeros_like
 from roundpipe.store import OptimizerCopy
 from roundpipe.store.forms import elements_per_entry, missing_part, part_dtypes, part_shape
 

@@ -95,17 +95,17 @@ def kind_of(record: ParameterRecord) -> Kind:
         return Kind.EQUAL
     with master.lock:
         halves = master.halves
-        if halves is None or isinstance(halves, HalvedMaster):
-            if master.share is None:
-                return Kind.WHOLE
+        if master.share is None:
+            return Kind.WHOLE
+        if not isinstance(halves, ShardedMaster):
             values = master.values() if halves is None else halves.joined()
             return Kind.EQUAL if torch.equal(values, record.weights.to(values.dtype)) else Kind.WHOLE
         if halves.is_complete:
             return Kind.EQUAL
         own = halves.own_values()
-        if isinstance(own, HalvedMaster):
+        if own.has_high_halves:
             return Kind.HALVED
-        is_equal = torch.equal(own, flat(record.weights)[_range_in(record, halves.share)].to(own.dtype))
+        is_equal = torch.equal(own.joined(), flat(record.weights)[_range_in(record, halves.share)].float())
         return Kind.EQUAL if is_equal else Kind.FULL
 
 
@@ -129,10 +129,11 @@ def range_sources(record: ParameterRecord, home: Home, share: Share, *, is_halve
             if "ties" in vars(own):
                 yield Source(f"{RANGED_TIES}{place.start}/{record.name}", own.ties, home)
             return
-        if own is None:
-            whole = halves.joined() if isinstance(halves, HalvedMaster) else master.values()
-            own = flat(whole)[_range_in(record, share)]
-        yield Source(MASTER + record.name, own.joined() if isinstance(own, HalvedMaster) else own, home, range=place)
+        if own is not None:
+            values = own.joined()
+        else:
+            values = flat(master.values() if halves is None else halves.own_values().joined())[_range_in(record, share)]
+        yield Source(MASTER + record.name, values, home, range=place)
 
 
 def place_of(key: str, state: torch.Tensor, param: Any) -> Range | None:

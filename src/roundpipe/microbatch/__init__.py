@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe.microbatch import specs
 from roundpipe.microbatch.merge import merge_outputs, pack_outputs
-from roundpipe.microbatch.packed import ArrivalEvent, Arriving, RoundPipePackedData
-from roundpipe.microbatch.specs import check_merge_output, check_split_input, check_split_label
+from roundpipe.microbatch.specs import (
+    ArrivalEvent,
+    Arriving,
+    RoundPipePackedData,
+    check_merge_output,
+    check_split_input,
+    check_split_label,
+)
 from roundpipe.microbatch.split import LossShares, MicrobatchInputs, split_call
 
 if TYPE_CHECKING:

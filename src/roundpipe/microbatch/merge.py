@@ -27,9 +27,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.errors import MergeError
-from roundpipe.microbatch.packed import ArrivalEvent, RoundPipePackedData
 from roundpipe.microbatch.specs import (
+    ArrivalEvent,
     Node,
+    RoundPipePackedData,
     check_merge_output,
     children_as_spec,
     children_if_alike,

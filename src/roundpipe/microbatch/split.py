@@ -19,7 +19,6 @@ of the user that merges outputs gets losses as the model returns them.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,8 +29,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe.errors import ConfigError, SplitError
-from roundpipe.microbatch.packed import Arriving, RoundPipePackedData
 from roundpipe.microbatch.specs import (
+    Arriving,
+    RoundPipePackedData,
     check_split_input,
     check_split_label,
     children_as_spec,
@@ -48,7 +48,7 @@ Shares = tuple[float, ...]  # one factor per microbatch
 OwnShares = tuple[float | None, ...]  # as Shares; None if the factor is needed but unknown
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class LossShares:
     """The factors of the losses of a call. Each tuple has one entry per microbatch.
 
@@ -72,8 +72,7 @@ class LossShares:
 
     def apply_to_output(self, value: Any, microbatch: int) -> Any:
         """Return a model's output with its own loss, if it has one, multiplied by the microbatch's share `own`."""
-        if self.own is None:
-            return value
+        assert self.own is not None
         # A loss tensor with dimensions has one loss per row. It is not a mean, so no share is applied.
         loss = own_loss(value, self.place)
         node = open_node(value)

@@ -13,12 +13,11 @@ wrong shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from roundpipe.optim import rules
 from roundpipe.optim.one_pass import OnePassOptimizer
@@ -30,19 +29,6 @@ _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 class _FusedByDefault(OnePassOptimizer):
     """Sets `fused=True` unless a group sets foreach or fused."""
-
-    _unfused: Sequence[Group] = ()  # groups that use torch's default implementation in this step
-
-    @_disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step. Waits for gradients of masters that have not landed yet."""
-        self._unfused = []
-        try:
-            return super().step(closure)
-        finally:
-            for group in self._unfused:
-                group["fused"] = True
-            self._unfused = ()
 
     def add_param_group(self, param_group: Group) -> None:
         """As in torch. Also marks the group as fused if that is possible."""
@@ -63,11 +49,10 @@ class _FusedByDefault(OnePassOptimizer):
             if "step" in param_state:
                 param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32, device=param.device)
 
-    def _left(self, group: Group, params: Sequence[Tensor]) -> None:
-        """Mark a group whose layouts torch's fused kernel gets wrong."""
-        if group["fused"] and not all(self._has_one_layout(param) for param in params):
-            group["fused"] = None  # see [Note: fused layout]
-            self._unfused = [*self._unfused, group]
+    def _options_for(self, group: Group, params: Sequence[Tensor]) -> dict[str, Any]:
+        """The default implementation for a group whose layouts torch's fused kernel gets wrong."""
+        has_wrong_layout = group["fused"] and not all(self._has_one_layout(param) for param in params)
+        return {"fused": None} if has_wrong_layout else {}  # see [Note: fused layout]
 
     def _has_one_layout(self, param: Tensor) -> bool:
         """Whether torch's fused kernel updates a parameter correctly; see [Note: fused layout]."""

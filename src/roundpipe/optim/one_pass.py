@@ -16,15 +16,15 @@ import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
+from roundpipe.context import current_iteration
 from roundpipe.optim.device_share import DeviceShare
-from roundpipe.optim.low_bits import parts_of, restore_parts, round_masters, state_fits, update_expanded
 from roundpipe.optim.native.kernel import (
     MAX_FACTORS,
     KernelParameter,
@@ -35,7 +35,7 @@ from roundpipe.optim.native.kernel import (
     share_layout,
 )
 from roundpipe.optim.rules import Group, Rule, check_moments, has_low_bits, step_after
-from roundpipe.optim.state_memory import (
+from roundpipe.optim.states import (
     Reserve,
     StateFolder,
     cut_moments,
@@ -43,81 +43,97 @@ from roundpipe.optim.state_memory import (
     move_to_folder,
     new_parts,
     own_range,
+    parts_of,
     require_state_memory,
+    restore_parts,
+    round_masters,
+    state_fits,
     state_placement,
+    update_expanded,
 )
-from roundpipe.store import HalvedMaster, OptimizerCopy
+from roundpipe.store import OptimizerCopy
 from roundpipe.store.forms import PLAIN, Form
 from roundpipe.store.master import wait_for_steps
 from roundpipe.store.update import LayerUpdate, in_order_of_change
-from roundpipe.store.values import flat
+from roundpipe.store.values import WholeMaster, flat
 
 Folder = str | os.PathLike[str]
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, OptimizerCopy)  # other subclasses may store values elsewhere
 
 
-class _CheckedState:
-    """The tensors in the state of one master when they were last checked, and the KernelParameter over them.
+class _StoredState:
+    """How the state of one master is stored, its tensors, and the KernelParameter over them.
 
-    The user may load, replace or move these tensors. Comparing identities and addresses detects such a change and takes
-    less time than checking the state again.
+    Kept from step to step for a state that was checked. The user may load, replace or move its tensors, or change the
+    options of its group. Comparing identities and addresses detects that and takes less time than another check.
     """
 
-    __slots__ = ("addresses", "parameter", "tensors")
+    __slots__ = ("addresses", "counts_steps", "exists", "forms", "is_low", "parameter", "storage", "values")
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self.tensors = tensors
-        self.addresses = [tensor.data_ptr() for tensor in tensors]
+    def __init__(self, rule: Rule, group: Group, param: Tensor, state: dict[str, Any]) -> None:
+        self.storage = rule.storage(group)
+        self.forms = rule.forms(group, param)
+        self.is_low = has_low_bits(group, param)
+        self.counts_steps = rule.counts_steps(group, param)
+        self.exists = rule.has_states(state)  # otherwise the next step makes it
+        self.values = tuple(state.values())
+        self.addresses: list[int] = []
         self.parameter: KernelParameter | None = None
 
-    def is_current(self, tensors: Sequence[Any]) -> bool:
-        """Whether `tensors` are the tensors that were checked, at the same addresses."""
+    def can_be_kept(self, param: Tensor) -> bool:
+        """Whether `is_current` can tell later that nothing has changed. Notes the addresses of the tensors.
+
+        It cannot with tensor subclasses, which may have no address.
+        """
+        is_comparable = isinstance(param, OptimizerCopy) and all(type(value) is Tensor for value in self.values)
+        if is_comparable:
+            self.addresses = [value.data_ptr() for value in self.values]
+        return is_comparable
+
+    def is_current(self, storage: object, state: dict[str, Any]) -> bool:
+        """Whether the state has the tensors that were checked, at the same addresses, and is to be stored so."""
         return (
-            len(tensors) == len(self.tensors)
-            and all(map(operator.is_, tensors, self.tensors))
-            and [tensor.data_ptr() for tensor in tensors] == self.addresses
+            self.storage == storage
+            and len(state) == len(self.values)
+            and all(map(operator.is_, state.values(), self.values))
+            and [value.data_ptr() for value in self.values] == self.addresses
         )
 
 
-def all_states_match(optimizer: OnePassOptimizer, checked: dict[int, _CheckedState]) -> bool:
+def all_states_match(optimizer: OnePassOptimizer, kept: dict[int, _StoredState]) -> bool:
     """Whether all states that exist have the tensors of the rule, in shape, dtype, device and layout of the parameter.
 
-    A state loaded from another model may not match; the plain optimizer then raises. `checked` is a cache of
-    the states of masters that match, by the id of the copy.
+    A state loaded from another model may not match; the plain optimizer then raises. `kept`: the states of masters that
+    match, by the id of the master, from earlier calls.
     """
+    rule = optimizer.rule
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
+            storage = rule.storage(group)
             for param in group["params"]:
-                state = optimizer.state.get(param)
-                if not optimizer.rule.has_states(state):
-                    checked.pop(id(param), None)
+                state = optimizer.state.get(param) or {}
+                known = kept.get(id(param))
+                if known is not None and known.is_current(storage, state):
                     continue
-                assert state is not None
-                forms = optimizer.rule.forms(group, param)
-                tensors = [part for parts in parts_of(state, forms) for part in parts]
-                if optimizer.rule.counts_steps(group, param):
-                    tensors.append(state.get("step"))
-                known = checked.get(id(param))
-                if known is None or not known.is_current(tensors):
-                    if not _state_matches(param, state, forms, tensors):
-                        return False
-                    # States with tensor subclasses are not cached: such tensors may have no address to compare.
-                    if isinstance(param, OptimizerCopy) and all(type(tensor) is Tensor for tensor in tensors):
-                        checked[id(param)] = _CheckedState(tensors)
+                kept.pop(id(param), None)
+                if not rule.has_states(state):
+                    continue
+                stored = _StoredState(rule, group, param, state)
+                if not _state_matches(param, state, stored):
+                    return False
+                if stored.can_be_kept(param):
+                    kept[id(param)] = stored
     return True
 
 
-def _state_matches(param: torch.Tensor, state: dict[str, Any], forms: dict[str, Form], tensors: Sequence[Any]) -> bool:
-    """`tensors`: all parts of the states, and the number of steps if the rule counts them."""
+def _state_matches(param: torch.Tensor, state: dict[str, Any], stored: _StoredState) -> bool:
+    found = parts_of(state, stored.forms)
+    tensors = [*(part for parts in found for part in parts), *([state.get("step")] if stored.counts_steps else [])]
     is_divided = isinstance(param, OptimizerCopy) and param.share is not None
     return (
         all(isinstance(tensor, torch.Tensor) for tensor in tensors)
-        and state_fits(param, state, forms, is_divided=is_divided)
-        and all(
-            part.device == param.device and part.layout == param.layout
-            for parts in parts_of(state, forms)
-            for part in parts
-        )
+        and state_fits(param, state, stored.forms, is_divided=is_divided)
+        and all(part.device == param.device and part.layout == param.layout for parts in found for part in parts)
     )
 
 
@@ -161,34 +177,30 @@ def update_tensors(optimizer: OnePassOptimizer, group: Group, params: Iterable[t
                 old = optimizer.state.get(param) or {}
                 step = step_after(old) if has_low_bits(group, param) else 0
                 numbers = rule.step_numbers(group, rule.progress(old), (), step)
-                forms = rule.forms(group, param)
-                make = functools.partial(_new_parts_like, param)
-                state = _state_of(rule, old, forms, make, counts_steps=rule.counts_steps(group, param))
-                moments, scales = _memory_of(state, forms)
+                stored = _StoredState(rule, group, param, old)
+                state = old if stored.exists else _new_state(old, stored, functools.partial(_new_parts_like, param))
+                moments, scales = _memory_of(state, stored.forms)
                 written += [param, *moments, *scales]
-                kernel.update([KernelParameter(param.data, param.grad, moments, None, numbers, (), scales)])
+                kernel.update(
+                    [KernelParameter(WholeMaster(param.data), param.grad, moments, None, numbers, (), scales)]
+                )
                 if state:
                     optimizer.state[param] = state
         finally:
             for tensor in written:  # makes autograd raise if it has saved the old values for a backward pass
                 torch.autograd.graph.increment_version(tensor)
-        _count_steps([optimizer.state[param]["step"] for param in ready if rule.counts_steps(group, param)])
+        counts = [optimizer.state[param]["step"] for param in ready if rule.counts_steps(group, param)]
+        if counts:
+            torch._foreach_add_(counts, 1)
     return frozenset(id(param) for param in ready)
 
 
-def _state_of(
-    rule: Rule,
-    old: dict[str, Any],
-    forms: dict[str, Form],
-    new_parts: Callable[[Form], Sequence[Tensor]],
-    *,
-    counts_steps: bool,
+def _new_state(
+    old: dict[str, Any], stored: _StoredState, new_parts: Callable[[Form], Sequence[Tensor]]
 ) -> dict[str, Any]:
-    """The state for a step: `old`, or a new one if `old` has none. It counts only once the kernel has used it."""
-    if rule.has_states(old):
-        return old
-    state = {**old, **({"step": torch.zeros((), dtype=torch.float32)} if counts_steps else {})}
-    for name, form in forms.items():
+    """A state of zeros, with what `old` has besides. It counts only once the kernel has used it."""
+    state = {**old, **({"step": torch.zeros((), dtype=torch.float32)} if stored.counts_steps else {})}
+    for name, form in stored.forms.items():
         state.update(zip(form.part_names(name), new_parts(form), strict=True))
     return state
 
@@ -202,11 +214,6 @@ def _memory_of(state: dict[str, Any], forms: dict[str, Form]) -> tuple[list[Tens
     """The tensors of a state for the kernel: those with an entry per element, and scales."""
     found = parts_of(state, forms)
     return [parts[0] for parts in found], [part for parts in found for part in parts[1:]]
-
-
-def _count_steps(counts: list[Tensor]) -> None:
-    if counts:
-        torch._foreach_add_(counts, 1)
 
 
 def _is_ready(optimizer: OnePassOptimizer, group: Group, param: torch.Tensor) -> bool:
@@ -240,6 +247,15 @@ def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 # Updates of masters.
 
 
+class _Ready(NamedTuple):
+    """A master that the kernel can update."""
+
+    master: OptimizerCopy
+    state: dict[str, Any]
+    parameter: KernelParameter
+    weight: Tensor | None  # the memory that receives the rounded values; of the whole parameter
+
+
 class _OnePass:
     """One step of an optimizer over its masters, layer by layer."""
 
@@ -248,127 +264,92 @@ class _OnePass:
         optimizer: OnePassOptimizer,
         kernel: OnePassKernel,
         reserve: Reserve | None,
-        checked: dict[int, _CheckedState],
+        kept: dict[int, _StoredState],
     ) -> None:
-        """`reserve`: memory for moments of a first step, if any. `checked`: the checked states, by id of the copy."""
+        """`reserve`: memory for moments of a first step, if any. `kept`: the checked states, by id of the master."""
         self._optimizer, self._kernel, self._share = optimizer, kernel, optimizer.device_share
-        self._reserve, self._checked = reserve or Reserve(), checked
-        # By group, progress, factors and step: most copies of a step share the same numbers.
+        self._reserve, self._kept = reserve, kept
+        # By group, progress, factors and step: most masters of a step share the same numbers.
         self._numbers: dict[tuple[int, int, tuple[float, ...], int], StepNumbers] = {}
-        self._states: dict[int, dict[str, Any]] = {}  # of the copies of the layer that is being updated, by their ids
 
     def update_layer(self, update: LayerUpdate, items: Sequence[tuple[OptimizerCopy, Group]]) -> list[int]:
-        """Update the copies of one layer that the kernel can update; returns the ids of the updated copies."""
+        """Update the masters of one layer that the kernel can update; returns their ids."""
         update.wait_for_gradients()
         locked: list[OptimizerCopy] = []
-        ready: list[OptimizerCopy] = []  # the copies that the kernel can update, in the order of `parameters`
-        parameters: list[KernelParameter] = []
-        # Disables __torch_function__ of the copies: it would take longer than everything else in this function.
+        ready: list[_Ready] = []
+        # Disables __torch_function__ of the masters: it would take longer than everything else in this function.
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 for copy, group in items:
                     copy.lock.acquire()  # held until the kernel is done: no other thread may join or move the halves
                     locked.append(copy)
-                    parameter = self._kernel_parameter(update, copy, group)
-                    if parameter is not None:
-                        ready.append(copy)
-                        parameters.append(parameter)
-                if parameters:
+                    found = self._prepared(update, copy, group)
+                    if found is not None:
+                        ready.append(found)
+                if ready:
+                    parameters = [each.parameter for each in ready]
                     if self._share is None:
                         self._kernel.update(parameters)
                     else:
-                        self._share.update(self._kernel, parameters, ready, update)
-                    self._take_states(ready)
-                for copy, parameter in zip(ready, parameters, strict=True):
-                    if copy.share is not None:
-                        copy.weight_was_written(copy.record.memory(update.target))
-                    elif parameter.weight is not None:
-                        copy.weight_was_written(parameter.weight)
-                    update.mark_updated(copy.record)
+                        self._share.update(self._kernel, parameters, [each.master for each in ready], update)
+                    counts = [each.state["step"] for each in ready if "step" in each.state]
+                    if counts:
+                        torch._foreach_add_(counts, 1)
+                for copy, state, _, written in ready:
+                    if state:  # a first step has made it
+                        self._optimizer.state[copy] = state
+                    if written is not None:
+                        copy.weight_was_written(written)
             finally:
-                self._states.clear()
-                for parameter in parameters:
-                    parameter.forget_memory()
+                for each in ready:
+                    each.parameter.forget_memory()
                 for copy in locked:
                     copy.lock.release()
-        return list(map(id, ready))
+        update.masters_updated([each.master.record for each in ready])
+        return [id(each.master) for each in ready]
 
-    def _kernel_parameter(self, update: LayerUpdate, copy: OptimizerCopy, group: Group) -> KernelParameter | None:
-        """The kernel's arguments for updating a copy; None if it has no gradient or the kernel does not support it."""
-        share = copy.share if update.exchange is not None else None
-        found, factors = (copy.gradient_sources() if share else _listed(copy.low_gradient())), copy.factors
+    def _prepared(self, update: LayerUpdate, copy: OptimizerCopy, group: Group) -> _Ready | None:
+        """What the kernel needs to update a master; None if there is no gradient or the kernel does not support it."""
+        rule, share, factors = self._optimizer.rule, copy.share, copy.factors
+        found = copy.gradient_sources(whole=share is None)
         if found is None or len(factors) >= MAX_FACTORS:
-            found, factors = _listed(copy.grad), ()
-            if found is not None and share is not None:
-                found = [own_range(found[0], copy)]
-        if found is None:
-            return None
+            whole, factors = copy.grad, ()
+            if whole is None:
+                return None
+            found = [whole if share is None else own_range(whole, copy)]
         gradient, *more = found
-        rule, forms = self._optimizer.rule, self._optimizer.rule.forms(group, copy)
         old = self._optimizer.state.get(copy) or {}
-        step = step_after(old) if has_low_bits(group, copy) else 0
-        numbers = self._numbers_of(group, rule.progress(old), factors, step)
-        make = functools.partial(self._new_parts, copy)
-        state = _state_of(rule, old, forms, make, counts_steps=rule.counts_steps(group, copy))
-        self._states[id(copy)] = state
-        weight = update.new_weight_of(copy.record)
-        known = self._checked.get(id(copy))
-        parameter = None if known is None else known.parameter
-        if share is not None:
-            # The whole update works on this machine's range, as flat tensors.
-            cut_moments(state, forms, copy)
+        kept = self._kept.get(id(copy))
+        stored = kept or _StoredState(rule, group, copy, old)
+        key = id(group), rule.progress(old), factors, step_after(old) if stored.is_low else 0
+        numbers = self._numbers.get(key) or self._numbers.setdefault(key, rule.step_numbers(group, *key[1:]))
+        state = old if stored.exists else _new_state(old, stored, functools.partial(self._new_parts, copy))
+        weight = whole_weight = update.new_weight_of(copy.record)
+        master = copy.values_for_kernel(writes_weight=weight is not None)
+        if share is not None:  # the whole update works on this machine's range, as flat tensors
+            cut_moments(state, stored.forms, copy)
             assert weight is not None
-            master, weight = copy.sharded().own_values(), flat(weight)[share.range_of(weight.numel())]
-        else:
-            master = _master_of(copy, weight)
-        if parameter is not None and parameter.renew(master, gradient, weight, numbers, more):
-            return parameter
-        moments, scales = _memory_of(state, forms)
-        read = [gradient] if weight is None else [gradient, weight]
-        if share is None and not (all(map(can_read, read)) and share_layout([copy, *read, *moments])):
-            return None
-        first = 0 if share is None else first_element(copy)
-        parameter = KernelParameter(master, gradient, moments, weight, numbers, more, scales, first, copy.rounding)
-        if known is not None:
-            known.parameter = parameter
-        return parameter
+            weight = flat(weight)[share.range_of(weight.numel())]
+        parameter = stored.parameter
+        if parameter is None or not parameter.renew(master, gradient, weight, numbers, more):
+            moments, scales = _memory_of(state, stored.forms)
+            read = [gradient] if weight is None else [gradient, weight]
+            if share is None and not (all(map(can_read, read)) and share_layout([copy, *read, *moments])):
+                return None
+            first = first_element(copy)
+            parameter = KernelParameter(master, gradient, moments, weight, numbers, more, scales, first, copy.rounding)
+            stored.parameter = parameter
+        return _Ready(copy, state, parameter, whole_weight)
 
     def _new_parts(self, copy: OptimizerCopy, form: Form) -> list[Tensor]:
         with state_placement(self._optimizer):  # here, because another thread than that of the step may run this
-            return self._reserve.parts_for(form, copy)
-
-    def _numbers_of(self, group: Group, progress: int, factors: tuple[float, ...], step: int) -> StepNumbers:
-        key = id(group), progress, factors, step
-        if key not in self._numbers:
-            self._numbers[key] = self._optimizer.rule.step_numbers(group, progress, factors, step)
-        return self._numbers[key]
-
-    def _take_states(self, updated: Sequence[OptimizerCopy]) -> None:
-        """Make the states that the kernel has updated those of the optimizer: a first step has made new ones."""
-        states = [self._states[id(copy)] for copy in updated]
-        _count_steps([state["step"] for state in states if "step" in state])
-        for copy, state in zip(updated, states, strict=True):
-            if state:
-                self._optimizer.state[copy] = state
-
-
-def _master_of(copy: OptimizerCopy, weight: torch.Tensor | None) -> torch.Tensor | HalvedMaster:
-    """The values of a copy in the form that the kernel updates: its two halves if possible, else a float32 tensor.
-
-    Halves need a `weight` that receives the new high halves. Without one the copy allocates memory for its values.
-    """
-    halves = copy.halves
-    return copy.values() if weight is None or not isinstance(halves, HalvedMaster) else halves
-
-
-def _listed(gradient: Tensor | None) -> list[Tensor] | None:
-    return None if gradient is None else [gradient]
+            return new_parts(form, copy) if self._reserve is None else self._reserve.parts_for(form, copy)
 
 
 def step_in_one_pass(
-    optimizer: OnePassOptimizer, reserve: Reserve | None, checked: dict[int, _CheckedState]
+    optimizer: OnePassOptimizer, reserve: Reserve | None, kept: dict[int, _StoredState]
 ) -> frozenset[int]:
-    """Update the masters that the kernel can update; returns the ids of the updated copies."""
+    """Update the masters that the kernel can update; returns their ids."""
     items: dict[LayerUpdate, list[tuple[OptimizerCopy, Group]]] = defaultdict(list)
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
@@ -381,19 +362,12 @@ def step_in_one_pass(
     kernel = one_pass_kernel() if left else None
     if kernel is None:
         return frozenset()
-    one_pass, folder = _OnePass(optimizer, kernel, reserve, checked), optimizer.state_folder
+    one_pass, folder = _OnePass(optimizer, kernel, reserve, kept), optimizer.state_folder
     done: list[int] = []
-    begun: list[LayerUpdate] = []
     for update, ahead in in_order_of_change(left):
         if folder is not None and ahead is not None:
             folder.read_ahead(optimizer.state.get(copy, {}) for copy, _ in items[ahead])
-        ids = update.carry_out(functools.partial(one_pass.update_layer, update, items[update]))
-        update.gather([copy.record for copy, _ in items[update] if copy.share is not None and id(copy) in ids])
-        done += ids
-        begun.append(update)
-        for each in begun:  # earlier ones may have waited for the ranges of other machines
-            each.publish_if_complete()
-        begun = [each for each in begun if each.waits_for_machines]
+        done += update.carry_out(functools.partial(one_pass.update_layer, update, items[update]))
     return frozenset(done)
 
 
@@ -406,11 +380,13 @@ class OnePassOptimizer(torch.optim.Optimizer):
     rule: ClassVar[Rule]
     _updated: frozenset[int] | None = None  # ids of parameters that this step has updated; None if the plain one does
     _reserve: Reserve | None = None  # exists from the beginning of training until the first step
-    _checked: dict[int, _CheckedState] | None = None  # by id of the copy, which the optimizer keeps alive
+    _checked: dict[int, _StoredState] | None = None  # by id of the master, which the optimizer keeps alive
     _moments = "float32"
     state_folder: StateFolder | None = None  # where large states lie; None for host memory
     device_share: DeviceShare | None = None  # updates masters on the host and on devices; None: on the host alone
-    _left_low: Sequence[tuple[Group, Tensor]] = ()  # parameters with states in low bits that the kernel cannot update
+    # In a step: what the kernel has left to the plain optimizer, and options that groups get back after the step.
+    _rest: Sequence[tuple[Group, Tensor]] = ()
+    _options: Sequence[tuple[Group, str, Any]] = ()
     _only: Tensor | None = None  # the one parameter that the plain optimizer is to update; None for all
 
     def __init_subclass__(cls) -> None:
@@ -448,43 +424,46 @@ class OnePassOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step. Waits for gradients of masters that have not landed yet."""
         with state_placement(self):
-            return self._step(closure)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        require_state_memory(self, self._reserve or (), in_one_pass=True)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        num_states, self._left_low = len(self.state), []
-        # The step method of the plain optimizer without its wrapper, which runs hooks: this one is in the same hooks.
-        plain_step = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
-        if self._checked is None:
-            self._checked = {}
-        try:
-            if all_states_match(self, self._checked):
-                with torch.no_grad():
-                    self._updated = step_in_one_pass(self, self._reserve, self._checked)
-                self._reserve = None
-            with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
-                plain_step(self)
-            with torch.no_grad():
-                self._update_left_low(functools.partial(plain_step, self))
-                round_masters(self, self._updated or frozenset())
-        finally:
-            self._updated, self._left_low = None, ()
-        if len(self.state) != num_states:
-            self._order_states()
-        return loss
-
-    def _update_left_low(self, plain_step: Callable[[], Any]) -> None:
-        """Let the plain optimizer update the parameters in low bits that the kernel has left, one after the other."""
-        for group, param in self._left_low:
-            self._only = param
+            if not all(map(self.state.get, (param for group in self.param_groups for param in group["params"]))):
+                require_state_memory(self, self._reserve or (), in_one_pass=True)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            num_states, self._rest, self._options = len(self.state), [], []
+            # The plain optimizer's method without its wrapper, which runs hooks: this one is in the same hooks.
+            plain_step = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
+            if self._checked is None:
+                self._checked = {}
             try:
-                update_expanded(self, self.rule, group, param, plain_step)
+                if all_states_match(self, self._checked):
+                    with torch.no_grad():
+                        self._updated = step_in_one_pass(self, self._reserve, self._checked)
+                    self._reserve = None
+                if len(self._updated or ()) < sum(len(group["params"]) for group in self.param_groups):
+                    with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+                        plain_step(self)
+                    with torch.no_grad():
+                        self._complete_rest(functools.partial(plain_step, self))
             finally:
-                self._only = None
+                for group, name, value in self._options:
+                    group[name] = value
+                self._updated, self._rest, self._options = None, (), ()
+            if len(self.state) != num_states:
+                self._order_states()
+            return loss
+
+    def _complete_rest(self, plain_step: Callable[[], Any]) -> None:
+        """After the plain optimizer: update those of `_rest` that have states in low bits, and round masters."""
+        rest = self._rest
+        for group, param in rest:
+            if has_low_bits(group, param):
+                self._only = param
+                try:
+                    update_expanded(self, self.rule, group, param, plain_step)
+                finally:
+                    self._only = None
+        round_masters([param for _, param in rest])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Moments in another form than that of a group are converted, and the group's `moments` stays."""
@@ -513,8 +492,9 @@ class OnePassOptimizer(torch.optim.Optimizer):
         # show them, so one call for each model is enough. It must not read gradients that are dropped: with several
         # machines that would be an exchange, and after a failure not all of them have such gradients.
         dropped = frozenset(map(id, copies))
-        for copy in {copy.home: copy for copy in copies}.values():
-            copy.see_gradients(dropped)
+        if current_iteration() is None:
+            for copy in {copy.home: copy for copy in copies}.values():
+                copy.see_gradients(dropped)
         with torch._C.DisableTorchFunctionSubclass():
             for copy in copies:
                 copy.drop_gradient()
@@ -560,32 +540,41 @@ class OnePassOptimizer(torch.optim.Optimizer):
         First updates ordinary tensors with the kernel. Parameters that the kernel has updated are left out of `lists`.
         """
         if self._only is not None:
-            rest = [param for param in group["params"] if param is self._only]
-            result = super()._init_group({**group, "params": rest}, *lists, **named_lists)  # type: ignore[misc]
-            self._left(group, rest)
-            return result
+            return self._leave(group, [param for param in group["params"] if param is self._only], lists, named_lists)
         rest = group["params"]
         if self._updated is not None:
             rest = [param for param in rest if id(param) not in self._updated]
         low = [param for param in rest if has_low_bits(group, param)]
         if low:
             rest = [param for param in rest if not has_low_bits(group, param)]
-            with torch.no_grad():
-                done = frozenset() if self._updated is None else update_tensors(self, group, low)
-            self._left_low = [*self._left_low, *((group, param) for param in low if id(param) not in done)]
+            low = self._without_tensors(group, low)
         if self._updated is not None and rest:
             # This call lets torch create missing states and raise on gradients that it refuses.
             unused: list[list[Any]] = [[] for _ in range(len(lists) + len(named_lists))]
             super()._init_group({**group, "params": rest}, *unused)  # type: ignore[misc]
-            with torch.no_grad():
-                done = update_tensors(self, group, rest)
-            rest = [param for param in rest if id(param) not in done]
-        result = super()._init_group({**group, "params": rest}, *lists, **named_lists)  # type: ignore[misc]
-        self._left(group, rest)
+            rest = self._without_tensors(group, rest)
+        self._rest = [*self._rest, *((group, param) for param in (*low, *rest))]
+        return self._leave(group, rest, lists, named_lists)
+
+    def _without_tensors(self, group: Group, params: list[Tensor]) -> list[Tensor]:
+        """Update the ordinary tensors that the kernel supports, and return the other parameters."""
+        if self._updated is None:
+            return params
+        with torch.no_grad():
+            done = update_tensors(self, group, params)
+        return [param for param in params if id(param) not in done]
+
+    def _leave(self, group: Group, params: list[Tensor], lists: Any, named_lists: Any) -> Any:
+        """Leave parameters of a group to the plain optimizer, with the options that it needs for them."""
+        result = super()._init_group({**group, "params": params}, *lists, **named_lists)  # type: ignore[misc]
+        for name, value in (self._options_for(group, params) if params else {}).items():
+            self._options = [*self._options, (group, name, group[name])]
+            group[name] = value
         return result
 
-    def _left(self, group: Group, params: Sequence[Tensor]) -> None:
-        """Called before the plain optimizer updates `params`."""
+    def _options_for(self, group: Group, params: Sequence[Tensor]) -> dict[str, Any]:
+        """Options that a group must have while the plain optimizer updates `params`."""
+        return {}
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -54,6 +54,10 @@ class Rule(abc.ABC):
     def state_names(self, group: Group) -> tuple[str, ...]:
         """The states of a parameter that have its size, such as moments, in the order of the kernel's arguments."""
 
+    def storage(self, group: Group) -> tuple[tuple[str, ...], str | None]:
+        """What the forms of the states depend on besides the parameter: if it is equal, they are equal."""
+        return self.state_names(group), group.get("moments")
+
     def forms(self, group: Group, param: Tensor) -> dict[str, Form]:
         """How each state of a parameter is stored. The state has the parts of these forms."""
         names = self.state_names(group)

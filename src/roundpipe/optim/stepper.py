@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from roundpipe.context import Iteration, OptimizerCtx, within_iteration
+from roundpipe.context import Iteration, within_step
 from roundpipe.errors import UsageError, add_note
 from roundpipe.monitor import THREAD_PREFIX, Monitor, end_threads, shielded, start_thread
 from roundpipe.stats import StepTime
@@ -199,8 +199,8 @@ class Stepper:
         self.stores = [store]
         self._monitor = store.monitor
         self.errors: list[BaseException] = []  # errors of steps for which no caller waits; the next call raises them
-        # In the order of issue. The last job stays when it is done, because `steps_issued`, `visible_version`,
-        # `iteration` and `generation` are read from it. So the single append in `issue` changes all of them at once.
+        # In the order of issue. The last job stays when it is done, because `steps_issued`, `visible_version`
+        # and `generation` are read from it. So the single append in `issue` changes all of them at once.
         self._jobs: deque[StepJob] = deque([StepJob.before_the_first()])
         self._void_versions: set[int] = set()  # versions of failed steps, see [Note: exactly one step old]
         self._lost_since: int | None = None  # the first generation whose gradients are incomplete and not yet dropped
@@ -229,6 +229,11 @@ class Stepper:
         self.stores.append(store)
 
     @property
+    def last_job(self) -> StepJob:
+        """The step issued last, on which depends what calls issued now read, and in which generation they gather."""
+        return self._jobs[-1]
+
+    @property
     def steps_issued(self) -> int:
         """The number of steps issued so far, which is the number of the last one."""
         return self._jobs[-1].number
@@ -237,11 +242,6 @@ class Stepper:
     def visible_version(self) -> int:
         """The version that calls issued now read."""
         return self._jobs[-1].visible_version
-
-    @property
-    def iteration(self) -> Iteration:
-        """The iteration of calls issued now."""
-        return self._jobs[-1].next_iteration
 
     @property
     def generation(self) -> int:
@@ -262,9 +262,9 @@ class Stepper:
         """
         with self._monitor:
             self._start()
-            number = self.steps_issued + 1
-            job = StepJob(number, step_fn, mode, may_overlap, self.iteration, handed, num_threads)
-            job.abandoned = self._lost_since is not None and job.number - 1 >= self._lost_since
+            last = self.last_job
+            job = StepJob(last.number + 1, step_fn, mode, may_overlap, last.next_iteration, handed, num_threads)
+            job.abandoned = self._lost_since is not None and last.number >= self._lost_since
             self._jobs.append(job)
             self._monitor.changed()
         return job
@@ -506,10 +506,11 @@ class Stepper:
             raise StepAbandoned
         if torch.get_num_threads() != job.num_threads:
             torch.set_num_threads(job.num_threads)
-        with OptimizerCtx(), within_iteration(job.iteration):
+        with within_step(job.iteration):
             job.step_fn()
         self.reads_gradients_first = any(update.reads_gradients_first for update in updates)
-        self._judge(job, updates)
+        if job.mode is not StepMode.STALE:
+            self._judge(job, updates)
         _for_all(updates, LayerUpdate.end_step)
         if self.exchange is not None:
             self.exchange.meet("the end")

@@ -107,8 +107,9 @@ class Worker:
         """
         with self._queue:
             jobs = list(itertools.islice(self._jobs, 2))
-        for job in jobs:
-            self._images.read_ahead(*job)
+        for run, task in jobs:
+            if run.store.has_mapped_weights:
+                self._images.read_ahead(run, task)
 
     def _prefetch_next(self, within_room: bool) -> None:
         """Start uploads for the next task; see LayerImages.prefetch. A failure fails the next task's run only."""

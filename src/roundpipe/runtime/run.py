@@ -219,9 +219,9 @@ class Residence(NamedTuple):
     key: Hashable
 
     @classmethod
-    def of(cls, scope: WeightScope | None, call: Call, weights: Hashable) -> Residence | None:
+    def of(cls, scope: WeightScope, call: Call, weights: Hashable) -> Residence | None:
         """The residence of a call; None if its images stay for no other run. `weights`: equal if the layers' are."""
-        if scope is None or call.is_probe or call.forward_phase is not LayerPhase.INFERENCE:
+        if call.is_probe or call.forward_phase is not LayerPhase.INFERENCE:
             return None
         return cls(scope, (weights, call.tasks, call.costs.staying))
 
@@ -491,6 +491,11 @@ class Run:
         """Wait until the run has finished or failed, without raising its failure. Returns False after a timeout."""
         with self.monitor:
             return self.monitor.wait_until(lambda: self.finished, f"{self!r} to finish", timeout_s)
+
+    def wait_for_success(self) -> None:
+        """Wait until the run has finished; raises RunCancelled if it has failed."""
+        self.wait_until_finished()
+        self.check()
 
     def require_gradients(self) -> None:
         """Raise if no backward of this model has reached a parameter yet, this run included: nothing would be trained.

@@ -127,8 +127,7 @@ class _Task:
     def carry_out(self) -> None:
         try:
             self._images.prefetch(self._run, self._task, self._place)
-            in_tail = self._tail()
-            wave = self._wave()
+            in_tail, wave = self._tail_and_wave()
             if wave and self._task.kind is TaskKind.FORWARD:
                 return self._forward_task_together(wave)
             if wave:
@@ -287,17 +286,21 @@ class _Task:
 
     # Running the tail of a fused task.
 
-    def _tail(self) -> range:
-        """Return the microbatches of the tail; see [Note: tail].
+    def _tail_and_wave(self) -> tuple[range, range]:
+        """The microbatches of the tail, see [Note: tail], and of the wave, see [Note: wave] in plan/overlap.
 
-        The range is empty if a layer may write buffers: one microbatch would change buffers that the graph of another
+        The ranges are empty if a layer may write buffers: one microbatch would change buffers that the graph of another
         one has saved.
         """
-        has_none = self._task.kind is not TaskKind.FUSED or self._may_write_buffers()
-        return (Overlap() if has_none else self._run.overlap).in_tail(self._run.num_microbatch)
-
-    def _may_write_buffers(self) -> bool:
-        return any(self._known_behaviour(i).writes_buffers is not False for i in self._task.layers)
+        kind, num_microbatch, overlap = self._task.kind, self._run.num_microbatch, self._run.overlap
+        if kind is TaskKind.BACKWARD or any(
+            self._known_behaviour(i).writes_buffers is not False for i in self._task.layers
+        ):
+            overlap = Overlap()
+        is_fused = kind is TaskKind.FUSED
+        tail = (overlap if is_fused else Overlap()).in_tail(num_microbatch)
+        wave = (Overlap() if self._run.is_probe else overlap).in_wave(num_microbatch, is_fused=is_fused)
+        return tail, wave
 
     def _run_tail(self, microbatches: range) -> None:
         stacks: dict[int, list[_Frame]] = {}
@@ -326,12 +329,6 @@ class _Task:
             self._mail.send_gradients(microbatch, gradients[microbatch])
 
     # Running the first microbatches of a task together.
-
-    def _wave(self) -> range:
-        """Return the microbatches of the wave. Empty if a layer may write buffers, as in `_tail`."""
-        has_none = self._run.is_probe or self._task.kind is TaskKind.BACKWARD or self._may_write_buffers()
-        overlap = Overlap() if has_none else self._run.overlap
-        return overlap.in_wave(self._run.num_microbatch, is_fused=self._task.kind is TaskKind.FUSED)
 
     def _forward_task_together(self, microbatches: range) -> None:
         """Carry out a forward task for all microbatches, layer by layer."""
@@ -468,14 +465,14 @@ class _Task:
             value = leaves.value() if has_backward or behaviour.changes_input else leaves.bare_value()
             watch = None if behaviour.calls_autograd is False else GradientWatch(tensors_in(value))
             value, random = self._call(layer, microbatch, phase, value)
-            outputs = Bundle.pack(value)
+            drew_on_host, outputs = random.drew_on_host, Bundle.pack(value)
         if measured is not None:
             measured.end_forward(layer_id, phase, bundle.tensors)
         changed_input = leaves.were_changed()
         handed_on, returned_own_memory = replica.copy_own_memory(outputs.detached())
         replica.note_forward(
             changed_input=changed_input,
-            drew_on_host=random.drew_on_host,
+            drew_on_host=drew_on_host,
             returned_own_memory=returned_own_memory,
         )
         uses_parameters = False
@@ -596,5 +593,6 @@ class _Task:
         label = self._mail.label(microbatch)
         random = self._random.forward(len(self._run.store.layers), microbatch)  # the loss counts as one more layer
         with torch.enable_grad(), self._autocast, random:
-            value = loss_fn(shares.apply_to_output(outputs, microbatch), label)
+            given = outputs if shares.own is None else shares.apply_to_output(outputs, microbatch)
+            value = loss_fn(given, label)
             return Losses.weighed(value, shares, microbatch)

@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_struct
 from roundpipe.devices import Device, Event, StreamKind
 from roundpipe.errors import ArgumentTypeError, UsageError
 from roundpipe.store import Layout
-from roundpipe.store.host_memory import dense_stride, span_elements
+from roundpipe.store.host_memory import dense_stride
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,6 +331,13 @@ def _copy_of(
     else:
         copy(memory, tensor.as_strided((span,), (1,), tensor.storage_offset()))
     return duplicate
+
+
+def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """The number of elements in memory from the first to the last that a strided view touches, both included."""
+    if any(size == 0 for size in shape):
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _misalignment_elements(tensor: torch.Tensor) -> int:

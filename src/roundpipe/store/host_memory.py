@@ -114,13 +114,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements in memory from the first to the last that a strided view touches, both included."""
-    if any(size == 0 for size in shape):
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-
-
 logger = logging.getLogger("roundpipe")
 CHECK_VARIABLE = "ROUNDPIPE_HOST_MEMORY_CHECK"
 _REFUSE, _WARN, _OFF = _POLICIES = ("refuse", "warn", "off")

@@ -41,7 +41,16 @@ from roundpipe.errors import UsageError
 from roundpipe.monitor import process_rlock
 from roundpipe.store.host_memory import dense_stride, host_zeros_like, memory_users, without_memory
 from roundpipe.store.surroundings import CopyHome, GradientOwner, GradientSource
-from roundpipe.store.values import HalvedMaster, Rounding, ShardedMaster, Share, can_be_sharded, master_of
+from roundpipe.store.values import (
+    HalvedMaster,
+    Rounding,
+    ShardedMaster,
+    Share,
+    StoredMaster,
+    WholeMaster,
+    can_be_sharded,
+    master_of,
+)
 
 _HABIT = 8  # a copy keeps its memory after this many consecutive intervals in which its values were read
 # The attributes of torch.Tensor as descriptors. OptimizerCopy overrides both attributes by properties that use these.
@@ -140,7 +149,8 @@ class OptimizerCopy(nn.Parameter):
                 copy._address_is_known |= func is torch.Tensor.data_ptr
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
-            if torch.is_grad_enabled() and _has_graph(result):
+            leaves = tree_leaves(result) if torch.is_grad_enabled() else []
+            if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
                 for copy in copies:
                     copy._may_be_in_graph = True
             return result
@@ -215,7 +225,7 @@ class OptimizerCopy(nn.Parameter):
         fits = self.dtype is torch.float32 and self.shape == weight.shape and self.stride() == weight.stride()
         return fits and not self._address_is_known and memory_users(self) == _memory_users_of_one_tensor()
 
-    def sharded(self) -> ShardedMaster:
+    def _sharded(self) -> ShardedMaster:
         """The values as this machine's range of them; the caller holds `lock`.
 
         If the copy has memory for all values, it gives the memory up: other machines will change most of them.
@@ -385,30 +395,35 @@ class OptimizerCopy(nn.Parameter):
         self.see_gradients()
         return self.is_pending and _GRAD.__get__(self) is None
 
-    def low_gradient(self) -> torch.Tensor | None:
-        """The pending gradient in host memory, still to be multiplied by `factors`.
+    def gradient_sources(self, *, whole: bool = False) -> list[torch.Tensor] | None:
+        """The tensors whose sum, still to be multiplied by `factors`, is the pending gradient; see GradientSource.
 
-        None if there is no gradient, or if `.grad` is already a tensor.
+        None if there is no gradient, or if `.grad` is already a tensor. `whole`: one tensor for the whole parameter,
+        also with several machines.
         """
         if not self.is_pending or self.source is None or _GRAD.__get__(self) is not None:
             return None
-        return self.source.gradient_of(self.record)
-
-    def gradient_sources(self) -> list[torch.Tensor] | None:
-        """The tensors whose sum is the pending gradient, see GradientSource.sources_of; None as in `low_gradient`."""
-        if not self.is_pending or self.source is None or _GRAD.__get__(self) is not None:
-            return None
-        return self.source.sources_of(self.record)
+        if not whole:
+            return self.source.sources_of(self.record)
+        gradient = self.source.gradient_of(self.record)
+        return None if gradient is None else [gradient]
 
     def scale_gradient(self, factor: float) -> None:
         """Multiply the pending gradient by `factor` when it is used."""
         self.factors += (factor,)
 
+    def values_for_kernel(self, *, writes_weight: bool) -> StoredMaster:
+        """The values that the kernel updates: halves if possible, of this machine's range. The caller holds `lock`.
+
+        `writes_weight`: the kernel also writes the weight, with the high halves; otherwise it needs memory for values.
+        """
+        halves = self.halves if self.share is None else self._sharded()
+        return halves.own_values() if halves is not None and writes_weight else WholeMaster(self.values())
+
     def memory_of_step(self) -> list[torch.Tensor]:
         """The memory of this copy that a one-pass step will write: the low halves, if the copy is halved."""
         with self.lock:
-            own = self.halves.own_values() if isinstance(self.halves, ShardedMaster) else self.halves
-            return [own.low] if isinstance(own, HalvedMaster) else []
+            return [] if self.halves is None else self.halves.own_values().memory_to_come()
 
     def bytes_to_come(self, *, in_one_pass: bool) -> int:
         """Bytes that the next step will allocate for values. `in_one_pass`: the step works on the halves."""
@@ -570,10 +585,6 @@ def _owners_outside_steps(
         is_inside = step is not None and step.is_open and step.thread == threading.get_ident()
         if not is_inside and current_iteration() is None:  # in step_fn masters may be used, too
             yield store.gradient_owner, [master for master in masters if master.home is home]
-
-
-def _has_graph(result: Any) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in tree_leaves(result))
 
 
 @functools.cache

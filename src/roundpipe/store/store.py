@@ -224,7 +224,7 @@ class LayerStore:
         )
         self._by_param = {id(record.param): record for record in self.parameters}
         adoption.claim(self.parameters, self)
-        self._mapped = self._in_mapped_files()
+        self._find_mapped_weights()
         self._registered = self._register_pages(pinner) if pin_mode is PinMode.REGISTER else None
         self.slots = [LayerSlot() for _ in self.layers]
         self.gradients = HostGradients(self.parameters)
@@ -258,7 +258,7 @@ class LayerStore:
         """
         self.weights.bring_to_back(newest)
         self.layers = adoption.rearrange(layers, self._names, self.parameters, self.layers)
-        self._mapped = self._in_mapped_files()
+        self._find_mapped_weights()
         self.slots = [self._slot_of(layer, visible, newest) for layer in self.layers]
         self.weights.rearrange(self.layers, self.slots)
         self.masters.rearrange(self.layers)
@@ -274,10 +274,10 @@ class LayerStore:
             record.cuts = registered.cuts(record.weights)
         return registered
 
-    def _in_mapped_files(self) -> dict[int, list[torch.Tensor]]:
-        """By layer: the weights that do not train and lie in mapped files."""
+    def _find_mapped_weights(self) -> None:
         files = MappedFiles()
-        return {
+        # By layer: the weights that do not train and lie in mapped files.
+        self._mapped: dict[int, list[torch.Tensor]] = {
             layer.layer_id: [
                 record.weights
                 for record in layer.parameters
@@ -285,6 +285,7 @@ class LayerStore:
             ]
             for layer in self.layers
         }
+        self.has_mapped_weights = any(self._mapped.values())
 
     def read_ahead(self, layer_id: int) -> None:
         """Begin to read what a layer has in mapped files, because its upload comes next. Does not wait."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -123,8 +123,10 @@ class LayerUpdate:
             if not self.publishes_late:
                 master.rest_between_steps()
             master.begin_step(self, record)
-            self._versions[record] = master.version
-        if self._mode is StepMode.STALE and not self.publishes_late:
+            if self._mode is not StepMode.STALE:
+                self._versions[record] = master.version
+        lacks_second = any(record.back is None for record in self._records)
+        if self._mode is StepMode.STALE and lacks_second and not self.publishes_late:
             self._store.weights.keep_two(self._layer_id)
         if self._mode is StepMode.BY_LAYER and not self._records:
             self._complete_weights()  # nothing of this layer can change
@@ -227,11 +229,10 @@ class LayerUpdate:
         assert self._fetched is not None
         return self._fetched.wait().get(record)
 
-    def gather(self, records: Sequence[ParameterRecord]) -> None:
-        """Begin to complete the new weights of `records`, of which this machine has written its range."""
-        if self.exchange is not None and records:
-            updated = set(records)
-            in_order = [record for record in self._records if record in updated]  # not the order of an optimizer
+    def _gather(self, updated: Container[ParameterRecord]) -> None:
+        """Begin to complete the new weights of parameters of which this machine has written its range."""
+        in_order = [record for record in self._records if record in updated]  # not the order of an optimizer
+        if self.exchange is not None and in_order:
             memories = [record.memory(self._begun()) for record in in_order]
             what = f"new weights of layer {self._layer_id}"
             self._gathers.append((in_order, self.exchange.gather(what, in_order, memories)))
@@ -295,12 +296,6 @@ class LayerUpdate:
         return self._target
 
     @property
-    def target(self) -> WeightBuffer:
-        """The buffer for the new weights, as `new_weight_of` has chosen it."""
-        assert self._target is not None
-        return self._target
-
-    @property
     def has_replaced_weights(self) -> bool:
         """Whether the step has begun to overwrite the old weights, so that they cannot be restored."""
         is_old_there = self._store.slots[self._layer_id].can_upload(self._version - 1)
@@ -316,20 +311,15 @@ class LayerUpdate:
             self._store.masters.of(record).end_step(keeps_source=self._caller is not None)
 
     def publish_if_complete(self) -> None:
-        """Allow calls to read the new weights now, if the step publishes by layer and the layer is updated.
+        """Allow calls to read the new weights now, if the layer is updated: see [Note: publishing layer by layer].
 
-        Called when the one-pass optimizer has updated parameters of the layer, and by the step's later layers while
-        other machines still send their ranges. See [Note: publishing layer by layer].
+        Called when the one-pass optimizer has updated parameters of the layer, and again after each of the step's later
+        layers, because other machines may still send their ranges.
         """
-        if self._mode is not StepMode.BY_LAYER or self._is_published or not self._is_updated():
+        if self._is_published or not self._is_updated():
             return
-        if not self.waits_for_machines:
+        if all(pending.has_succeeded for _, pending in self._gathers):  # no machine still sends its range
             self._complete_weights()
-
-    @property
-    def waits_for_machines(self) -> bool:
-        """Whether the new weights still lack ranges that other machines send."""
-        return not all(pending.has_succeeded for _, pending in self._gathers)
 
     def _is_updated(self) -> bool:
         """Whether the one-pass optimizer has updated every master of the layer that this step may change."""
@@ -338,11 +328,16 @@ class LayerUpdate:
         others = [self._store.masters.of(record) for record in self._records if record not in self.updated]
         return bool(self.updated) and not waiting and not any(m.was_touched() or m.has_own_gradient for m in others)
 
-    def mark_updated(self, record: ParameterRecord) -> None:
-        """Record that the one-pass optimizer has updated a parameter."""
-        if record in self.updated:
-            self._updated_again = record
-        self.updated.add(record)
+    def masters_updated(self, records: Sequence[ParameterRecord]) -> None:
+        """Record that the one-pass optimizer has updated masters, and publish the layer if it may be published now."""
+        for record in records:
+            if record in self.updated:
+                self._updated_again = record
+            self.updated.add(record)
+        if self.exchange is not None:
+            self._gather({record for record in records if record.master is not None and record.master.share})
+        if self._mode is StepMode.BY_LAYER:
+            self.publish_if_complete()
 
     def written_besides(self) -> str | None:
         """The name of a parameter whose master was written other than by one update in one pass; None if none was.
@@ -453,26 +448,20 @@ def in_order_of_change(updates: Sequence[LayerUpdate]) -> Iterator[tuple[LayerUp
             for each in pair:
                 each.fetch()
             yield update, (*pair, None)[1]
+            if update._mode is StepMode.BY_LAYER:
+                for each in left[:position]:  # earlier ones may have waited for the ranges of other machines
+                    each.publish_if_complete()
         return
     while left:
-        update = _next_to_change(left)
+        # Of the layers that wait neither for gradients nor for a checkpoint, the next call needs the last one first.
+        while not (ready := [update for update in left if update.may_be_changed]):
+            left[0].wait_until_landed()
+            what = f"a checkpoint to read layer {left[0]._layer_id}"
+            left[0].wait_until(lambda: any(update.may_be_changed for update in left), what)
+        update = ready[-1]
         left.remove(update)
         ready = [each for each in left if each.may_be_changed]
         yield update, ready[-1] if ready else next(iter(left), None)
-
-
-def _next_to_change(updates: Sequence[LayerUpdate]) -> LayerUpdate:
-    """The update that a step carries out next, of those that are left in the order of landing.
-
-    Of the layers that wait neither for gradients nor for a checkpoint, this is the one that the next call needs first:
-    the last to land.
-    """
-    while not (ready := [update for update in updates if update.may_be_changed]):
-        first = updates[0]
-        first.wait_until_landed()
-        what = f"a checkpoint to read layer {first._layer_id}"
-        first.wait_until(lambda: any(update.may_be_changed for update in updates), what)
-    return ready[-1]
 
 
 # Several machines.

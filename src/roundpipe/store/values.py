@@ -1,9 +1,10 @@
-"""The values of masters that have no float32 tensor of their own: halved, or divided between several machines.
+"""How masters store their values: in a float32 tensor, halved, or divided between several machines.
 
-A HalvedMaster stores float32 values as a bfloat16 weight and the missing 16 bits, a ShortMaster values of 24 bits as
+A StoredMaster is one form of float32 values; other code asks it for its parts, a range of it or its values. A
+WholeMaster is one tensor, a HalvedMaster a bfloat16 weight and the missing 16 bits, a ShortMaster values of 24 bits as
 the weight and one byte. With a process group, a ShardedMaster stores the values of one range of a parameter, in one of
-these forms if possible; the other machines store the other ranges. A Share says which range. Knows neither optimizers
-nor steps, and sends nothing.
+these forms; the other machines store the other ranges. A Share says which range. Knows neither optimizers nor steps,
+and sends nothing.
 
 [Note: masters of 24 bits] The values are float32 numbers whose low 8 bits are 0. The weight W is the value rounded to
 bfloat16, and a signed byte holds the rest, in units of 1/256 of the distance between two bfloat16 numbers. The byte is
@@ -15,8 +16,10 @@ last bit is made with the probability that keeps the mean. native/blocks.h compu
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -81,14 +84,79 @@ class Rounding:
         return has_changed
 
 
-class HalvedMaster:
+class StoredMaster(abc.ABC):
+    """One way to store the float32 values of a master, or those of a range of it."""
+
+    has_high_halves: ClassVar[bool]  # whether the weight is one of its parts
+
+    @abc.abstractmethod
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The tensors that store the values, by their names in one_pass.c. The first has their shape and strides."""
+
+    def own_parts(self) -> list[torch.Tensor]:
+        """The parts that an update writes, besides the weight."""
+        return [part for name, part in self.parts().items() if name != "old_weight"]
+
+    def memory_to_come(self) -> list[torch.Tensor]:
+        """The parts that do not exist before the first update; makes them."""
+        return []
+
+    @property
+    def low_bytes_to_come(self) -> int:
+        """Bytes that the first update will still allocate."""
+        return 0
+
+    @abc.abstractmethod
+    def cut(self, start: int, stop: int) -> StoredMaster:
+        """A range of elements in the order of memory, over the same memory. `start`: a multiple of 8."""
+
+    @abc.abstractmethod
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> StoredMaster:
+        """The same values in other memory; `to` makes it of each part."""
+
+    @abc.abstractmethod
+    def joined(self) -> torch.Tensor:
+        """The values as a float32 tensor, which may be the part itself."""
+
+    @abc.abstractmethod
+    def follow(self, weight: torch.Tensor) -> None:
+        """Note that the weight, with the same values, lies in other memory now."""
+
+
+class WholeMaster(StoredMaster):
+    """float32 values as one tensor."""
+
+    has_high_halves = False
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {"master": self.values}
+
+    def cut(self, start: int, stop: int) -> WholeMaster:
+        return WholeMaster(flat(self.values)[start:stop])
+
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> WholeMaster:
+        return WholeMaster(to(self.values))
+
+    def joined(self) -> torch.Tensor:
+        return self.values
+
+    def follow(self, weight: torch.Tensor) -> None:
+        return  # no part lies in the weight
+
+
+class HalvedMaster(StoredMaster):
     """float32 values stored as two halves: the bfloat16 weight to which each value rounds, and its low 16 bits.
 
     Devices need the bfloat16 weight anyway, so the values cost only half the memory of a float32 tensor. Joining the
     halves restores every bit. [Note: halved masters] in one_pass.c explains how; the C code computes the same.
     """
 
+    has_high_halves = True
     low_dtype: ClassVar[torch.dtype] = torch.int16
+    has_ties: ClassVar[bool] = True
 
     def __init__(self, weight: torch.Tensor, low: torch.Tensor | None = None, ties: torch.Tensor | None = None) -> None:
         """Make halves from a bfloat16 `weight`. Without `low` the values equal `weight` exactly."""
@@ -112,6 +180,26 @@ class HalvedMaster:
     def low_bytes_to_come(self) -> int:
         """Bytes that `low` will allocate when it is first used; 0 if it is allocated already."""
         return 0 if "low" in vars(self) else self.low_dtype.itemsize * self.weight.numel()
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {"old_weight": self.weight, "low": self.low, **({"ties": self.ties} if self.has_ties else {})}
+
+    def memory_to_come(self) -> list[torch.Tensor]:
+        return [self.low]
+
+    def cut(self, start: int, stop: int) -> HalvedMaster:
+        ties = self.ties[start // 8 : -(-stop // 8)] if self.has_ties else None
+        return type(self)(flat(self.weight)[start:stop], self.low[start:stop], ties)
+
+    def moved(self, to: Callable[[torch.Tensor], torch.Tensor]) -> HalvedMaster:
+        return type(self)(to(self.weight), to(self.low), to(self.ties) if self.has_ties else None)
+
+    def follow(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def own_values(self) -> HalvedMaster:
+        """These values themselves; as ShardedMaster.own_values."""
+        return self
 
     def become(self, weight: torch.Tensor) -> None:
         """Set the values to exactly those of `weight`: drop the low halves."""
@@ -169,6 +257,7 @@ class ShortMaster(HalvedMaster):
     """
 
     low_dtype = torch.int8
+    has_ties = False
 
     def join_into(self, to: torch.Tensor) -> None:
         """Write the values into a float32 tensor of the weight's shape and strides."""
@@ -265,7 +354,7 @@ class ShardedMaster:
         """`rounding`: that of the master; only a bfloat16 weight has one."""
         self.share, self.rounding = share, rounding
         self._range = share.range_of(weight.numel())
-        self._own: HalvedMaster | torch.Tensor | None = None  # None: the values equal the weight
+        self._own: StoredMaster | None = None  # None: the values equal the weight
         self.weight = weight
 
     @property
@@ -276,20 +365,20 @@ class ShardedMaster:
     @weight.setter
     def weight(self, weight: torch.Tensor) -> None:
         self._weight = weight
-        if isinstance(self._own, HalvedMaster):
-            self._own.weight = flat(weight)[self._range]
+        if self._own is not None:
+            self._own.follow(flat(weight)[self._range])
 
     @property
     def is_complete(self) -> bool:
         """Whether this machine knows all values, because none was updated yet."""
         return self._own is None
 
-    def own_values(self) -> HalvedMaster | torch.Tensor:
+    def own_values(self) -> StoredMaster:
         """The values of this machine's range, flat: in halves if the weight is bfloat16. The first call makes them."""
         if self._own is None:
             mine = flat(self._weight)[self._range]
             is_halved = mine.dtype is torch.bfloat16
-            self._own = master_of(mine, self.rounding) if is_halved else mine.to(torch.float32, copy=True)
+            self._own = master_of(mine, self.rounding) if is_halved else WholeMaster(mine.to(torch.float32, copy=True))
         return self._own
 
     def take(self, values: torch.Tensor, *, rounds: bool = False) -> None:
@@ -300,16 +389,14 @@ class ShardedMaster:
         mine = flat(values)[self._range]
         halves = master_of(flat(self._weight)[self._range], self.rounding)
         is_halved = self._weight.dtype is torch.bfloat16 and halves.take(mine, rounds=rounds)
-        self._own = halves if is_halved else mine.clone()
+        self._own = halves if is_halved else WholeMaster(mine.clone())
 
     @property
     def low_bytes_to_come(self) -> int:
         """Bytes that `own_values` and the halves will still allocate."""
         count = self.share.count_of(self._weight.numel())
-        if isinstance(self._own, HalvedMaster):
-            return self._own.low_bytes_to_come
         if self._own is not None:
-            return 0
+            return self._own.low_bytes_to_come
         if self._weight.dtype is not torch.bfloat16:
             return 4 * count
         return master_of(self._weight, self.rounding).low_dtype.itemsize * count

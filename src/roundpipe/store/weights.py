@@ -99,10 +99,15 @@ class LayerSlot:
         events, self._upload_events[buffer] = self._upload_events[buffer], []
         return events
 
-    def write_begun(self, version: int, buffer: WeightBuffer) -> None:
-        """Record that writing `version` begins: until `written` the buffer holds no version."""
+    def write_begun(self, version: int, buffer: WeightBuffer) -> list[Event]:
+        """Record that writing `version` begins: until `written` the buffer holds no version.
+
+        Returns the events that must pass before the buffer may be overwritten, and forgets them.
+        """
         assert self.can_write(version, buffer)
         self._held[buffer] = _NOTHING
+        events, self._upload_events[buffer] = self._upload_events[buffer], []
+        return events
 
     def written(self, version: int, buffer: WeightBuffer) -> None:
         """Record that `version` is complete in the buffer."""
@@ -297,8 +302,7 @@ class LayerWeights:
             self._monitor.wait_until(
                 lambda: slot.can_write(version, target), f"uploads of layer {layer_id} to be issued"
             )
-            slot.write_begun(version, target)
-            events = slot.take_upload_events(target)
+            events = slot.write_begun(version, target)
         failure = _wait_for_all(events)  # outside the monitor: copies take long and must not block other threads
         if failure is not None:
             self._failed_uploads[layer_id] = failure

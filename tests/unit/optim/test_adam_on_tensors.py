@@ -151,7 +151,7 @@ def test_parameters_of_other_kinds_in_one_group_are_torchs(
             param.grad = randn(7, seed=1).to(param.dtype)
         optimizer.step()
         made.append(params)
-    assert [len(updates), *updates[0].master.shape] == [1, 7]
+    assert [len(updates), *updates[0].master.joined().shape] == [1, 7]
     assert torch.equal(made[0][0], made[1][0])
     assert torch.equal(made[0][2], made[1][2])
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from helpers_adam import adam_numbers
 from roundpipe import RoundPipe, optim
 from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel, one_pass_kernel
+from roundpipe.store.values import WholeMaster
 
 WIDTH, NUM_STEPS = 16, 6
 
@@ -150,7 +151,7 @@ def test_a_renewed_kernel_parameter_updates_as_a_new_one(kernel: OnePassKernel) 
         weights = [torch.empty(4, 6, dtype=torch.bfloat16) for _ in range(2)]
         parameter: KernelParameter | None = None
         for step in range(1, 5):
-            args: Any = (masters[step % 2], tensors(step, torch.bfloat16))
+            args: Any = (WholeMaster(masters[step % 2]), tensors(step, torch.bfloat16))
             if parameter is None or not is_renewed:
                 parameter = KernelParameter(*args, moments, weights[step % 2], adam_numbers(step))
             else:
@@ -181,12 +182,15 @@ def test_other_forms_take_a_new_kernel_parameter(kernel: OnePassKernel, other: s
     parameter = KernelParameter(
         tensors(0), tensors(1, torch.bfloat16), moments, tensors(2, torch.bfloat16), adam_numbers(1)
     )
-    assert not parameter.renew(tensors(0), tensors(1, torch.bfloat16), tensors(2, torch.bfloat16), adam_numbers(2)), (
-        "unchecked"
-    )
+    assert not parameter.renew(
+        WholeMaster(tensors(0)), tensors(1, torch.bfloat16), tensors(2, torch.bfloat16), adam_numbers(2)
+    ), "unchecked"
     kernel.update([parameter])
-    assert not parameter.renew(*OTHERS[other], adam_numbers(2))
-    assert parameter.renew(tensors(3), tensors(4, torch.bfloat16), tensors(5, torch.bfloat16), adam_numbers(2))
+    master, *others = OTHERS[other]
+    assert not parameter.renew(WholeMaster(master), *others, adam_numbers(2))
+    assert parameter.renew(
+        WholeMaster(tensors(3)), tensors(4, torch.bfloat16), tensors(5, torch.bfloat16), adam_numbers(2)
+    )
 
 
 def test_torch_updates_copies_whose_gradients_the_kernel_cannot_read() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from helpers_adam import fmaf
 from roundpipe import optim
 from roundpipe.devices.virtual import VirtualDevice
-from roundpipe.optim.device_rules import can_update_in_torch, update_in_torch
+from roundpipe.optim.device_share import can_update_in_torch, update_in_torch
 from roundpipe.optim.native.kernel import KernelParameter, StepNumbers, one_pass_kernel
 from roundpipe.store import HalvedMaster
 from roundpipe.store.forms import form_of
@@ -76,7 +76,8 @@ def assert_same_bits(mine: KernelParameter, theirs: KernelParameter, where: str)
 
 def tensors_of(parameter: KernelParameter) -> list[Tensor]:
     master = parameter.master
-    values = [master]
+    assert master is not None
+    values = [master.joined()]
     if isinstance(master, HalvedMaster):
         assert parameter.weight is not None
         joined = HalvedMaster(parameter.weight, master.low, master.ties).joined()

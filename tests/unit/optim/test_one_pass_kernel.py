@@ -15,6 +15,7 @@ from helpers_adam import NumpyAdam, NumpyAdamW, adam_numbers
 from roundpipe.optim.native import library
 from roundpipe.optim.native.kernel import KernelParameter, OnePassKernel, one_pass_kernel
 from roundpipe.store import HalvedMaster
+from roundpipe.store.values import WholeMaster
 
 LENGTH = 3 * 65536 + 64  # several pieces for threads; torch's own kernel treats a remainder of a vector differently
 LOW = (torch.bfloat16, torch.float16)
@@ -254,9 +255,9 @@ def test_a_tensor_that_does_not_match_is_refused_before_any_update(
 
 
 def tensors_of(parameter: KernelParameter) -> list[Tensor]:
-    assert isinstance(parameter.master, Tensor)
+    assert isinstance(parameter.master, WholeMaster)
     assert parameter.weight is not None
-    return [parameter.master, *parameter.states, parameter.weight]
+    return [parameter.master.values, *parameter.states, parameter.weight]
 
 
 def test_another_number_of_states_is_refused(kernel: OnePassKernel) -> None:

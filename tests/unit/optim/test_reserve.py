@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from roundpipe import RoundPipe, optim
 from roundpipe.optim import one_pass
-from roundpipe.optim import state_memory as reserve
-from roundpipe.optim.state_memory import Reserve
+from roundpipe.optim import states as reserve
+from roundpipe.optim.states import Reserve
 from roundpipe.store import OptimizerCopy
 from roundpipe.store.forms import PLAIN
 from roundpipe.store.host_memory import HUGE_PAGE_BYTES, make_pages_ready

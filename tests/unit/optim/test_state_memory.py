@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import HostMemoryError, RoundPipe, optim
-from roundpipe.optim import state_memory as reserve
+from roundpipe.optim import states as reserve
 from roundpipe.store import host_memory
 
 WIDTH = 64

@@ -12,6 +12,7 @@ from torch import nn
 from roundpipe import HostMemoryError, RoundPipe
 from roundpipe.devices import HostPinner
 from roundpipe.monitor import Monitor
+from roundpipe.runtime.transfer import span_elements
 from roundpipe.store import host_memory
 from roundpipe.store.host_memory import (
     ALIGNMENT_BYTES,
@@ -20,7 +21,6 @@ from roundpipe.store.host_memory import (
     contiguous_stride,
     dense_stride,
     lay_out,
-    span_elements,
 )
 from roundpipe.store.store import LayerStore
 from roundpipe.store.training_memory import PinMode

@@ -318,12 +318,12 @@ def test_a_gradient_becomes_a_tensor_when_it_is_read() -> None:
     made, source = make(), Source(gradient())
     made.begin_step(source)
     assert made.is_pending
-    assert made.low_gradient() is source.tensor
+    assert made.gradient_sources(whole=True) == [source.tensor]
     assert made.factors == ()
     assert source.releases == 0
     assert torch.equal(made.grad, gradient().float())
     assert (made.is_pending, source.releases) == (False, 1)
-    assert made.low_gradient() is None
+    assert made.gradient_sources(whole=True) is None
     made.end_step()
     assert torch.equal(made.grad, gradient().float()), "it was not cleared"
     assert memory_of(made) == 0
@@ -361,7 +361,7 @@ def test_a_gradient_that_is_cleared_unread_is_released() -> None:
 def test_a_parameter_without_a_gradient_has_none() -> None:
     made, source = make(), Source(None)
     made.begin_step(source)
-    assert made.low_gradient() is None
+    assert made.gradient_sources(whole=True) is None
     assert made.grad is None
     made.end_step()
 

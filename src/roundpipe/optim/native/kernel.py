@@ -22,7 +22,7 @@ from roundpipe.host_facts import usable_cores
 from roundpipe.optim.native import library
 from roundpipe.store.forms import num_scales, seed_of
 from roundpipe.store.host_memory import dense_stride
-from roundpipe.store.values import HalvedMaster, Rounding, ShortMaster
+from roundpipe.store.values import HalvedMaster, Rounding, StoredMaster, WholeMaster
 
 MAX_FACTORS = 4
 MAX_STATES = 3
@@ -50,7 +50,7 @@ class Kernel(enum.IntEnum):
     SGD_NEXT_NESTEROV = 7
 
 
-_NUM_STATES = {Kernel.ADAM: 2, Kernel.AMSGRAD: 3, Kernel.SGD: 0}  # the others have one
+_NUM_STATES = dict.fromkeys(Kernel, 1) | {Kernel.ADAM: 2, Kernel.AMSGRAD: 3, Kernel.SGD: 0}
 
 
 class _Parameter(ctypes.Structure):
@@ -101,15 +101,16 @@ class StepNumbers:
     kernel: Kernel
     numbers: tuple[float, ...]  # in the order in which the function in rules.h reads them
     gradient_factors: tuple[float, ...] = ()  # the gradient is first multiplied by each of these, in order
-    step: int = 0  # the number of the step, by which states in low bits are rounded
+    step: int = 0  # the number of the step, by which states in low bits are rounded; 0 if there are none
 
     @functools.cached_property
     def packed(self) -> tuple[Any, Any, Any]:
         """Factors, numbers and seeds as arrays for the kernel."""
+        seeds = [seed_of(self.step, index) for index in range(MAX_STATES)] if self.step else ()
         return (
             (ctypes.c_float * MAX_FACTORS)(*self.gradient_factors),
             (ctypes.c_float * _MAX_NUMBERS)(*self.numbers),
-            (ctypes.c_uint32 * MAX_STATES)(*[seed_of(self.step, index) for index in range(MAX_STATES)]),
+            (ctypes.c_uint32 * MAX_STATES)(*seeds),
         )
 
 
@@ -125,7 +126,7 @@ class KernelParameter:
     step `renew` sets the new tensors without another check.
     """
 
-    master: torch.Tensor | HalvedMaster | None
+    master: StoredMaster | None  # may be given as a tensor
     gradient: torch.Tensor | None
     states: Sequence[torch.Tensor]  # such as moments, in the order in which the function in rules.h takes them
     weight: torch.Tensor | None  # receives the updated values, rounded to its dtype; None if only the master is updated
@@ -138,12 +139,20 @@ class KernelParameter:
     _addresses: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)  # of `more_gradients`
     _forms: _Forms | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        given: Any = self.master
+        if isinstance(given, torch.Tensor):
+            self.master = WholeMaster(given)
+
     def packed(self) -> _Parameter:
         """The parameter as a C struct. The first call raises RuntimeError if the tensors do not match."""
-        if self._packed is None:
+        packed = self._packed
+        if packed is None:
             _check(self)
-            assert self.master is not None
-            assert self.gradient is not None
+        master, gradient, weight, numbers = self.master, self.gradient, self.weight, self.numbers
+        assert master is not None
+        assert gradient is not None
+        if packed is None:
             scales = iter(self.scales)
             of_states = [next(scales).data_ptr() if state.dtype in _CODES else None for state in self.states]
             packed = _Parameter(
@@ -151,18 +160,29 @@ class KernelParameter:
                 scales=(ctypes.c_void_p * MAX_STATES)(*of_states),
                 storage=(ctypes.c_int32 * MAX_STATES)(*[_STORAGE[state.dtype] for state in self.states]),
                 first=self.first,
-                count=self.gradient.numel(),
-                weight_precision=0 if self.weight is None else _PRECISIONS[self.weight.dtype],
-                gradient_precision=_PRECISIONS[self.gradient.dtype],
+                count=gradient.numel(),
+                weight_precision=0 if weight is None else _PRECISIONS[weight.dtype],
+                gradient_precision=_PRECISIONS[gradient.dtype],
             )
-            self._forms = _forms(self.master, self.gradient, self.weight)
-            self._pack(packed, self.master, self.gradient, self.weight, self.numbers)
-        assert self._packed is not None
-        return self._packed
+            self._forms = _forms(master, gradient, weight)
+        # What differs between two steps.
+        for name, part in master.parts().items():
+            setattr(packed, name, part.data_ptr())
+        packed.gradient = gradient.data_ptr()
+        packed.rule, packed.num_factors = numbers.kernel, len(numbers.gradient_factors)
+        packed.factors, packed.numbers, packed.seeds = numbers.packed
+        packed.rounds_master = self.rounding is not None
+        packed.master_seed = 0 if self.rounding is None else self.rounding.seed
+        packed.weight = None if weight is None else weight.data_ptr()
+        packed.num_more_gradients = len(self.more_gradients)
+        self._addresses = (ctypes.c_void_p * len(self.more_gradients))(*[g.data_ptr() for g in self.more_gradients])
+        packed.more_gradients = ctypes.addressof(self._addresses) if self.more_gradients else None
+        self._packed = packed
+        return packed
 
     def renew(
         self,
-        master: torch.Tensor | HalvedMaster,
+        master: StoredMaster,
         gradient: torch.Tensor,
         weight: torch.Tensor | None,
         numbers: StepNumbers,
@@ -175,13 +195,12 @@ class KernelParameter:
         """
         if self._packed is None or self._forms != _forms(master, gradient, weight):
             return False
-        if len(self.states) != _num_states(numbers):
+        if len(self.states) != _NUM_STATES[numbers.kernel]:
             return False
         if any(more.dtype is not gradient.dtype or more.shape != gradient.shape for more in more_gradients):
             return False
         self.master, self.gradient, self.weight, self.numbers = master, gradient, weight, numbers
         self.more_gradients = more_gradients
-        self._pack(self._packed, master, gradient, weight, numbers)
         return True
 
     def forget_memory(self) -> None:
@@ -189,44 +208,13 @@ class KernelParameter:
         self.master = self.gradient = self.weight = None
         self.more_gradients = ()
 
-    def _pack(
-        self,
-        packed: _Parameter,
-        master: torch.Tensor | HalvedMaster,
-        gradient: torch.Tensor,
-        weight: torch.Tensor | None,
-        numbers: StepNumbers,
-    ) -> None:
-        """Write the addresses and the numbers, which differ between two steps, into the C struct."""
-        if isinstance(master, HalvedMaster):
-            packed.old_weight = master.weight.data_ptr()
-            packed.low = master.low.data_ptr()
-            packed.ties = None if isinstance(master, ShortMaster) else master.ties.data_ptr()
-        else:
-            packed.master = master.data_ptr()
-        packed.gradient = gradient.data_ptr()
-        packed.rule, packed.num_factors = numbers.kernel, len(numbers.gradient_factors)
-        packed.factors, packed.numbers, packed.seeds = numbers.packed
-        packed.rounds_master = self.rounding is not None
-        packed.master_seed = 0 if self.rounding is None else self.rounding.seed
-        packed.weight = None if weight is None else weight.data_ptr()
-        packed.num_more_gradients = len(self.more_gradients)
-        self._addresses = (ctypes.c_void_p * len(self.more_gradients))(*[g.data_ptr() for g in self.more_gradients])
-        packed.more_gradients = ctypes.addressof(self._addresses) if self.more_gradients else None
-        self._packed = packed
 
-
-def _num_states(numbers: StepNumbers) -> int:
-    """The number of states that the function of a step takes."""
-    return _NUM_STATES.get(numbers.kernel, 1)
-
-
-def _forms(master: torch.Tensor | HalvedMaster, gradient: torch.Tensor, weight: torch.Tensor | None) -> _Forms:
+def _forms(master: StoredMaster, gradient: torch.Tensor, weight: torch.Tensor | None) -> _Forms:
     """The forms of master, gradient and weight.
 
     A halved master has the form of its bfloat16 weight, so its dtype differs from that of a float32 master.
     """
-    whole = master.weight if isinstance(master, HalvedMaster) else master
+    whole, *_ = master.parts().values()
     return (
         (whole.dtype, whole.shape, whole.stride()),
         (gradient.dtype, gradient.shape, gradient.stride()),
@@ -327,19 +315,19 @@ def _memory_order(tensor: torch.Tensor) -> list[int]:
 
 
 def _check(parameter: KernelParameter) -> None:
-    needed = _num_states(parameter.numbers)
+    needed = _NUM_STATES[parameter.numbers.kernel]
     if len(parameter.states) != needed:
         name = parameter.numbers.kernel.name
         raise RuntimeError(f"the optimizer kernel needs {needed} states for {name}, got {len(parameter.states)}.")
     master = parameter.master
     if isinstance(master, HalvedMaster):
-        if isinstance(master, ShortMaster) and parameter.rounding is None:
+        if not master.has_ties and parameter.rounding is None:
             raise RuntimeError("the optimizer kernel needs the rounding of a master of 24 bits.")
         _require("weight", parameter.weight, torch.bfloat16)
         _check_halves(master, parameter.gradient, tuple(_PRECISIONS))
         whole = master.weight
     else:
-        whole = _require("master", master, torch.float32)
+        whole = _require("master", None if master is None else master.joined(), torch.float32)
     tensors = [whole, _require("gradient", parameter.gradient, *_PRECISIONS)]
     tensors += [_require("gradient", more, tensors[1].dtype) for more in parameter.more_gradients]
     tensors += [_require("state", state, *_STORAGE) for state in parameter.states]
@@ -375,7 +363,7 @@ def _check_halves(
     _require("weight", halves.weight, torch.bfloat16)
     _require_one_layout([values, halves.weight])
     count = values.numel()
-    if isinstance(halves, ShortMaster):
+    if not halves.has_ties:
         parts = [("low", _require("low", halves.low, torch.int8), count)]
     else:
         low, ties = _require("low", halves.low, torch.int16, torch.uint16), _require("ties", halves.ties, torch.uint8)
