@@ -46,9 +46,9 @@ from roundpipe.optim.state_memory import (
     require_state_memory,
     state_placement,
 )
+from roundpipe.param_groups import present_settings
 from roundpipe.store import HalvedMaster, OptimizerCopy
 from roundpipe.store.forms import PLAIN, Form
-from roundpipe.store.master import wait_for_steps
 from roundpipe.store.update import LayerUpdate, in_order_of_change
 from roundpipe.store.values import flat
 
@@ -86,7 +86,7 @@ def all_states_match(optimizer: OnePassOptimizer, checked: dict[int, _CheckedSta
     the states of masters that match, by the id of the copy.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
+        for group in map(present_settings, optimizer.param_groups):
             for param in group["params"]:
                 state = optimizer.state.get(param)
                 if not optimizer.rule.has_states(state):
@@ -371,7 +371,7 @@ def step_in_one_pass(
     """Update the masters that the kernel can update; returns the ids of the updated copies."""
     items: dict[LayerUpdate, list[tuple[OptimizerCopy, Group]]] = defaultdict(list)
     with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
+        for group in map(present_settings, optimizer.param_groups):
             if _is_for_kernel(optimizer, group):
                 for param in group["params"]:
                     source = param.source if isinstance(param, OptimizerCopy) else None
@@ -522,9 +522,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch. The group counts from the next step on: steps that were issued are waited for."""
-        groups = getattr(self, "param_groups", ())
-        wait_for_steps([p for group in groups for p in group["params"] if isinstance(p, OptimizerCopy)])
+        """As in torch."""
         if self._moments != "float32":
             self.defaults["moments"] = self._moments
         super().add_param_group(param_group)
