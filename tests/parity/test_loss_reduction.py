@@ -562,6 +562,18 @@ def test_bare_losses_of_the_last_layer_are_warned_of_too(models: Models, caplog:
     assert "loss_reduction was never set" in message
 
 
+def test_a_label_that_nothing_reads_is_warned_of_once(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.wrap(seeded(lambda: nn.Sequential(Doubled(), Losses())), 1, model_run_config=MEAN, name="mine")
+    inputs = batch(10, 5), batch(10, 5, seed=8)
+    expected = model.forward_backward(inputs)
+    assert warnings_in(caplog) == []
+    for _ in range(2):
+        assert_same(model.forward_backward(inputs, label=torch.zeros(10)), expected)
+    (message,) = warnings_in(caplog)
+    for part in ("mine:", "label", "without loss_fn", "input_kwargs"):
+        assert part in message
+
+
 @pytest.mark.parametrize(
     ("of_model", "of_call"),
     [
