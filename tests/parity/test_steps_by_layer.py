@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers_parity import Models, assert_same, batch, mlp, mse, seeded
+from helpers_parity import WAIT_S, Models, assert_same, batch, mlp, mse, seeded
 from roundpipe import (
     AutoRoundPipe,
     GradScaler,
@@ -31,6 +31,7 @@ from roundpipe.api.planner import Planner
 from roundpipe.errors import ArgumentTypeError, ConfigError
 from roundpipe.optim.native.kernel import OnePassKernel
 from roundpipe.plan.overlap import Overlap, Wave
+from roundpipe.runtime.mailbox import StageMail
 
 WIDTH, ROWS, NUM_MICROBATCH, NUM_LAYERS, NUM_STEPS = 13, 8, 3, 4, 5
 PLANS = {
@@ -567,3 +568,35 @@ def test_a_staleness_that_does_not_exist(wrong: int) -> None:
 def test_a_staleness_of_another_type(wrong: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="staleness must be 0 or 1, got"):
         RoundPipe(mlp(), devices=["cpu"], staleness=wrong)
+
+
+def test_a_backward_without_gradients_holds_back_no_later_step(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last layer trains. The backward of the others begins before their weights are there, and runs none."""
+    has_begun, real = threading.Event(), StageMail.receive_gradients
+
+    def receive_gradients(self: StageMail, microbatch: int) -> Any:
+        has_begun.set()
+        return real(self, microbatch)
+
+    monkeypatch.setattr(StageMail, "receive_gradients", receive_gradients)
+    plan = ModelExecutePlan([range(0, 3)], [range(3, 4), range(0, 3)])
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+    model = models.wrap_copy(seeded(lambda: mlp(4, WIDTH)), 3, staleness=0, model_run_config=config)
+    optimizer = adam(list(model.optim_parameters()))
+    for name, param in model.model.named_parameters():
+        param.requires_grad_(name.startswith("3"))
+
+    def step_fn() -> None:
+        plainly(model, optimizer)
+        assert has_begun.wait(WAIT_S)
+
+    for step in range(2):
+        points, labels = data(step, torch.float32)
+        model.forward_backward((points,), label=labels, loss_fn=mse)
+        model.synchronize()
+        if step:
+            has_begun.clear()
+        model.step(step_fn)
+    model.forward_backward((points,), label=labels, loss_fn=mse)
+    model.synchronize()
+    assert [slot._uploads_due for slot in model._engine.store.slots] == [{}] * 4
