@@ -28,7 +28,7 @@ from roundpipe import (
     optim,
 )
 from roundpipe.api.planner import Planner
-from roundpipe.errors import ArgumentTypeError, ConfigError
+from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
 from roundpipe.optim.native.kernel import OnePassKernel
 from roundpipe.plan.overlap import Overlap, Wave
 from roundpipe.runtime.mailbox import StageMail
@@ -600,3 +600,42 @@ def test_a_backward_without_gradients_holds_back_no_later_step(models: Models, m
     model.forward_backward((points,), label=labels, loss_fn=mse)
     model.synchronize()
     assert [slot._uploads_due for slot in model._engine.store.slots] == [{}] * 4
+
+
+@pytest.mark.parametrize("write", ["in place", "load_state_dict"])
+def test_a_parameter_written_while_its_step_runs_is_refused(models: Models, num_devices: int, write: str) -> None:
+    """The step would overwrite what was written, or not, depending on the time."""
+    config = RoundPipeRunConfig(num_microbatch=2)
+    model = models.wrap_copy(seeded(lambda: mlp(4, WIDTH)), num_devices, staleness=0, model_run_config=config)
+    optimizer = adam(list(model.optim_parameters()))
+    may_go_on = threading.Event()
+
+    def step_fn() -> None:
+        assert may_go_on.wait(WAIT_S)
+        plainly(model, optimizer)
+
+    points, labels = data(0, torch.float32)
+    may_go_on.set()
+    for _ in range(2):
+        model.forward_backward((points,), label=labels, loss_fn=mse)
+        model.step(step_fn)
+    model.synchronize()
+    weight = model.model[0][0].weight
+    wanted = torch.ones_like(weight)
+    model.forward_backward((points,), label=labels, loss_fn=mse)
+    may_go_on.clear()
+    model.step(step_fn)
+    if write == "in place":
+        with torch.no_grad():
+            weight.copy_(wanted)
+    else:
+        model.model.load_state_dict({**model.model.state_dict(), "0.0.weight": wanted})
+    may_go_on.set()
+    with pytest.raises(UsageError, match=r"parameter '\d\.0\.(weight|bias)' was written while step\(\)"):
+        model.synchronize()
+    model.synchronize()
+    assert torch.equal(weight, wanted)
+    model.forward_backward((points,), label=labels, loss_fn=mse)
+    model.step(step_fn)
+    model.synchronize()
+    assert (weight - wanted).abs().max() < 0.1  # one small update of what was written

@@ -443,8 +443,9 @@ class Group:
             if store.is_read_on_host and store.graphs_version != version:
                 store.graphs_version = version
                 for record in store.parameters:
-                    torch.autograd.graph.increment_version(record.param)
-                    record.seen_version = record.param._version
+                    with self.monitor:  # a step compares the two versions
+                        torch.autograd.graph.increment_version(record.param)
+                        record.seen_version = record.param._version
 
     def check_training(self) -> None:
         """Refuse training that does not fit into memory; warn once if low precision loses updates."""

@@ -379,7 +379,7 @@ class LayerImages:
         del self._tasks[run.number, task.index]
 
     def finish_layer(self, run: Run, task: StageTask, layer_id: int) -> None:
-        """Free the buffer of a layer that the task no longer needs. Raises if training would lose writes of the layer."""
+        """Free the buffer of a layer that the task no longer needs. Raises if training would lose what it wrote."""
         if run.forward_phase is not LayerPhase.INFERENCE and not run.is_probe:
             self.replica(run.store, layer_id).refuse_written()
         self._free(run, self._of(run, task), layer_id)
