@@ -456,13 +456,13 @@ class OptimizerCopy(nn.Parameter):
         self._data_was_handed_out, self._seen_version = False, self._version
 
     def is_ahead_of(self, weight: torch.Tensor) -> bool:
-        """Whether the rounded values differ from `weight`, the newest one."""
+        """Whether the rounded values differ from `weight`."""
         with self.lock, torch.no_grad():
             if self.halves is not None:
                 return False
             rounded = self.values().to(weight.dtype)
-            are_equal = (rounded == weight) | ((rounded != rounded) & (weight != weight))  # NaN equals NaN here
-            return not bool(are_equal.all())
+            # The second comparison takes NaN for equal, and more memory.
+            return not (torch.equal(rounded, weight) or torch.allclose(rounded, weight, 0.0, 0.0, equal_nan=True))
 
     @property
     def has_other_users(self) -> bool:

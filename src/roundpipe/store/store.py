@@ -457,6 +457,15 @@ class LayerStore:
         """Parameters into which the user has written since the last call. Their version counters show the writes."""
         return [record for record in self.parameters if record.param._version != record.seen_version]
 
+    def adopt_written_through_data(self) -> None:
+        """Give masters the weights that were written since they were made, also through `.data`. In the first step.
+
+        This reads all weights and masters, so later steps do not do it. Masters without memory contain their weight.
+        """
+        for record in self.parameters:
+            if record.master is not None and record.master.is_ahead_of(record.weights):
+                record.master.follow_weight(record.weights)
+
     def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
         """Copy the values that the user wrote to the masters and the second buffer. Only while nothing runs."""
         for record in records:
