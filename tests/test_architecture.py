@@ -30,6 +30,7 @@ LEVELS = {
     "monitor": 0,
     "module_copy": 0,
     "module_names": 0,
+    "param_groups": 1,
     "progress": 0,
     "version": 0,
     "models": 1,

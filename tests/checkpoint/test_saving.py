@@ -115,9 +115,11 @@ def wait_for(ready: Callable[[], bool], what: str) -> None:
 
 
 def moments(training: Training) -> list[torch.Tensor]:
-    """Copies of the first state tensor of the weight of each layer."""
-    states = training.optimizer.state_dict()["state"]
-    tensors = [next(value for value in states[index].values() if value.dim()) for index in (0, 2, 6)]
+    """Copies of the first state tensor of the weight of each layer, also while a step runs."""
+    optimizer = training.optimizer  # state_dict() would wait for the step
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [optimizer.state[params[index]] for index in (0, 2, 6)]
+    tensors = [next(value for value in state.values() if value.dim()) for state in states]
     assert [tensor.shape for tensor in tensors] == [(WIDTH, WIDTH)] * 3
     return [tensor.clone() for tensor in tensors]
 

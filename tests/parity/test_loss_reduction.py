@@ -540,6 +540,36 @@ def test_outputs_returned_beside_the_loss_are_raw_for_a_users_merge(models: Mode
         torch.testing.assert_close(outputs["loss"].detach(), sum(raw(module, x, y, 4)).detach())
 
 
+class Ignoring(nn.Module):
+    """Its loss is a mean over the labels that are not `ignored`."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 5), nn.Linear(5, 9)
+        self.criterion = nn.CrossEntropyLoss(ignore_index=ignored)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.criterion(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("ignored", [-100, -1, 0, 3])
+def test_the_label_that_a_loss_module_ignores_does_not_count(
+    models: Models, caplog: pytest.LogCaptureFixture, ignored: int
+) -> None:
+    module = seeded(lambda: Ignoring(ignored).double())
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(9, (7, 6), generator=generator) for _ in range(2))
+    labels[torch.rand(7, 6, generator=generator) < 0.5] = ignored
+    labels[0, 1:] = ignored
+    model = models.wrap_copy(module, 3)
+    loss = module(ids, labels)["loss"]
+    loss.backward()
+    torch.testing.assert_close(model.forward_backward((ids, labels)), loss.detach(), rtol=EXACT, atol=EXACT)
+    model.synchronize()
+    torch.testing.assert_close(grads_of(model.model), grads_of(module), rtol=EXACT, atol=EXACT)
+    assert warnings_in(caplog) == []
+
+
 # A warning of the default, which adds what loss_fn returns.
 
 
@@ -560,6 +590,18 @@ def test_bare_losses_of_the_last_layer_are_warned_of_too(models: Models, caplog:
         model.forward_backward((batch(10, 5), batch(10, 5, seed=8)))
     (message,) = warnings_in(caplog)
     assert "loss_reduction was never set" in message
+
+
+def test_a_label_that_nothing_reads_is_warned_of_once(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    model = models.wrap(seeded(lambda: nn.Sequential(Doubled(), Losses())), 1, model_run_config=MEAN, name="mine")
+    inputs = batch(10, 5), batch(10, 5, seed=8)
+    expected = model.forward_backward(inputs)
+    assert warnings_in(caplog) == []
+    for _ in range(2):
+        assert_same(model.forward_backward(inputs, label=torch.zeros(10)), expected)
+    (message,) = warnings_in(caplog)
+    for part in ("mine:", "label", "without loss_fn", "input_kwargs"):
+        assert part in message
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers_parity import Models, assert_same, batch, mlp, mse, seeded
+from helpers_parity import WAIT_S, Models, assert_same, batch, mlp, mse, seeded
 from roundpipe import (
     AutoRoundPipe,
     GradScaler,
@@ -28,9 +28,10 @@ from roundpipe import (
     optim,
 )
 from roundpipe.api.planner import Planner
-from roundpipe.errors import ArgumentTypeError, ConfigError
+from roundpipe.errors import ArgumentTypeError, ConfigError, UsageError
 from roundpipe.optim.native.kernel import OnePassKernel
 from roundpipe.plan.overlap import Overlap, Wave
+from roundpipe.runtime.mailbox import StageMail
 
 WIDTH, ROWS, NUM_MICROBATCH, NUM_LAYERS, NUM_STEPS = 13, 8, 3, 4, 5
 PLANS = {
@@ -567,3 +568,74 @@ def test_a_staleness_that_does_not_exist(wrong: int) -> None:
 def test_a_staleness_of_another_type(wrong: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="staleness must be 0 or 1, got"):
         RoundPipe(mlp(), devices=["cpu"], staleness=wrong)
+
+
+def test_a_backward_without_gradients_holds_back_no_later_step(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last layer trains. The backward of the others begins before their weights are there, and runs none."""
+    has_begun, real = threading.Event(), StageMail.receive_gradients
+
+    def receive_gradients(self: StageMail, microbatch: int) -> Any:
+        has_begun.set()
+        return real(self, microbatch)
+
+    monkeypatch.setattr(StageMail, "receive_gradients", receive_gradients)
+    plan = ModelExecutePlan([range(0, 3)], [range(3, 4), range(0, 3)])
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+    model = models.wrap_copy(seeded(lambda: mlp(4, WIDTH)), 3, staleness=0, model_run_config=config)
+    optimizer = adam(list(model.optim_parameters()))
+    for name, param in model.model.named_parameters():
+        param.requires_grad_(name.startswith("3"))
+
+    def step_fn() -> None:
+        plainly(model, optimizer)
+        assert has_begun.wait(WAIT_S)
+
+    for step in range(2):
+        points, labels = data(step, torch.float32)
+        model.forward_backward((points,), label=labels, loss_fn=mse)
+        model.synchronize()
+        if step:
+            has_begun.clear()
+        model.step(step_fn)
+    model.forward_backward((points,), label=labels, loss_fn=mse)
+    model.synchronize()
+    assert [slot._uploads_due for slot in model._engine.store.slots] == [{}] * 4
+
+
+@pytest.mark.parametrize("write", ["in place", "load_state_dict"])
+def test_a_parameter_written_while_its_step_runs_is_refused(models: Models, num_devices: int, write: str) -> None:
+    """The step would overwrite what was written, or not, depending on the time."""
+    config = RoundPipeRunConfig(num_microbatch=2)
+    model = models.wrap_copy(seeded(lambda: mlp(4, WIDTH)), num_devices, staleness=0, model_run_config=config)
+    optimizer = adam(list(model.optim_parameters()))
+    may_go_on = threading.Event()
+
+    def step_fn() -> None:
+        assert may_go_on.wait(WAIT_S)
+        plainly(model, optimizer)
+
+    points, labels = data(0, torch.float32)
+    may_go_on.set()
+    for _ in range(2):
+        model.forward_backward((points,), label=labels, loss_fn=mse)
+        model.step(step_fn)
+    model.synchronize()
+    weight = model.model[0][0].weight
+    wanted = torch.ones_like(weight)
+    model.forward_backward((points,), label=labels, loss_fn=mse)
+    may_go_on.clear()
+    model.step(step_fn)
+    if write == "in place":
+        with torch.no_grad():
+            weight.copy_(wanted)
+    else:
+        model.model.load_state_dict({**model.model.state_dict(), "0.0.weight": wanted})
+    may_go_on.set()
+    with pytest.raises(UsageError, match=r"parameter '\d\.0\.(weight|bias)' was written while step\(\)"):
+        model.synchronize()
+    model.synchronize()
+    assert torch.equal(weight, wanted)
+    model.forward_backward((points,), label=labels, loss_fn=mse)
+    model.step(step_fn)
+    model.synchronize()
+    assert (weight - wanted).abs().max() < 0.1  # one small update of what was written

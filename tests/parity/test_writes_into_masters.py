@@ -287,3 +287,46 @@ def test_masters_of_a_model_wrapped_part_by_part(opened: list[Any]) -> None:
                 param.grad = None
             losses.append(loss.detach())
         assert_same(losses[0], losses[1])
+
+
+# Writes into parameters through `.data`, which changes no version counter.
+
+
+def by_plain_loop(model: RoundPipe, optimizer: torch.optim.Optimizer, step: int, dtype: torch.dtype) -> None:
+    loss_of(model, step, dtype).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def by_steps(is_async: bool) -> Callable[[RoundPipe, torch.optim.Optimizer, int, torch.dtype], None]:
+    def train(model: RoundPipe, optimizer: torch.optim.Optimizer, step: int, dtype: torch.dtype) -> None:
+        loss_of(model, step, dtype).backward()
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+
+    return train
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=RATE), lambda p: optim.AdamW(p, lr=RATE)])
+@pytest.mark.parametrize("train", [by_plain_loop, by_steps(False), by_steps(True)], ids=["plain", "exact", "stale"])
+@PRECISIONS
+def test_weights_put_in_through_data_before_the_first_step_are_trained(
+    opened: list[Any], dtype: torch.dtype, optim_dtype: torch.dtype | None, train: Callable[..., None], make: Any
+) -> None:
+    """As by code that loads a checkpoint with `param.data.copy_()` when the optimizer is there already."""
+    wanted = seeded(lambda: mlp(4, WIDTH), seed=11).to(dtype)
+    results = []
+    for writes in (False, True):
+        model = wrapped(opened, dtype, optim_dtype)
+        if not writes:
+            model.load_state_dict(wanted.state_dict())
+        optimizer = make(list(model.optim_parameters()))
+        if writes:
+            with torch.no_grad():
+                loss_of(model, 9, dtype)  # the old weights were used
+            for param, value in zip(model.model.parameters(), wanted.parameters(), strict=True):
+                param.data.copy_(value.data)
+        for step in range(2):
+            train(model, optimizer, step, dtype)
+        model.synchronize()
+        results.append([param.detach().clone() for param in model.optim_parameters()])
+    assert_same(*results)

@@ -46,6 +46,7 @@ from roundpipe.monitor import (
     watchdog_limit_s,
 )
 from roundpipe.optim.stepper import StepJob, Stepper, no_readers
+from roundpipe.param_groups import with_present_settings
 from roundpipe.plan.overlap import STALE, UpdateTiming
 from roundpipe.runtime.run import Trace, WeightScope
 from roundpipe.stats import DeviceMemory, StepLog, StepStats
@@ -264,6 +265,7 @@ class Group:
 
     def issue(self, step_fn: Callable[[], object], mode: StepMode, may_overlap: bool) -> StepJob:
         """Give a step to the optimizer thread, on all machines or on none."""
+        step_fn = with_present_settings(step_fn, [each for store in self.stores for each in store.optimizers])
         if self.machines is None:
             return self.stepper.issue(step_fn, mode, may_overlap)
         num_threads = torch.get_num_threads()
@@ -441,8 +443,9 @@ class Group:
             if store.graphs_version != version:
                 store.graphs_version = version
                 for record in store.parameters:
-                    torch.autograd.graph.increment_version(record.param)
-                    record.seen_version = record.param._version
+                    with self.monitor:  # a step compares the two versions
+                        torch.autograd.graph.increment_version(record.param)
+                        record.seen_version = record.param._version
 
     def check_training(self) -> None:
         """Refuse training that does not fit into memory; warn once if low precision loses updates."""

@@ -5,7 +5,8 @@ Knows neither the weights of microbatches nor devices.
 [Note: trials of a loss]
 Trials run on the host, on copies of the modules over the same weights, without dropout and gradients. The values of the
 first batch must not decide how a whole run is weighed, so labels are made up: all different as far as there are
-classes, and none ignored except by the trial itself. A trial that raises counts as "no".
+classes, and none ignored except by the trial itself. A trial that raises counts as "no". If the call, the model's loss
+function or a loss module names an `ignore_index`, labels with that number are tried first, then -100.
 
     loss(labels)                             S / n + A     S: sum over the n labels that count
     loss(labels, num_items_in_batch=1)       S + A         A: terms that are no mean over labels
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import inspect
 import logging
 import math
@@ -48,7 +50,7 @@ from roundpipe.split.transformers import ConfigStates, has_pretrained, is_pretra
 
 logger = logging.getLogger("roundpipe")
 
-CountTargets = Callable[[Tensor], int]
+CountTargets = Callable[..., int]  # called with labels
 NUM_ITEMS = "num_items_in_batch"
 _IGNORED = -100  # label of a position that does not count, as in torch's cross_entropy
 # Relative differences of losses that count as rounding, by the precision of what is computed.
@@ -62,6 +64,7 @@ _MOST_ATTEMPTS = 3  # calls of one form that are examined if the values of a los
 # in other modules.
 _LABELS = ("shift_labels", "labels")
 _OTHER_LABELS = ("labels", "label", "targets", "target")
+_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)  # modules that name the label that they ignore
 _Kwargs = dict[str, Any]
 _Call = tuple[tuple[Any, ...], _Kwargs]
 
@@ -89,6 +92,7 @@ class LossForm:
     takes_count: the model divides the sum by `num_items_in_batch` if that is given.
     has_other_terms: the loss has terms that `num_items_in_batch` does not divide, such as a router's.
     doubt: why the loss of a batch may not be made of those of its rows, for a warning; empty if it is.
+    ignored: the label of a position that does not count.
     """
 
     kind: LossKind
@@ -97,6 +101,7 @@ class LossForm:
     has_other_terms: bool = False
     labels: str = "labels"
     doubt: str = ""
+    ignored: int = _IGNORED
 
 
 BY_ROWS = LossForm(LossKind.MEAN_OVER_ROWS)
@@ -243,7 +248,10 @@ class OwnLoss:
     ) -> LossForm | None:
         """The form that trials show. `shorten`: returns arguments with fewer tokens, or None."""
         name = self.label_name(given)
-        form = None if name is None else _form_by_labels(trial, shorten(given) or given, name)
+        form = None
+        for ignored in self._ignored_labels(given):
+            if name is not None and form is None:
+                form = _form_by_labels(trial, shorten(given) or given, name, ignored)
         calls = []
         for args, kwargs in rows():
             named = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
@@ -251,8 +259,17 @@ class OwnLoss:
             named = {name: value for name, value in named.items() if name not in without}
             calls.append((args[len(self._parameters) :], shorten(named) or named))
         pair = _with_classes(TrialRows(*calls), name)
-        ragged = _made_ragged(pair, name, with_masks=not self.follows_library)
+        ignored = _IGNORED if form is None else form.ignored
+        ragged = _made_ragged(pair, name, ignored, with_masks=not self.follows_library)
         return _form_by_rows(trial, pair, ragged, form)
+
+    def _ignored_labels(self, given: _Kwargs) -> list[int]:
+        """The labels that may mean that a position does not count, those that the model or the call names first."""
+        functions = [getattr(module, "_loss_function", None) for module in self._parts]
+        named = [given, *(each.keywords for each in functions if isinstance(each, functools.partial))]
+        named += [vars(module) for module in self._model.modules() if isinstance(module, _LOSSES)]
+        values = [values.get("ignore_index") for values in named]
+        return list(dict.fromkeys([*(value for value in values if isinstance(value, int)), _IGNORED]))
 
     def _forget_if_replaced(self) -> None:
         """Forget the forms if the user has given the model another loss function."""
@@ -265,14 +282,14 @@ def _as_it_is(kwargs: _Kwargs) -> None:
     return None
 
 
-def count_all(labels: Tensor) -> int:
+def count_all(labels: Tensor, ignored: int = _IGNORED) -> int:
     """The number of labels that are not ignored."""
-    return int((labels != _IGNORED).sum())
+    return int((labels != ignored).sum())
 
 
-def count_shifted(labels: Tensor) -> int:
+def count_shifted(labels: Tensor, ignored: int = _IGNORED) -> int:
     """The number of labels that are not ignored, without the first of each row, which no position predicts."""
-    return int((labels[..., 1:] != _IGNORED).sum())
+    return int((labels[..., 1:] != ignored).sum())
 
 
 class _NoLoss(Exception):
@@ -349,13 +366,18 @@ def _are_close(left: float, right: float, relative: float) -> bool:
 # Losses over labels.
 
 
-def _form_by_labels(trial: _Trial, kwargs: _Kwargs, name: str) -> LossForm | None:
-    """The form of a loss that is a mean over labels; None for other losses. `name`: the argument with the labels."""
-    kwargs = {**kwargs, name: _made_up(trial, kwargs, name)}
+def _form_by_labels(trial: _Trial, kwargs: _Kwargs, name: str, ignored: int) -> LossForm | None:
+    """The form of a loss that is a mean over labels; None for other losses.
+
+    name: the argument with the labels. `ignored`: the label of a position that does not count.
+    """
+    kwargs = {**kwargs, name: _made_up(trial, kwargs, name, ignored)}
     for find in (_divided_by_count, _mean_over_labels):
-        form = trial.tried(lambda find=find: find(trial, kwargs, name))  # type: ignore[misc]
-        if form is not None:
+        form = trial.tried(lambda find=find: find(trial, kwargs, name, ignored))  # type: ignore[misc]
+        if form is not None and ignored == _IGNORED:
             return form
+        if form is not None and form.count is not None:
+            return dataclasses.replace(form, count=functools.partial(form.count, ignored=ignored), ignored=ignored)
     return None
 
 
@@ -364,7 +386,7 @@ def _is_countable(labels: Any) -> bool:
     return is_filled and not (labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool)
 
 
-def _made_up(trial: _Trial, kwargs: _Kwargs, name: str) -> Tensor:
+def _made_up(trial: _Trial, kwargs: _Kwargs, name: str, ignored: int) -> Tensor:
     """Labels like those of a call, all different as far as there are classes.
 
     The classes are the last dimension of the logits, if logits have one entry per label and class. Otherwise the labels
@@ -374,23 +396,24 @@ def _made_up(trial: _Trial, kwargs: _Kwargs, name: str) -> Tensor:
     sizes: list[int] = []
 
     def look() -> None:
-        output = trial.output((), {**kwargs, name: _numbered(labels, 2)})
+        output = trial.output((), {**kwargs, name: _numbered(labels, 2, ignored)})
         logits = output.get("logits") if isinstance(output, Mapping) else None
         if isinstance(logits, Tensor) and logits.dim() == labels.dim() + 1 and logits.shape[-1] > 1:
             sizes.append(logits.shape[-1])
 
     trial.tried(look)
-    return _numbered(labels, *sizes or [2])
+    return _numbered(labels, sizes[0] if sizes else 2, ignored)
 
 
-def _numbered(labels: Tensor, num_classes: int) -> Tensor:
+def _numbered(labels: Tensor, num_classes: int, ignored: int = _IGNORED) -> Tensor:
     # Tokens with a special meaning are among the first and the last ones.
     start = num_classes // 2 if num_classes >= 2 * labels.numel() else 0
     numbers = (start + torch.arange(labels.numel(), device=labels.device)) % num_classes
+    numbers[numbers == ignored] = (ignored + 1) % num_classes
     return numbers.view(labels.shape).to(labels.dtype)
 
 
-def _divided_by_count(trial: _Trial, kwargs: _Kwargs, name: str) -> LossForm | None:
+def _divided_by_count(trial: _Trial, kwargs: _Kwargs, name: str, ignored: int) -> LossForm | None:
     """The form of a loss that divides by `num_items_in_batch`; None if it does not."""
     total, part = (trial.loss({**kwargs, NUM_ITEMS: count}) for count in (1, int(_MANY)))
     if not math.isfinite(total) or _are_close(total, part, _NOTABLE):
@@ -405,22 +428,35 @@ def _divided_by_count(trial: _Trial, kwargs: _Kwargs, name: str) -> LossForm | N
         return LossForm(LossKind.MEAN_OVER_LABELS, count_all, True, has_other_terms, name)
     for rule in (count_shifted, count_all):
         count = rule(kwargs[name])
+        if ignored != _IGNORED and not _is_ignored(trial, kwargs, name, ignored, rule, others):
+            continue
         if count > 1 and _are_close(total - others, (mean - others) * count, max(trial.rounding, _NOTABLE)):
             return LossForm(LossKind.MEAN_OVER_LABELS, rule, True, has_other_terms, name)
     return None
 
 
-def _mean_over_labels(trial: _Trial, kwargs: _Kwargs, name: str) -> LossForm | None:
+def _is_ignored(trial: _Trial, kwargs: _Kwargs, name: str, ignored: int, rule: CountTargets, others: float) -> bool:
+    """Whether a loss that divides by `num_items_in_batch` is a mean over the labels that are not `ignored`.
+
+    others: the terms that it does not divide.
+    """
+    half = kwargs[name].clone()
+    half.view(-1)[::2] = ignored
+    total, mean = (trial.loss({**kwargs, name: half, **count}) for count in ({NUM_ITEMS: 1}, {}))
+    return _are_close(total - others, (mean - others) * rule(half, ignored), max(trial.rounding, _NOTABLE))
+
+
+def _mean_over_labels(trial: _Trial, kwargs: _Kwargs, name: str, ignored: int) -> LossForm | None:
     """The form of a loss that is a mean over the labels that are not ignored; None if the loss is no such mean."""
     if kwargs[name].numel() < 2:  # two labels are compared, so a single sample with one label is doubled
         kwargs = {argument: _twice(value) for argument, value in kwargs.items()}
-        kwargs[name] = _numbered(kwargs[name], 2)
+        kwargs[name] = _numbered(kwargs[name], 3 if ignored in (0, 1) else 2, ignored)
     labels: Tensor = kwargs[name]
     if trial.makes_decoder_inputs and not {"decoder_input_ids", "decoder_inputs_embeds"} & kwargs.keys():
         kwargs = {**kwargs, "decoder_input_ids": labels.clone()}  # else made of the labels, which vary here
     for rule, (p, q) in _telling_pairs(labels):
         one, other, both, none = (
-            trial.loss({**kwargs, name: _only(labels, positions)}) for positions in ([p], [q], [p, q], [])
+            trial.loss({**kwargs, name: _only(labels, positions, ignored)}) for positions in ([p], [q], [p, q], [])
         )
         is_mean = _are_close(2 * both, one + other, trial.rounding) and one + other != 0
         # If all four are equal, the loss does not depend on labels. If no label counts, a mean over labels is NaN.
@@ -441,9 +477,9 @@ def _telling_pairs(labels: Tensor) -> Iterator[tuple[CountTargets, tuple[int, in
         yield count_shifted, (1, next_row + 2)
 
 
-def _only(labels: Tensor, positions: list[int]) -> Tensor:
+def _only(labels: Tensor, positions: list[int], ignored: int) -> Tensor:
     """The labels with all but those at the given flat positions ignored."""
-    only = torch.full_like(labels, _IGNORED)
+    only = torch.full_like(labels, ignored)
     only.view(-1)[positions] = labels.reshape(-1)[positions]
     return only
 
@@ -517,7 +553,7 @@ def _with_classes(rows: TrialRows, labels: str | None) -> TrialRows:
     return TrialRows(*((args, {**kwargs, labels: own}) for (args, kwargs), own in pairs))
 
 
-def _made_ragged(rows: TrialRows, labels: str | None, *, with_masks: bool) -> TrialRows | None:
+def _made_ragged(rows: TrialRows, labels: str | None, ignored: int, *, with_masks: bool) -> TrialRows | None:
     """The rows with only half as much in the second one; None if nothing shows how much there is.
 
     labels: the name of the labels. They are made up, and half of those of the second row are ignored.
@@ -528,9 +564,9 @@ def _made_ragged(rows: TrialRows, labels: str | None, *, with_masks: bool) -> Tr
         is_row = isinstance(value, Tensor) and value.dim() >= 2 and len(value) == 1 and value.shape[1] > 1
         if not is_row or not (name == labels or (with_masks and "mask" in name and _is_mask(value))):
             continue
-        full = _numbered(value, 2) if name == labels else torch.ones_like(value)
+        full = _numbered(value, 2, ignored) if name == labels else torch.ones_like(value)
         half = full.clone()
-        half[:, (half.shape[1] + 1) // 2 :] = _IGNORED if name == labels else 0
+        half[:, (half.shape[1] + 1) // 2 :] = ignored if name == labels else 0
         for change, own in zip(changes, (full, half, torch.cat([full, half])), strict=True):
             change[name] = own
     calls = ((args, {**kwargs, **change}) for (args, kwargs), change in zip(rows, changes, strict=True))

@@ -161,6 +161,11 @@ class Notice(enum.Enum):
         "normalised by itself, so losses and gradients are not those of the whole batch. Set num_microbatch=1, or put "
         "these modules into evaluation mode."
     )
+    LABEL = (
+        "%s: forward_backward(label=...) was called without loss_fn, so nothing reads the label: the loss is what the "
+        "model returns. Give the label to the model, as in input_kwargs={**batch, 'labels': labels}, or give a loss_fn "
+        "with (outputs, label)."
+    )
 
 
 class ModelLosses:
@@ -189,6 +194,8 @@ class ModelLosses:
         named = list(map(self.own.named, batches.args, batches.kwargs))
         place = self.own.place(named[0])
         has_loss_fn = loss_fn is not None and loss_fn is not outputs_alone
+        if loss_fn is outputs_alone and inputs.label is not None:
+            self._notice(Notice.LABEL)
         covers_own = config.whole_batch_loss is True or (config.whole_batch_loss is None and not has_loss_fn)
         if loss_fn is None and not merges_automatically(config.merge_output, place):
             covers_own = False  # the user's spec or function gets the losses as the model returns them

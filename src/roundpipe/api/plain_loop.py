@@ -218,6 +218,12 @@ class PlainLoop:
         """The position of the group among those that several machines train; equal on all machines."""
         return 0 if self._group.machines is None else self._group.machines.number
 
+    def note(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that was given masters behind torch's back. See [Note: settings of a step]."""
+        stores = self._group.stores
+        if not any(optimizer in store.optimizers for store in stores):
+            stores[0].note_optimizer(optimizer)
+
     def compare(self, optimizer: Optimizer) -> None:
         """Raise MachineError on all machines if the optimizer, whose step() begins, differs on one of them."""
         machines, step = self._group.machines, self._step
@@ -378,7 +384,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
             _refuse_mixture(optimizer, loop, own)
     frame = sys._getframe(1)  # torch's wrapper around step(), which is on the stack as long as the step runs
     for loop, own in held.items():
-        if not is_in_step_fn:
+        if is_in_step_fn:
+            loop.note(optimizer)
+        else:
             loop.before_step(frame, own)
         loop.compare(optimizer)
     if not isinstance(optimizer, OnePassOptimizer):  # RoundPipe's optimizers check it themselves

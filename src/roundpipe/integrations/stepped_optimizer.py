@@ -1,15 +1,12 @@
 """The optimizer of a trainer over a RoundPipe: it steps on masters, when the gradients have arrived.
 
-Knows the optimizers and schedulers of accelerate and transformers.
-
-[Note: settings of a step]
-An asynchronous step runs while Trainer goes on and its scheduler sets the next learning rate. So the scheduler works on
-the param groups of a SteppedOptimizer, and each step gets a copy of their settings as they are when it is issued.
+Knows the optimizers and schedulers of accelerate and transformers. The scheduler sets the next learning rate while a
+step runs: see [Note: settings of a step] in param_groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +19,7 @@ from roundpipe.errors import ConfigError, UsageError
 
 
 class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Looks like an optimizer of accelerate; `step()` passes the step of the inner optimizer to the model.
-
-    Has its own param groups: see [Note: settings of a step].
-    """
+    """Looks like an optimizer of accelerate; `step()` passes the step of the inner optimizer to the model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, run_step: Callable[[Callable[[], None]], None]) -> None:
         """`run_step`: runs a function that takes the inner optimizer's step, when the gradients have arrived."""
@@ -33,55 +27,18 @@ class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._is_accelerate_prepared = True  # accelerate then takes this object as it is
         self._opt_called = False  # a scheduler of torch warns if it is stepped before the optimizer
         self._run_step = run_step
-        self._groups = [dict(group) for group in optimizer.param_groups]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if closure is not None:
             raise UsageError("an optimizer of a RoundPipe trainer takes no closure in step().")
         if self.gradient_state.sync_gradients:
             self._opt_called = True
-            settings = [_settings_of(group) for group in self._groups]
-
-            def take_step() -> None:
-                self._set_inner(settings)
-                self.optimizer.step()
-
-            self._run_step(take_step)
+            self._run_step(self.optimizer.step)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # step() sets _opt_called itself
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-        self._groups.append(dict(self.optimizer.param_groups[-1]))
-
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: each step clears the gradients that it has used."""
-
-    def state_dict(self) -> dict[str, Any]:
-        self.set_inner_settings()
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-        self.take_inner_settings()
-
-    def set_inner_settings(self) -> None:
-        """Write the present settings to the inner optimizer. Only while no step runs."""
-        self._set_inner([_settings_of(group) for group in self._groups])
-
-    def take_inner_settings(self) -> None:
-        """Take over settings that were loaded into the inner optimizer."""
-        for group, inner in zip(self._groups, self.optimizer.param_groups, strict=True):
-            group.update(_settings_of(inner))
-
-    def _set_inner(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        for group, values in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(values)
 
 
 class KeepsGradients:
@@ -101,10 +58,6 @@ class KeepsGradients:
 
     def zero_grad(self) -> None:
         pass
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def give_optimizer(
@@ -171,5 +124,8 @@ def put_masters_into(optimizer: torch.optim.Optimizer, model: ModelProxy) -> Non
             "the optimizer has taken steps on the model's own parameters, and RoundPipe steps on their masters; build "
             "it anew, or on trainer.model.optim_parameters()."
         )
-    for group, params in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = _Masters((known[id(param)] for param in params), known)
+    old, optimizer.param_groups = optimizer.param_groups, []
+    for group, params in zip(old, groups, strict=True):
+        group["params"] = [known[id(param)] for param in params]
+        optimizer.add_param_group(group)  # tells the masters
+        optimizer.param_groups[-1]["params"] = _Masters(group["params"], known)

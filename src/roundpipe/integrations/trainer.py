@@ -480,8 +480,6 @@ class RoundPipeMixin(TrlMixin, MachinesMixin, IterableDataMixin):
         best = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
         if state.best_global_step and (state.best_global_step == state.global_step or best.exists()):
             state.best_model_checkpoint = str(best)
-        self.model.synchronize()  # an asynchronous step sets the inner optimizer's settings
-        self.optimizer.set_inner_settings()
         keeps_all = not self.args.save_only_model
         pending = save(
             run_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}",
@@ -539,7 +537,6 @@ class RoundPipeMixin(TrlMixin, MachinesMixin, IterableDataMixin):
         if checkpoint is None:
             return
         values = load(checkpoint, self.model, self.optimizer.optimizer, scheduler=self.lr_scheduler)
-        self.optimizer.take_inner_settings()
         self._loss_sums = values
         self._grad_norms = values["grad_norms"]
         self.take_values_of_trl(values.get("of_trl", {}))

@@ -51,9 +51,9 @@ from roundpipe.optim.states import (
     state_placement,
     update_expanded,
 )
+from roundpipe.param_groups import present_settings
 from roundpipe.store import OptimizerCopy
 from roundpipe.store.forms import PLAIN, Form
-from roundpipe.store.master import wait_for_steps
 from roundpipe.store.update import LayerUpdate, in_order_of_change
 from roundpipe.store.values import WholeMaster, flat
 
@@ -108,7 +108,7 @@ def all_states_match(optimizer: OnePassOptimizer, kept: dict[int, _StoredState])
     """
     rule = optimizer.rule
     with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
+        for group in map(present_settings, optimizer.param_groups):
             storage = rule.storage(group)
             for param in group["params"]:
                 state = optimizer.state.get(param) or {}
@@ -352,7 +352,7 @@ def step_in_one_pass(
     """Update the masters that the kernel can update; returns their ids."""
     items: dict[LayerUpdate, list[tuple[OptimizerCopy, Group]]] = defaultdict(list)
     with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
+        for group in map(present_settings, optimizer.param_groups):
             if _is_for_kernel(optimizer, group):
                 for param in group["params"]:
                     source = param.source if isinstance(param, OptimizerCopy) else None
@@ -502,9 +502,7 @@ class OnePassOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
-        """As in torch. The group counts from the next step on: steps that were issued are waited for."""
-        groups = getattr(self, "param_groups", ())
-        wait_for_steps([p for group in groups for p in group["params"] if isinstance(p, OptimizerCopy)])
+        """As in torch."""
         if self._moments != "float32":
             self.defaults["moments"] = self._moments
         super().add_param_group(param_group)

@@ -492,6 +492,9 @@ class Stepper:
             self.fail_readers(job.number, error)
 
     def _run(self, job: StepJob, updates: Sequence[LayerUpdate]) -> None:
+        if job.number == 1:
+            for store in self.stores:
+                store.adopt_written_through_data()
         _for_all(updates, LayerUpdate.prepare)
         self._publish_late(job.number - 1)
         if not job.may_overlap:

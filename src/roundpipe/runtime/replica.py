@@ -41,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from roundpipe.compiled import CompiledPart, Compiling, inside_of
 from roundpipe.config import RecomputeGrain
+from roundpipe.context import LayerPhase
 from roundpipe.devices import Device, Event, StreamKind
 from roundpipe.errors import UsageError
 from roundpipe.module_copy import Hooks, copy_tree, module_hooks, set_hooks
@@ -104,7 +105,7 @@ class Replica:
         self._hooks: Mapping[int, Hooks] = {}  # of the last `bind`, by position in `_modules`
         self._image_address = 0
         self._versions: list[int] = []  # of the parameters, after the last `bind`
-        self.has_written = False  # whether the layer has written into its weights between the last bind and unbind
+        self.written: list[str] = []  # parameters into which the layer has written between the last bind and unbind
         self._hook_handles: list[RemovableHandle] = []
 
     def behaviour_with(self, settings: LayerSettings) -> Behaviour:
@@ -163,7 +164,8 @@ class Replica:
 
         Attributes that forwards have set on the replica and that were not written to the user's modules are dropped.
         """
-        self.has_written = [stand_in._version for stand_in in self.parameters] != self._versions
+        bound = zip(self.record.parameters, self.parameters, self._versions, strict=False)  # none before a `bind`
+        self.written = [record.name for record, stand_in, version in bound if stand_in._version != version]
         for stand_in, nothing in zip(self.parameters, self._nothing, strict=True):
             stand_in.data = nothing
             stand_in.grad = None
@@ -207,6 +209,16 @@ class Replica:
             raise UsageError(
                 f"layer {self.record.layer_id} changed its input in place, which it had not done before; a layer must "
                 "either always or never do so. Use an out-of-place operation."
+            )
+
+    def refuse_written(self) -> None:
+        """Raise if the layer has written into a parameter: the write was lost with the image."""
+        if self.written:
+            raise UsageError(
+                f"layer {self.record.layer_id} writes into its parameter {self.written[0]!r} in its forward, as "
+                "nn.Embedding with max_norm does. Devices compute with copies of the weights, so training would lose "
+                "the write. Make it an operation on the value, keep what changes in a buffer, or write the optimizer's "
+                "parameters in step_fn."
             )
 
     def write_attributes_back(self) -> None:
@@ -358,17 +370,26 @@ class LayerImages:
         """Free the buffers of a task that is done or dropped, as soon as the compute stream has passed this point."""
         of_task = self._of(run, task)
         for layer_id in list(of_task.images):
-            self.finish_layer(run, task, layer_id)
+            self._free(run, of_task, layer_id)
+        # A backward without gradients runs no layer, and needs none that could not be uploaded when it began.
+        for layer_id in of_task.to_upload:
+            run.store.weights.upload_dropped(run, layer_id, run.version)
         if run.failed and self._staying.residence == run.residence:
             self.drop_staying()
         del self._tasks[run.number, task.index]
 
     def finish_layer(self, run: Run, task: StageTask, layer_id: int) -> None:
-        """Free the buffer of a layer that the task no longer needs, once the compute stream has passed this point.
+        """Free the buffer of a layer that the task no longer needs. Raises if training would lose what it wrote."""
+        if run.forward_phase is not LayerPhase.INFERENCE and not run.is_probe:
+            self.replica(run.store, layer_id).refuse_written()
+        self._free(run, self._of(run, task), layer_id)
+
+    def _free(self, run: Run, of_task: _TaskImages, layer_id: int) -> None:
+        """Free the buffer of a layer, once the compute stream has passed this point.
 
         The image stays instead where that is planned: [Note: weights that stay].
         """
-        of_task, staying = self._of(run, task), self._staying_for(run)
+        staying = self._staying_for(run)
         image = of_task.images.pop(layer_id)
         if self._may_stay(run, of_task, layer_id):
             staying[layer_id] = image
@@ -385,7 +406,7 @@ class LayerImages:
 
     def _may_stay(self, run: Run, of_task: _TaskImages, layer_id: int) -> bool:
         is_wanted = layer_id in of_task.may_stay and not run.failed
-        return is_wanted and not self.replica(run.store, layer_id).has_written
+        return is_wanted and not self.replica(run.store, layer_id).written
 
     def _will_stay(self, of_task: _TaskImages, layer_id: int) -> bool:
         """Whether an earlier task still uses an image that will probably stay for this task."""

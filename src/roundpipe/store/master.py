@@ -28,17 +28,20 @@ backward pass through an older graph raises, as after an in-place update.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from roundpipe.context import current_iteration
 from roundpipe.errors import UsageError
 from roundpipe.monitor import process_rlock
+from roundpipe.param_groups import optimizer_that_adds
 from roundpipe.store.host_memory import dense_stride, host_zeros_like, memory_users, without_memory
 from roundpipe.store.surroundings import CopyHome, GradientOwner, GradientSource
 from roundpipe.store.values import (
@@ -56,8 +59,9 @@ _HABIT = 8  # a copy keeps its memory after this many consecutive intervals in w
 # The attributes of torch.Tensor as descriptors. OptimizerCopy overrides both attributes by properties that use these.
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
+_IS_LEAF: Any = torch.Tensor.is_leaf
 _ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad_fn"),
     *("is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested", "_version", "retains_grad"),
 )
 _METHODS = (
@@ -149,8 +153,8 @@ class OptimizerCopy(nn.Parameter):
                 copy._address_is_known |= func is torch.Tensor.data_ptr
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
-            leaves = tree_leaves(result) if torch.is_grad_enabled() else []
-            if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
+            results = tree_leaves(result) if torch.is_grad_enabled() else []
+            if any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in results):
                 for copy in copies:
                     copy._may_be_in_graph = True
             return result
@@ -466,13 +470,13 @@ class OptimizerCopy(nn.Parameter):
         self._data_was_handed_out, self._seen_version = False, self._version
 
     def is_ahead_of(self, weight: torch.Tensor) -> bool:
-        """Whether the rounded values differ from `weight`, the newest one."""
+        """Whether the rounded values differ from `weight`."""
         with self.lock, torch.no_grad():
             if self.halves is not None:
                 return False
             rounded = self.values().to(weight.dtype)
-            are_equal = (rounded == weight) | ((rounded != rounded) & (weight != weight))  # NaN equals NaN here
-            return not bool(are_equal.all())
+            # The second comparison takes NaN for equal, and more memory.
+            return not (torch.equal(rounded, weight) or torch.allclose(rounded, weight, 0.0, 0.0, equal_nan=True))
 
     @property
     def has_other_users(self) -> bool:
@@ -523,6 +527,15 @@ class OptimizerCopy(nn.Parameter):
         self.drop_pending()
         _GRAD.__set__(self, value)
 
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """As in torch. Optimizers that are given a master ask this: see [Note: settings of a step] in param_groups."""
+        optimizer, home = optimizer_that_adds(sys._getframe(1)), None if self.home is None else self.home()
+        if optimizer is not None and home is not None:
+            home.note_optimizer(optimizer)
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(_IS_LEAF.__get__(self))
+
     def see_gradients(self, dropped: Container[int] = ()) -> None:
         """Outside steps, make all copies of the model show the gradients gathered so far.
 
@@ -566,9 +579,10 @@ def _announce_use(masters: Sequence[OptimizerCopy]) -> None:
         owner.values_wanted(own)
 
 
-def wait_for_steps(masters: Sequence[OptimizerCopy]) -> None:
-    """Wait for all steps of the models of these masters. Does nothing in a step."""
-    for owner, _ in _owners_outside_steps(masters):
+def wait_for_steps(optimizer: Optimizer) -> None:
+    """Wait for all steps of the models whose masters an optimizer holds. Does nothing in a step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for owner, _ in _owners_outside_steps([param for param in params if isinstance(param, OptimizerCopy)]):
         owner.wait_for_steps()
 
 

@@ -15,14 +15,17 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from roundpipe.devices import Device, HostPinner
 from roundpipe.errors import ModelChangedError, UsageError
 from roundpipe.monitor import Monitor
+from roundpipe.param_groups import follow
 from roundpipe.progress import phase
 from roundpipe.store import adopt as adoption
 from roundpipe.store.adopt import Composition, refuse_unusable
 from roundpipe.store.host_memory import LandingBuffers, MappedFiles, RegisteredPages, read_ahead
+from roundpipe.store.master import wait_for_steps
 from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord
 from roundpipe.store.surroundings import GradientOwner, OpenStep, StepExchange
 from roundpipe.store.training_memory import PinMode, assumed_optimizer, require_training_memory
@@ -231,6 +234,7 @@ class LayerStore:
         self.masters = Masters(self.layers, optim_dtype, weakref.ref(self), master_bits)
         self.gradient_owner: GradientOwner | None = None  # makes masters show gradients outside steps
         self.open_step: OpenStep | None = None  # the last step of an optimizer outside of step_fn
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that hold masters
         self.pinner = None if pin_mode is PinMode.OFF else pinner
         self.weights = LayerWeights(self.layers, self.slots, monitor, self.pinner)
         self.landing_buffers = LandingBuffers(self.pinner)
@@ -250,6 +254,13 @@ class LayerStore:
             self._registered.close()
         adoption.release(self.parameters, self)
         self.gradient_owner = None
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer adds a group with masters: see [Note: settings of a step] in param_groups."""
+        if optimizer.param_groups and self.gradient_owner is not None:
+            self.gradient_owner.wait_for_steps()  # which must not meet the new group
+        follow(optimizer, wait_for_steps)
+        self.optimizers.add(optimizer)
 
     def rearrange(self, layers: Sequence[nn.Module], *, visible: int, newest: int) -> None:
         """Divide the same parameters into other layers. Only while nothing runs.
@@ -446,6 +457,15 @@ class LayerStore:
     def written_by_user(self) -> list[ParameterRecord]:
         """Parameters into which the user has written since the last call. Their version counters show the writes."""
         return [record for record in self.parameters if record.param._version != record.seen_version]
+
+    def adopt_written_through_data(self) -> None:
+        """Give masters the weights that were written since they were made, also through `.data`. In the first step.
+
+        This reads all weights and masters, so later steps do not do it. Masters without memory contain their weight.
+        """
+        for record in self.parameters:
+            if record.master is not None and record.master.is_ahead_of(record.weights):
+                record.master.follow_weight(record.weights)
 
     def adopt_written(self, records: Sequence[ParameterRecord]) -> None:
         """Copy the values that the user wrote to the masters and the second buffer. Only while nothing runs."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from roundpipe.store.values import Share
 
@@ -111,6 +112,9 @@ class CopyHome(Protocol):
     open_step: OpenStep | None  # the last step of an optimizer outside of step_fn, which may be open
     share: Share | None  # this machine's part of every copy, with several machines
     is_read_on_host: bool  # whether code on the host computes with the model's parameters
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer adds a group with masters."""
 
     def wait_until_written(self, master: torch.Tensor) -> None:
         """Block until no checkpoint reads the values of the copy any more."""

@@ -292,8 +292,22 @@ class LayerUpdate:
                 "the first one on, or call step() with is_async=False."
             )
         if self._target is None:
+            self._refuse_writes_of_user()
             self._target = self._store.weights.begin(self._layer_id, self._version)
         return self._target
+
+    def _refuse_writes_of_user(self) -> None:
+        """Raise if the user has written into parameters that this step overwrites after it was issued."""
+        if self._mode is not StepMode.BY_LAYER:
+            return
+        with self._store.monitor:
+            written = [record.name for record in self._records if record.param._version != record.seen_version]
+        if written:
+            raise UsageError(
+                f"parameter {written[0]!r} was written while step() was still computing its new value, which would "
+                "overwrite what was written. With staleness=0, step() returns at once: call synchronize() before you "
+                "write into parameters, as by load_state_dict() of the plain module."
+            )
 
     @property
     def has_replaced_weights(self) -> bool:
@@ -428,6 +442,7 @@ class LayerUpdate:
                         master.write_weight(record.memory(target))
                         master.forget_touches()
                     master.rest_after_step()
+            self._refuse_writes_of_user()
         finally:
             self._store.weights.end(self._layer_id, self._version, target)
 

@@ -89,6 +89,11 @@ class LayerSlot:
             self._decrease(self._uploads_due, (call, version))
         self._upload_events[buffer or WeightBuffer.FRONT].append(event)
 
+    def upload_dropped(self, call: Hashable, version: int) -> None:
+        """Record that an announced upload will not be issued."""
+        if (call, version) in self._uploads_due:  # not if the call was cancelled
+            self._decrease(self._uploads_due, (call, version))
+
     def can_write(self, version: int, buffer: WeightBuffer) -> bool:
         """Whether `version` may be written into the buffer: no upload that is due needs the weights in it."""
         elsewhere = self._held[buffer.other]
@@ -280,6 +285,13 @@ class LayerWeights:
         with self._monitor:
             for home in self._layers[layer_id].homes:
                 self._slots[home].upload_issued(call, version, event)
+            self._monitor.changed()
+
+    def upload_dropped(self, call: Hashable, layer_id: int, version: int) -> None:
+        """Record that an announced upload will not be issued: the weights may be overwritten."""
+        with self._monitor:
+            for home in self._layers[layer_id].homes:
+                self._slots[home].upload_dropped(call, version)
             self._monitor.changed()
 
     # Writing weights.

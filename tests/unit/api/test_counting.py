@@ -28,15 +28,19 @@ class Language(nn.Module):
         self.head = nn.Linear(5, 6)
         self.shift, self.obeys, self.other = shift, obeys, other
 
-    def forward(self, input_ids: Tensor, labels: Tensor, num_items_in_batch: float | None = None) -> Any:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, num_items_in_batch: float | None = None, ignore_index: int = IGNORED
+    ) -> Any:
         logits = self.head(self.dropout(self.embed(input_ids)))
         others = self.other * logits.square().mean()
         if self.shift:
             logits, labels = logits[:, :-1], labels[:, 1:]
         if num_items_in_batch is None or not self.obeys:
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignore_index)
         else:
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), ignore_index=ignore_index, reduction="sum"
+            )
             loss = loss / num_items_in_batch
         return SimpleNamespace(loss=loss + others)
 
@@ -88,6 +92,31 @@ def test_microbatches_weighed_by_the_count_make_the_mean_of_the_whole(shift: boo
         model(**call(LABELS[i : i + 1])).loss * (count / sum(counts)) for i, count in enumerate(counts) if count > 0
     ]
     torch.testing.assert_close(sum(parts), model(**call()).loss)
+
+
+@pytest.mark.parametrize("other", [0.0, 0.5])
+@pytest.mark.parametrize("obeys", [True, False])
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("ignored", [-1, 0, 1, 5])
+def test_labels_with_the_number_that_the_call_names_do_not_count(
+    ignored: int, shift: bool, obeys: bool, other: float
+) -> None:
+    if other and not obeys:
+        return  # such a loss is no mean over labels
+    model = seeded(Language, shift=shift, obeys=obeys, other=other)
+    labels = torch.where(ignored == LABELS, 2, LABELS).where(LABELS != IGNORED, ignored)
+    form = loss_form(model, {**call(labels), "ignore_index": ignored})
+    assert (form.kind, form.takes_count, form.ignored, form.doubt) == (LossKind.MEAN_OVER_LABELS, obeys, ignored, "")
+    assert form.count is not None
+    assert form.count(labels) == (4 if shift else 6)
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_number_that_the_loss_does_not_ignore_is_not_believed(obeys: bool) -> None:
+    model = seeded(Language, shift=True, obeys=obeys)
+    model.unused = nn.CrossEntropyLoss(ignore_index=0)
+    form = loss_form(model, call())
+    assert (form.count, form.ignored, form.doubt) == (count_shifted, IGNORED, "")
 
 
 @pytest.mark.parametrize("obeys", [True, False])
