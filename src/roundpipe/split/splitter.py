@@ -344,7 +344,8 @@ def made_up(model: nn.Module) -> Iterator[dict[str, Any]]:
         inputs["pixel_values"] = _images(config)
     if not inputs:
         return
-    inputs |= CacheSwitch(model).off((), inputs)  # as calls for training get it
+    # As calls for training get it. An adapter passes it on without having it among its parameters.
+    inputs |= {"use_cache": False} if "use_cache" in parameters else CacheSwitch(model).off((), inputs)
     if "labels" in parameters or has_rest:
         if "input_ids" in inputs:
             if likely := _likely.get():
