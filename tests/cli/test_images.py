@@ -244,7 +244,7 @@ def test_an_image_that_cannot_be_read_is_named(folder: Path, row: Any, reason: s
     data = write(folder, "bad.json", [{**llava(1, folder), **row}])
     with pytest.raises(ConfigError) as caught:
         read_rows(data, "--data", "line")
-    assert str(caught.value).startswith(f"{data}, line 1: {reason}")
+    assert str(caught.value).startswith(f"{data}, entry 1: {reason}")
 
 
 def test_mistakes_with_images(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,11 +261,13 @@ def test_mistakes_with_images(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert "has no processor of images" in refusal(good, model=tmp_path)
     turns = [*llava(0, folder)["conversations"], {"from": "human", "value": "b"}, {"from": "gpt", "value": "c"}]
     several = {"conversations": turns, "image": "0.png"}
-    assert "line 1: of 4 messages beside images, 2 are the assistant's; one alone can have a loss" in refusal([several])
+    assert "entry 1: of 4 messages beside images, 2 are the assistant's; one alone can have a loss" in refusal(
+        [several]
+    )
     marks = [{"from": "human", "value": "<image><image>a"}, {"from": "gpt", "value": "b"}]
     message = refusal([{"conversations": marks, "image": "0.png"}])
-    assert "line 1: the row cannot be rendered: Number of images provided (1) does not match" in message
+    assert "entry 1: the row cannot be rendered: Number of images provided (1) does not match" in message
     (folder / "broken.png").write_bytes(b"no image")
-    assert "line 1: the row cannot be rendered: " in refusal([{**llava(1, folder), "image": "broken.png"}])
+    assert "entry 1: the row cannot be rendered: " in refusal([{**llava(1, folder), "image": "broken.png"}])
     pairs = [{"prompt": [{"role": "user", "content": "q"}], "chosen": "a", "rejected": "b", "image": "0.png"}]
-    assert "line 1: preference pairs beside images cannot be trained here" in refusal(pairs, "--method", "dpo")
+    assert "entry 1: preference pairs beside images cannot be trained here" in refusal(pairs, "--method", "dpo")

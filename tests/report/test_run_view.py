@@ -141,7 +141,8 @@ def test_rows_and_the_report_have_what_the_method_logs(tmp_path: Path) -> None:
     assert [row["rewards/right/mean"] for row in rows] == [0.25] * 6
     assert "learning_rate" not in rows[0]
     assert "note" not in rows[0]
-    assert "Reward" in [chart.title for chart in charts_of(rows)]
+    chart = next(chart for chart in charts_of(rows) if chart.title == "Reward")
+    assert [line.name for line in chart.lines] == ["reward", "right"]
     assert "final reward" in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "reward 3 " in plain_line(view.run_state)
     assert re.search(r"method +reward 3", render_text(view.run_state))

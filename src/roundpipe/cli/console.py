@@ -45,8 +45,7 @@ def plain_output(*, for_terminals: bool = False) -> Iterator[None]:
     Nor does transformers write its table of weights that a folder lacks: the command says which it makes anew.
     """
     table = logging.getLogger("transformers.modeling_utils")
-    level = table.level
-    table.setLevel(logging.ERROR)
+    table.addFilter(_is_no_table)  # a level of its own would make transformers say more, of sharding
     try:
         if sys.stderr.isatty() and not for_terminals:
             yield
@@ -54,7 +53,11 @@ def plain_output(*, for_terminals: bool = False) -> Iterator[None]:
         with _no_bars():
             yield
     finally:
-        table.setLevel(level)
+        table.removeFilter(_is_no_table)
+
+
+def _is_no_table(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in str(record.msg)
 
 
 @contextlib.contextmanager

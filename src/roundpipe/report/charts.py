@@ -139,9 +139,14 @@ def _of_method(steps: Sequence[Row]) -> list[Chart | None]:
         "Distance from the reference (KL)": ["kl"],
     }
     return [
-        _chart(title, [_dense(_curve(steps, field, field)) for field in fields if field in names])
+        _chart(title, [_dense(_curve(steps, field, _own_name(field))) for field in fields if field in names])
         for title, fields in shown.items()
     ]
+
+
+def _own_name(field: str) -> str:
+    """The name of a curve of a method: several have to fit beside each other."""
+    return field.removeprefix("rewards/").removesuffix("/mean")
 
 
 def overlaid(title: str, curves: Sequence[Curve]) -> Chart | None:

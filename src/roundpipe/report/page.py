@@ -515,7 +515,7 @@ footer { margin-top: 20px; font-size: 13px; }
   section { padding: 14px 12px; }
   .charts { grid-template-columns: minmax(0, 1fr); }
   td:first-child { white-space: normal; }
-  .numbers { grid-template-columns: repeat(2, minmax(0, 1fr)); }
+  .numbers > div { flex-basis: 140px; }
 }
 @media print { body { max-width: none; background: none; } section { break-inside: avoid; } }
 """
