@@ -639,3 +639,25 @@ def test_a_parameter_written_while_its_step_runs_is_refused(models: Models, num_
     model.step(step_fn)
     model.synchronize()
     assert (weight - wanted).abs().max() < 0.1  # one small update of what was written
+
+
+def test_freezing_parameters_while_a_step_runs_does_not_change_what_it_clips(models: Models) -> None:
+    results = []
+    for freezes in (False, True):
+        model = models.wrap_copy(
+            seeded(lambda: mlp(4, WIDTH)), 2, model_run_config=RoundPipeRunConfig(num_microbatch=2)
+        )
+        optimizer, may_go_on = adam(list(model.optim_parameters())), threading.Event()
+
+        def step_fn(model: Any = model, optimizer: Any = optimizer, may_go_on: Any = may_go_on) -> None:
+            assert may_go_on.wait(WAIT_S)
+            results.append(clip_grad_norm_(model, 1e-3))
+            plainly(model, optimizer)
+
+        points, labels = data(0, torch.float32)
+        model.forward_backward((points,), label=labels, loss_fn=mse)
+        model.step(step_fn)
+        model.model[1].requires_grad_(not freezes)
+        may_go_on.set()
+        model.synchronize()
+    assert torch.equal(*results)

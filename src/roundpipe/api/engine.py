@@ -238,14 +238,14 @@ class ModelEngine:
             raise ModelChangedError(
                 f"{self.name}: parameter {added!r} was added after wrapping; close() the model, then wrap it again."
             )
-        wanted = [(name, *owned[id(param)]) for name, param in named if param.requires_grad]
-        # step_fn runs on the optimizer thread, which may make copies without holding the call lock.
-        if any(record.master is None for _, _, record in wanted) and not group.stepper.is_current_thread():
+        in_step = group.stepper.is_current_thread()  # then no lock is held, and the user may freeze parameters
+        found = [(name, *owned[id(param)]) for name, param in named]
+        wanted = [each for each in found if each[2].param.requires_grad or (in_step and each[2].master is not None)]
+        if not in_step and any(record.master is None for _, _, record in wanted):
             with group.call_lock(self.name) as is_outermost:
                 group.begin_call(self.name, is_outermost, group.members)
                 group.check_training()
-                for _, store, record in wanted:
-                    store.masters.of(record)
+                _ = [store.masters.of(record) for _, store, record in wanted]
         return one_by_one([(name, store.masters.of(record)) for name, store, record in wanted])
 
     @api_call(Scope.MODEL)
