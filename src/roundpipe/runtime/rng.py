@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe.devices import Device, DeviceRandomStream
 from roundpipe.errors import UsageError
+from roundpipe.monitor import process_rlock
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -472,26 +473,36 @@ _shared: dict[str, Any] = {}  # the shared generator of each module whose functi
 _outside = [0]  # increases with every use of a shared generator through its functions
 
 
+_routing = process_rlock()
+_replaced: dict[Callable[..., Any], Callable[..., Any]] = {}  # functions of torch, by the functions in their places
+
+
 def route_shared_generators() -> None:
     """Replace functions of torch and `random`, and of `numpy.random` if numpy is imported; see the module docstring.
 
     Also replaces them in modules that have imported them by name (`from random import random`). Repeated calls return
-    at once. Two threads may call this at the same time without a lock, because both install equivalent functions.
+    at once.
     """
-    if "random" not in _shared:
-        _route_torch()
-        _route(random)
-    if "numpy.random" not in _shared and "numpy" in sys.modules:
-        _route(importlib.import_module("numpy.random"))  # numpy imports it lazily
+    if "random" in _shared and ("numpy.random" in _shared or "numpy" not in sys.modules):
+        return
+    with _routing:
+        if "random" not in _shared:
+            _route_torch()
+            _route(random)
+        if "numpy.random" not in _shared and "numpy" in sys.modules:
+            _route(importlib.import_module("numpy.random"))  # numpy imports it lazily
 
 
 def _route_torch() -> None:
     """Replace the functions that read or set the state of torch's CPU generator."""
     # torch.compile replaces torch.manual_seed by a function that calls torch.random.manual_seed.
     found = [(name, getattr(module, name)) for name in _TORCH_FUNCTIONS for module in (torch, torch.random)]
-    _replace_everywhere({id(function): _routed_torch(function, name) for name, function in found})
+    _replace_everywhere(
+        {id(function): _routed_torch(_replaced.get(function, function), name) for name, function in found}
+    )
 
 
+@functools.cache  # a function has one wrapper, also if a Ctrl-C ends its replacement and a later call repeats it
 def _routed_torch(shared_function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return a function that calls the method `name` of the current stream, or `shared_function` if there is none."""
 
@@ -500,13 +511,14 @@ def _routed_torch(shared_function: Callable[..., Any], name: str) -> Callable[..
         stream = _current_stream()
         return shared_function(*args, **kwargs) if stream is None else getattr(stream, name)(*args, **kwargs)
 
+    _replaced[call] = shared_function
     return call
 
 
 def _route(module: types.ModuleType) -> None:
     """Replace the functions of one module, in all modules that have imported them."""
     kind = _kind_of_generator(module)
-    # A different thread may have replaced some functions already; `__wrapped__` is the original function.
+    # A Ctrl-C may have come between two replacements of an earlier call; `__wrapped__` is the original function.
     functions = {name: getattr(value, "__wrapped__", value) for name, value in list(vars(module).items())}
     owners = (getattr(function, "__self__", None) for function in functions.values())
     shared = next(owner for owner in owners if isinstance(owner, kind))
@@ -533,6 +545,7 @@ def _kind_of_generator(module: types.ModuleType) -> Any:
     return module.Random if module.__name__ == "random" else module.RandomState
 
 
+@functools.cache
 def _routed(shared_function: Callable[..., Any], module: str, name: str, method: str) -> Callable[..., Any]:
     """Return a function that calls `method` of the thread's stream, or `shared_function` outside of a stream."""
 

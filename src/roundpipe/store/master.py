@@ -1,10 +1,8 @@
 """The master of a parameter, a tensor subclass that users get from `optim_parameters()`.
 
-Two properties save memory. The gradient of a copy stays in host memory in the dtype in which a device computed it;
-reading `.grad` converts the gradient, and inside a step first waits until it has landed. A float32 copy of a bfloat16
-weight needs no memory for full values while no operation reads them. A copy gets its gradient from a GradientSource and
-knows neither steps nor layers. With a process group of several machines, the copy starts as a ShardedMaster, which
-stores one range of the values.
+The gradient of a copy stays in host memory in the dtype in which a device computed it; reading `.grad` converts it, and
+inside a step first waits until it has landed. A copy gets it from a GradientSource and knows neither steps nor layers.
+With several machines, the copy starts as a ShardedMaster, which stores one range of the values.
 
 [Note: values without memory] A float32 copy of a bfloat16 weight begins as a HalvedMaster: the weight is the high half
 of each value, and only the low halves take memory. An operation that needs the values makes the copy allocate memory
@@ -20,9 +18,9 @@ its memory. An interval reaches from the end of one step to the end of the next.
 - between steps and when a step begins, if values were read since the last step, unless values were read in each of the
   last `_HABIT` intervals;
 - when a step ends, if values were not read in this interval.
-An autograd graph that uses a copy refers to the tensor, not to its memory, so the graph does not show up as a user of
-the memory. After an operation that autograd records, the memory is therefore kept until the end of a later interval. A
-backward pass through an older graph raises, as after an in-place update.
+An autograd graph refers to the tensor, not to its memory, and so is no user of the memory. After an operation that
+autograd records, the memory is therefore kept until the end of a later interval. A backward pass through an older graph
+raises, as after an in-place update.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from roundpipe.context import current_iteration
@@ -56,7 +53,7 @@ from roundpipe.store.values import (
 )
 
 _HABIT = 8  # a copy keeps its memory after this many consecutive intervals in which its values were read
-# The attributes of torch.Tensor as descriptors. OptimizerCopy overrides both attributes by properties that use these.
+# The attributes of torch.Tensor as descriptors. OptimizerCopy overrides them by properties that use these.
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _IS_LEAF: Any = torch.Tensor.is_leaf
@@ -575,20 +572,11 @@ class OptimizerCopy(nn.Parameter):
 
 def _announce_use(masters: Sequence[OptimizerCopy]) -> None:
     """Tell the models that code may be about to read or write the values of masters; see GradientOwner."""
-    for owner, own in _owners_outside_steps(masters):
+    for owner, own in owners_outside_steps(masters):
         owner.values_wanted(own)
 
 
-def wait_for_steps(optimizer: Optimizer) -> None:
-    """Wait for all steps of the models whose masters an optimizer holds. Does nothing in a step."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for owner, _ in _owners_outside_steps([param for param in params if isinstance(param, OptimizerCopy)]):
-        owner.wait_for_steps()
-
-
-def _owners_outside_steps(
-    masters: Sequence[OptimizerCopy],
-) -> Iterator[tuple[GradientOwner, Sequence[OptimizerCopy]]]:
+def owners_outside_steps(masters: Sequence[OptimizerCopy]) -> Iterator[tuple[GradientOwner, Sequence[OptimizerCopy]]]:
     """The models of masters, with their masters, unless this is code of a step."""
     for home in {master.home for master in masters}:
         store = None if home is None else home()
@@ -603,10 +591,7 @@ def _owners_outside_steps(
 
 @functools.cache
 def _memory_users_of_one_tensor() -> tuple[int, int] | str:
-    """The result of `memory_users` for memory that only one tensor uses.
-
-    "unknown" if torch provides no counts; this differs from every result, so no copy gives its memory back.
-    """
+    """The result of `memory_users` for memory of one tensor; "unknown" without counts, so that no copy gives it back."""
     with torch._C.DisableTorchFunctionSubclass():
         alone = OptimizerCopy(torch.empty(1))
         # The first access may create a Python object that torch keeps and counts: only later results are comparable.

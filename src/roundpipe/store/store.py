@@ -25,7 +25,7 @@ from roundpipe.progress import phase
 from roundpipe.store import adopt as adoption
 from roundpipe.store.adopt import Composition, refuse_unusable
 from roundpipe.store.host_memory import LandingBuffers, MappedFiles, RegisteredPages, read_ahead
-from roundpipe.store.master import wait_for_steps
+from roundpipe.store.master import OptimizerCopy, owners_outside_steps
 from roundpipe.store.records import HostGradient, LayerRecord, ParameterRecord
 from roundpipe.store.surroundings import GradientOwner, OpenStep, StepExchange
 from roundpipe.store.training_memory import PinMode, assumed_optimizer, require_training_memory
@@ -259,7 +259,7 @@ class LayerStore:
         """Note that an optimizer adds a group with masters: see [Note: settings of a step] in param_groups."""
         if optimizer.param_groups and self.gradient_owner is not None:
             self.gradient_owner.wait_for_steps()  # which must not meet the new group
-        follow(optimizer, wait_for_steps)
+        follow(optimizer, _wait_for_steps)
         self.optimizers.add(optimizer)
 
     def rearrange(self, layers: Sequence[nn.Module], *, visible: int, newest: int) -> None:
@@ -477,3 +477,10 @@ class LayerStore:
                     if record.back is not None:
                         record.back.copy_(record.param)
             record.seen_version = version  # last: after an interrupt the next call repeats the whole update
+
+
+def _wait_for_steps(optimizer: Optimizer) -> None:
+    """Wait for all steps of the models whose masters an optimizer holds. Does nothing in a step."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for owner, _ in owners_outside_steps([param for param in params if isinstance(param, OptimizerCopy)]):
+        owner.wait_for_steps()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import pickle
 import random
 import threading
 from random import random as imported_random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,11 +91,43 @@ def test_functions_keep_their_names_and_pickle() -> None:
     assert list(inspect.signature(random.randint).parameters) == ["a", "b"]
 
 
-def test_threads_may_replace_the_functions_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def functions() -> list[Any]:
+    return [torch.get_rng_state, torch.random.get_rng_state, random.random, imported_random, np.random.rand]
+
+
+def test_functions_are_replaced_once_whatever_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thread is held in the middle, and the second one gets all the time that it needs."""
+    before, real, begun, goes_on = functions(), process_random._replace_everywhere, threading.Event(), threading.Event()
+    replaced: list[int] = []
+
+    def replace(routed: Any) -> None:
+        replaced.append(threading.get_ident())
+        begun.set()
+        assert goes_on.wait(50)
+        real(routed)
+
     monkeypatch.setattr(process_random, "_shared", {})
-    for _ in range(2):
-        process_random._shared.clear()
-        route_shared_generators()
+    monkeypatch.setattr(process_random, "_replace_everywhere", replace)
+    first = threading.Thread(target=route_shared_generators)
+    first.start()
+    assert begun.wait(50)
+    second = threading.Thread(target=route_shared_generators)
+    second.start()
+    second.join(0.3)
+    goes_on.set()
+    first.join(50)
+    second.join(50)
+    assert len(replaced) == 3  # torch, random, numpy.random
+    assert len(set(replaced)) == 1
+    assert all(map(operator.is_, functions(), before))
+
+
+def test_an_interrupted_replacement_is_completed_with_the_same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = functions()
+    monkeypatch.setattr(torch.random, "get_rng_state", torch.random.get_rng_state.__wrapped__)  # type: ignore[attr-defined]
+    monkeypatch.setattr(process_random, "_shared", {})
+    route_shared_generators()
+    assert all(map(operator.is_, functions(), before))
     with RandomStream(3):
         expected = draw()
     with RandomStream(3, is_watched=True):
