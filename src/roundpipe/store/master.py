@@ -591,7 +591,7 @@ def owners_outside_steps(masters: Sequence[OptimizerCopy]) -> Iterator[tuple[Gra
 
 @functools.cache
 def _memory_users_of_one_tensor() -> tuple[int, int] | str:
-    """The result of `memory_users` for memory of one tensor; "unknown" without counts, so that no copy gives it back."""
+    """The result of `memory_users` for memory of one tensor; "unknown" without counts, so no copy gives it back."""
     with torch._C.DisableTorchFunctionSubclass():
         alone = OptimizerCopy(torch.empty(1))
         # The first access may create a Python object that torch keeps and counts: only later results are comparable.
