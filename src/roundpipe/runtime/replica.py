@@ -105,6 +105,7 @@ class Replica:
         self._hooks: Mapping[int, Hooks] = {}  # of the last `bind`, by position in `_modules`
         self._image_address = 0
         self._versions: list[int] = []  # of the parameters, after the last `bind`
+        self._put_back = _put_back_by_adapters(self._modules)
         self.written: list[str] = []  # parameters into which the layer has written between the last bind and unbind
         self._hook_handles: list[RemovableHandle] = []
 
@@ -165,7 +166,8 @@ class Replica:
         Attributes that forwards have set on the replica and that were not written to the user's modules are dropped.
         """
         bound = zip(self.record.parameters, self.parameters, self._versions, strict=False)  # none before a `bind`
-        self.written = [record.name for record, stand_in, version in bound if stand_in._version != version]
+        changed = [(record, stand_in) for record, stand_in, version in bound if stand_in._version != version]
+        self.written = [record.name for record, stand_in in changed if id(stand_in) not in self._put_back]
         for stand_in, nothing in zip(self.parameters, self._nothing, strict=True):
             stand_in.data = nothing
             stand_in.grad = None
@@ -259,6 +261,15 @@ def refuse_late_gradients(replicas: Iterable[Replica]) -> None:
                     "done: the layer computes partly on another device, which it had not done before. Keep a layer's "
                     "computation on one device, or do this from the first call on."
                 )
+
+
+def _put_back_by_adapters(modules: Sequence[nn.Module]) -> frozenset[int]:
+    """The ids of parameters that PEFT adapts directly (`target_parameters`).
+
+    Its adapters replace the parameter in each forward, and put it back by `Tensor.set_`, which counts as a write.
+    """
+    found = (getattr(module, "parameter_name", None) and getattr(module, "get_param", None) for module in modules)
+    return frozenset(id(get_param()) for get_param in found if callable(get_param))
 
 
 def _stand_in(param: nn.Parameter, device: torch.device) -> nn.Parameter:
