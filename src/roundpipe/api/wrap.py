@@ -42,7 +42,7 @@ from roundpipe.module_names import user_names
 from roundpipe.packed import checked_form, pack_frozen, take_quantised
 from roundpipe.split.discovery import block_paths
 from roundpipe.split.kernels import GpuKernels
-from roundpipe.split.splitter import ModelSplitter, old_objects_aside
+from roundpipe.split.splitter import ModelSplitter, rare_collections
 from roundpipe.split.transformers import (
     TrainedCache,
     fill_from_meta,
@@ -237,7 +237,7 @@ def _wrap_split(
     kernels = GpuKernels(model)
     if split_options.liger_kernels is not False:
         kernels.apply_liger({} if split_options.liger_kernels is True else split_options.liger_kernels)
-    with old_objects_aside():
+    with rare_collections():
         split_model = _split(model, kernels, split_options, options["name"])
         layers = nn.Sequential(*split_model.layers)
         if size_bytes(model) >= _WORTH_COLLECTING_BYTES:

@@ -24,6 +24,7 @@ from torch import nn
 
 from roundpipe.context import trying_out
 from roundpipe.errors import ModelSplitError
+from roundpipe.monitor import process_rlock
 from roundpipe.progress import phase
 from roundpipe.split.calibrate import ChangesItself, calibrate, let_change_itself, runs
 from roundpipe.split.determinism import OUT_OF_MEMORY, refusing, succeeds
@@ -109,7 +110,7 @@ class ModelSplitter:
 
         is_made_up: the inputs are not those of a call; raises ChangesItself if the model would change for them.
         """
-        with old_objects_aside():
+        with rare_collections():
             return self._learn(args, kwargs, is_made_up=is_made_up)
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_made_up: bool) -> bool:
@@ -287,25 +288,38 @@ class ModelSplitter:
         return self._configs.number(), key if detail is None else signature(args, kwargs, mode, detail)
 
 
-@contextlib.contextmanager
-def old_objects_aside() -> Iterator[None]:
-    """While entered, garbage is collected rarely, and only among objects that were made meanwhile.
+class _RareCollections:
+    """How many threads are inside of `rare_collections`, and the thresholds of the collector before the first one."""
 
-    Trials make hundreds of objects for each module. Python would collect often, and each time walk all of them and all
-    objects of the libraries: that was up to half of the time of splitting a model.
+    def __init__(self) -> None:
+        self.lock = process_rlock()
+        self.num_inside, self.thresholds = 0, (0, 0, 0)
+
+
+_rare_collections = _RareCollections()
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """While a thread is inside, garbage is collected rarely.
+
+    Trials make hundreds of objects for each module. Python would collect often, and walk all of them each time: that
+    was up to half of the time of splitting a model.
     """
-    if gc.get_freeze_count():  # the user has set objects aside, which must stay so; or this is entered already
-        yield
-        return
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    if thresholds[0]:  # 0 turns collections off
-        gc.set_threshold(max(thresholds[0], _OBJECTS_PER_COLLECTION), *thresholds[1:])
+    state = _rare_collections
+    with state.lock:
+        if not state.num_inside:
+            state.thresholds = gc.get_threshold()
+            if state.thresholds[0]:  # 0 turns collections off
+                gc.set_threshold(max(state.thresholds[0], _OBJECTS_PER_COLLECTION), *state.thresholds[1:])
+        state.num_inside += 1
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        with state.lock:
+            state.num_inside -= 1
+            if not state.num_inside:
+                gc.set_threshold(*state.thresholds)
 
 
 def cut_down(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -53,7 +53,9 @@ def verify(
         layers, copy, placed = _layers(model, plan)
         _freeze_large_weights(copy, plan.blocks)
         gradients = _Gradients(copy)
-        modes.enter_context(_SumsOfGradients(copy, gradients))
+        sums = _SumsOfGradients(copy, gradients)
+        if sums.is_needed:  # it takes time in every operation
+            modes.enter_context(sums)
         # Without dropout the plain model and the layers must compute the same outputs and gradients.
         with WithoutDropout() as mode:
             with _drawing_as_layers_do(copy, placed):
@@ -310,6 +312,10 @@ class _SumsOfGradients(TorchFunctionMode):
             for name, param in model.named_parameters()
             if type(param) is nn.Parameter and param.requires_grad and param.numel() > _LARGEST and param.dim() == 2
         }
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self._names)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
