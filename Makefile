@@ -76,13 +76,13 @@ demo: cpu  ## train, kill, resume on other devices, compare bit for bit; report 
 # The GPU's tests run alone, because they measure its memory, and first, so that the last line counts the tests of every machine.
 test: check  ## the checks, then every behaviour once (the GPU's are skipped without CUDA; of the models, a subset)
 	$(RUN) -m pytest $(GPU_TESTS)
-	$(RUN) -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "not models and not slow"
+	$(RUN) -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "not models and not slow and not further"
 
 # More orders of copies, more places to interrupt, and the combinations marked slow.
 test-slow: export ROUNDPIPE_INTERRUPT_SAMPLES = 24
 test-slow: export ROUNDPIPE_COPY_ORDERS = 20
 test-slow: cpu  ## further combinations of what `make test` covers: device counts, precisions, seeds
-	$(RUN) -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "slow and not models"
+	$(RUN) -m pytest $(ON_ALL_CORES) --ignore=$(GPU_TESTS) -m "(slow or further) and not models"
 	$(RUN) -m pytest $(ON_ALL_CORES) $(SAMPLED_TESTS)
 
 test-mutants: cpu  ## put deliberate faults into copies of the source; the tests must catch every one

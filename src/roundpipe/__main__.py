@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = ", ".join(["train", *_COMMANDS])
         return _complain(f"there is no command {words[0]!r}; the commands are: {names}.", _MISTAKE)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if is_first() else logging.ERROR)
-    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, which writes each line
+    logging.getLogger("huggingface_hub").propagate = False  # it has its own handler, which writes each line
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without some sign shows a question mark

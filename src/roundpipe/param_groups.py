@@ -1,17 +1,17 @@
 """The param groups of optimizers, whose settings the user's thread and the optimizer thread use at the same time.
 
-Knows optimizers of torch; knows neither models nor steps.
+Knows optimizers of torch; knows neither models nor the optimizer thread.
 
 [Note: settings of a step]
 `model.step(step_fn)` may return before step_fn runs. Settings that the user changes then, as `scheduler.step()` does,
-must not reach that step, and what step_fn changes must reach the next one, whenever each thread runs. So the settings
-are always those of steps that run when they are issued. Every setting has the time of its last write, counted in
-steps: a write of step n has time 2n, one of the user between steps n and n + 1 has time 2n + 1. A step begins with the
-settings that the user's thread saw when the step was issued and those that the steps before have left; the later
-write counts. The user's thread does the same with what the last step has left, the next time that it uses the group.
+must not reach that step, and what step_fn changes must reach the next one, whatever the timing of the two threads. So
+a step uses the settings as they are when it is issued. Every setting has the time of its last write, counted in steps:
+a write in step n has time 2n, one by the user between steps n and n + 1 has time 2n + 1. A step merges the settings that
+the user's thread saw when the step was issued with those that the steps before have left; the later write counts. The
+user's thread merges what the last step has left the next time that it uses the group.
 
-An optimizer tells nobody that it exists. But `add_param_group` of torch asks every parameter whether it is a leaf, and
-masters answer that themselves: so the optimizer is known before the user has it.
+torch has no hook for new optimizers. But its `add_param_group` asks every parameter whether it is a leaf, and masters
+answer that themselves: so an optimizer is known before its first step.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class _Groups(list[dict[str, Any]]):
 
 
 def optimizer_that_adds(frame: FrameType) -> Optimizer | None:
-    """The optimizer whose `add_param_group` runs in a frame; None if the frame is another one."""
+    """The optimizer whose `add_param_group` runs in a frame; None if the frame runs other code."""
     optimizer = frame.f_locals.get("self") if frame.f_code.co_name == Optimizer.add_param_group.__name__ else None
     return optimizer if isinstance(optimizer, Optimizer) else None
 

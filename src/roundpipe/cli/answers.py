@@ -88,7 +88,7 @@ def _trl_preparation(row_format: RowFormat, tokenizer: Any, config: Any, method:
     """A function that tokenizes a dataset as the method's trainer does, without its truncation.
 
     The trainers' own preparation needs a model, but only these attributes of the trainer. Pairs for KTO are tokenized
-    as pairs here; ORPO's trainer has no preparation of its own, and tokenizes like that of DPO.
+    as pairs here; ORPO's trainer has no preparation step, and tokenizes like that of DPO.
     """
     config = copy.copy(config)
     config.max_length, config.truncation_mode = None, "keep_end"

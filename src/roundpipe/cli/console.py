@@ -45,7 +45,7 @@ def plain_output(*, for_terminals: bool = False) -> Iterator[None]:
     Nor does transformers write its table of weights that a folder lacks: the command says which it makes anew.
     """
     table = logging.getLogger("transformers.modeling_utils")
-    table.addFilter(_is_no_table)  # a level of its own would make transformers say more, of sharding
+    table.addFilter(_is_no_table)  # setting its level would make transformers say more, of sharding
     try:
         if sys.stderr.isatty() and not for_terminals:
             yield

@@ -1,7 +1,7 @@
 """Code that torch.compile makes once for all layers of a kind.
 
 Layers are of one kind if their modules have the same classes, flags and hooks, and parameters of the same shapes and
-dtypes. Each kind has functions of its own, which torch.compile compiles: its cache belongs to the code object of a
+dtypes. Each kind has separate functions, which torch.compile compiles: its cache belongs to the code object of a
 function, so kinds share neither guards nor the limit of recompilations.
 
 [Note: shapes] The first inputs of a model are compiled with their sizes as constants. When inputs of other sizes come,
@@ -278,7 +278,7 @@ def _structure_of(module: nn.Module) -> Hashable:
 
 
 class CompiledPart:
-    """Calls a module of a layer, compiled or eagerly. nn.Module calls it in place of its own forward and hooks."""
+    """Calls a module of a layer, compiled or eagerly. nn.Module calls it in place of the module's forward and hooks."""
 
     def __init__(
         self, module: nn.Module, options: CompileOptions, device: torch.device, mode: _Mode, constants: Constants

@@ -1,6 +1,6 @@
 """Modules whose frozen weights are packed: the same code, over weights that exist expanded only while they are used.
 
-Packing changes the class of a module to a subclass of its own class. A frozen parameter `weight` of the form nf4
+Packing changes the class of a module to a subclass of that class. A frozen parameter `weight` of the form nf4
 becomes the parameter `weight_nf4`, a flat tensor of bytes, which moves and is saved like any frozen parameter. Reading
 `module.weight` expands it.
 

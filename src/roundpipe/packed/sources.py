@@ -124,7 +124,7 @@ def _torchao(shapes: Mapping[str, torch.Tensor], settings: Settings) -> Iterator
 
 
 def _json(text: str) -> dict[str, Any]:
-    """The object that a text has; an empty one if it is another text."""
+    """The JSON object in a text; an empty dict if the text has none."""
     try:
         found = json.loads(text)
     except ValueError:

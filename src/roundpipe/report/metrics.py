@@ -58,7 +58,7 @@ class MetricsReader:
         self._last_line = b""
 
     def read(self) -> None:
-        """Read the lines that were added since the last time; all of them if the file is another one by now."""
+        """Read the lines that were added since the last time; all of them if the file was replaced meanwhile."""
         try:
             file = open(self.path, "rb")  # noqa: SIM115 - closed by the next `with`
         except FileNotFoundError:
