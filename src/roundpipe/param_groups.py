@@ -6,9 +6,9 @@ Knows optimizers of torch; knows neither models nor the optimizer thread.
 `model.step(step_fn)` may return before step_fn runs. Settings that the user changes then, as `scheduler.step()` does,
 must not reach that step, and what step_fn changes must reach the next one, whatever the timing of the two threads. So
 a step uses the settings as they are when it is issued. Every setting has the time of its last write, counted in steps:
-a write in step n has time 2n, one by the user between steps n and n + 1 has time 2n + 1. A step merges the settings that
-the user's thread saw when the step was issued with those that the steps before have left; the later write counts. The
-user's thread merges what the last step has left the next time that it uses the group.
+a write in step n has time 2n, one by the user between steps n and n + 1 has time 2n + 1. A step merges the settings
+that the user's thread saw when the step was issued with those that the steps before have left; the later write counts.
+The user's thread merges what the last step has left the next time that it uses the group.
 
 torch has no hook for new optimizers. But its `add_param_group` asks every parameter whether it is a leaf, and masters
 answer that themselves: so an optimizer is known before its first step.
