@@ -148,6 +148,7 @@ def test_steps_and_weights_are_those_of_the_plain_trainer(is_lora: bool, folder:
 
 
 @pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["exact", "stale"])
+@pytest.mark.slow
 def test_server_has_the_weights_after_the_newest_step(is_async: bool, folder: Path, tmp_path: Path) -> None:
     """The masters are the newest weights, also while a step that has returned still runs."""
     masters: list[dict[str, Tensor]] = []

@@ -145,6 +145,7 @@ def test_a_state_folder_that_is_no_name_is_refused() -> None:
         RoundPipeOptions(state_folder="")
 
 
+@pytest.mark.slow
 def test_means_of_several_steps_are_logged_as_in_the_whole_run(tmp_path: Path) -> None:
     """The checkpoint lies between two logged steps."""
     whole = trained(new_trainer(tmp_path / "whole", new_model(False), logging_steps=2))
@@ -329,6 +330,7 @@ def test_state_of_callbacks_is_saved_as_by_plain_trainer(tmp_path: Path) -> None
     assert states[0].keys() == states[1].keys()
 
 
+@pytest.mark.slow
 def test_only_the_model_is_saved_if_asked(tmp_path: Path) -> None:
     trainer = new_trainer(tmp_path, new_model(False), save_only_model=True)
     trainer.train()
@@ -352,7 +354,9 @@ def alter_state(folder: Path) -> None:
     ("damage", "message"),
     [
         (alter_state, "trainer_state.json of the checkpoint is damaged"),
-        (lambda folder: (folder / "manifest.json").unlink(), "not a complete checkpoint"),
+        pytest.param(
+            lambda folder: (folder / "manifest.json").unlink(), "not a complete checkpoint", marks=pytest.mark.slow
+        ),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b""),
             "model.safetensors of the checkpoint is damaged",

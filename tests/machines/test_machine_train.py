@@ -116,6 +116,7 @@ def test_a_machine_that_dies_ends_the_run_on_all_and_a_restart_goes_on_from_the_
     assert all(torch.equal(weights(parted)[name], value) for name, value in weights(whole).items())
 
 
+@pytest.mark.slow
 def test_a_restarted_run_goes_on_by_itself(pool: MachinePool, folder: Path, tmp_path: Path) -> None:
     restarted = {"TORCHELASTIC_RESTART_COUNT": "1"}
     line = words(folder, tmp_path / "out", "--steps", "2", "--save-steps", "1", size=2)

@@ -93,6 +93,7 @@ def test_a_run_goes_on_bit_for_bit_on_as_many_machines_and_to_rounding_on_one(
     assert_close(on_one, expected)
 
 
+@pytest.mark.slow
 def test_evaluation_early_stopping_and_the_best_model(pool: MachinePool, tmp_path: Path) -> None:
     changes = {
         "eval_strategy": "steps",

@@ -30,10 +30,9 @@ def test_memory_and_bytes_per_parameter(pool: MachinePool) -> None:
     ("lora", "loop"),
     [
         (False, "exact"),
-        (True, "stale"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((True, "exact"), (True, "plain"), (False, "stale"), (False, "plain"))
+            for case in ((True, "stale"), (True, "exact"), (True, "plain"), (False, "stale"), (False, "plain"))
         ),
     ],
 )

@@ -74,6 +74,7 @@ ROUNDED_WITH_CASTS = "gemma4:Gemma4ForConditionalGeneration[audio_config.num_hid
 
 
 @pytest.mark.parametrize("key", [ROUNDED, pytest.param(ROUNDED_WITH_CASTS, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_rounding_is_found_by_repeating_in_float64(key: str) -> None:
     verdict = check_default_road(variant_named(key), 2)
     assert verdict.holds is Holds.WHOLE_BATCH, verdict.detail
