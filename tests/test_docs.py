@@ -107,7 +107,7 @@ def test_the_first_fine_tune_runs_from_top_to_bottom(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         outputs.append(done.stdout)
     assert len(outputs) == 8
-    for line in outputs[2].splitlines()[-2:]:
+    for line in outputs[2].splitlines()[-3:]:
         assert line in text, "the page shows the last lines that the command prints"
     assert "the run goes on from" in outputs[3]
     assert "80/80" in outputs[3], "the second command prolongs the run"
